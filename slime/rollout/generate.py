@@ -420,23 +420,26 @@ def append_result(sample: Sample, result: GenerateResult) -> None:
     )
 
 
-def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> None:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``).
+def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
+    it was one.
 
     Args:
         drawn: tokens of the prompt as they were drawn; [] where it came as text.
     Raises:
         UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
     """
-    if sample.response and not sample.response_length:
-        if not sample.tokens or sample.tokens != drawn:
-            prompt = prompt_token_ids(tokenizer, sample)
-            if sample.tokens not in ([], prompt):
-                raise UserError(
-                    f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
-                    fix="set response_length, or leave tokens and response_length to us: text alone will do",
-                )
-            sample.tokens = prompt
-        ids = tokenizer.encode(sample.response, add_special_tokens=False)
-        sample.tokens = sample.tokens + ids
-        sample.response_length = len(ids)
+    if not sample.response or sample.response_length:
+        return False
+    if not sample.tokens or sample.tokens != drawn:
+        prompt = prompt_token_ids(tokenizer, sample)
+        if sample.tokens not in ([], prompt):
+            raise UserError(
+                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
+                fix="set response_length, or leave tokens and response_length to us, with text alone",
+            )
+        sample.tokens = prompt
+    ids = tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = sample.tokens + ids
+    sample.response_length = len(ids)
+    return True

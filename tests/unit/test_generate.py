@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime import log
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
@@ -26,6 +27,7 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.rollout.group_run import GroupRun
+from slime.rollout.returned import tell_of_text_alone
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
@@ -380,6 +382,49 @@ def test_complete_tokens_of_a_sample_built_from_text() -> None:
     assert drawn.tokens == [7, 8, 99, 100, 101]
     with pytest.raises(UserError, match="a response and 5 tokens, but response_length 0"):
         complete_tokens(Sample(prompt="ab", tokens=[97, 98, 99, 100, 101], response="cde"), FakeTokenizer(), [])
+
+
+@pytest.mark.parametrize(
+    ("ends", "params", "evaluation", "is_told"),
+    [
+        ({5}, {}, False, True),
+        ({ord("e")}, {}, False, False),  # the text keeps its end
+        ({5}, {"stop_token_ids": [ord("e")]}, False, False),
+        ({5}, {"stop": ["de"]}, False, False),
+        (set(), {"stop": ["x"]}, False, True),
+        (set(), {}, False, False),  # nothing is known to end an answer
+        ({5}, {}, True, False),  # nothing is trained
+    ],
+)
+def test_text_alone_without_its_end_is_told_once(
+    ends: set[int],
+    params: dict[str, Any],
+    evaluation: bool,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    state = make_state(
+        FakeClient(),
+        args=hook_args(custom_generate_function_path=HOOKS + "from_text"),
+        end_tokens=frozenset(ends),
+    )
+    state.sampling_params |= params
+    for _ in range(2):
+        group = GroupRun.of([sample_at(0), sample_at(1)])
+        asyncio.run(GroupRunner(state, FakeRewards(), rollout_id=0, evaluation=evaluation).run(group))
+        assert [sample.tokens for sample in group.samples] == [[97, 98, 99, 100, 101]] * 2, "no token is added"
+    said = [message for message in caplog.messages if "text alone" in message]
+    assert len(said) == int(is_told)
+    assert all("rollout_hooks.from_text returns" in m and "append_response_tokens" in m for m in said)
+
+
+def test_an_answer_that_was_cut_has_no_end_to_miss(caplog: pytest.LogCaptureFixture) -> None:
+    state = make_state(FakeClient(), end_tokens=frozenset({5}))
+    sample = Sample(prompt="ab", response="cde", tokens=[97, 98, 99], response_length=1, status=SampleStatus.TRUNCATED)
+    tell_of_text_alone([sample], "mine.cut", state)
+    assert not caplog.messages
 
 
 # -- users' generate functions -------------------------------------------------------------------------------
