@@ -18,6 +18,7 @@ from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -104,8 +105,9 @@ class Checker:
         texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and isinstance(p.text, str)}
         if texts:
             encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
-            for i, ids in zip(texts, encoded):
-                lengths[i] = len(ids)
+            templated = self.form.apply_chat_template
+            for (i, text), ids in zip(texts.items(), encoded):
+                lengths[i] = len(with_opening(self.tokenizer, text, ids, templated=templated))
         return lengths
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:

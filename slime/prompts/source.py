@@ -30,7 +30,7 @@ from slime.prompts.prepare import Checker, Scan, prepare, probe
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
-from slime.prompts.tokenizer import generation_config_of, stop_token_report
+from slime.prompts.tokenizer import generation_config_of, opening_tokens, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
 from slime.user_calls import running
@@ -49,6 +49,10 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
     warn_of_endless_generation(config, tokenizer)
+    opening = [] if config.data.apply_chat_template else list(opening_tokens(tokenizer))
+    if opening:
+        begins = "prompts that are plain text begin with %r, which the tokenizer puts before one, as in an engine"
+        logger.info(begins, tokenizer.decode(opening))
     return _built(config, tokenizer)
 
 

@@ -34,6 +34,7 @@ from slime.log import get_logger
 from slime.models import family_of
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
+from slime.prompts.tokenizer import with_opening
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
 
@@ -63,6 +64,7 @@ class GenerateState:
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
+        templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
@@ -81,6 +83,7 @@ class GenerateState:
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
+    templated: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     logged: dict[str, float] = field(default_factory=dict)
     progress: Callable[[], dict[str, float]] = dict
@@ -353,7 +356,8 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of the prompt: text as it stands, chat messages through the chat template.
+    """Token ids of the prompt: chat messages through the chat template, plain text with what the tokenizer puts before
+    one (`with_opening`).
 
     Raises:
         UserError: the prompt is empty, or carries images.
@@ -365,7 +369,9 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
             fix="pass a --custom-generate-function-path that handles them",
         )
     if isinstance(sample.prompt, str):
-        ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        bare = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+        templated = is_in_run() and current_state().templated
+        ids = bare and with_opening(tokenizer, sample.prompt, bare, templated=templated)
     else:
         ids = tokenizer.apply_chat_template(
             sample.prompt,
@@ -418,28 +424,3 @@ def append_result(sample: Sample, result: GenerateResult) -> None:
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
     )
-
-
-def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
-    it was one.
-
-    Args:
-        drawn: tokens of the prompt as they were drawn; [] where it came as text.
-    Raises:
-        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
-    """
-    if not sample.response or sample.response_length:
-        return False
-    if not sample.tokens or sample.tokens != drawn:
-        prompt = prompt_token_ids(tokenizer, sample)
-        if sample.tokens not in ([], prompt):
-            raise UserError(
-                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
-                fix="set response_length, or leave tokens and response_length to us, with text alone",
-            )
-        sample.tokens = prompt
-    ids = tokenizer.encode(sample.response, add_special_tokens=False)
-    sample.tokens = sample.tokens + ids
-    sample.response_length = len(ids)
-    return True

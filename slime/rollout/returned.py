@@ -14,8 +14,9 @@ from typing import Any
 from slime.errors import UserError
 from slime.hook_loading import FunctionFailed
 from slime.log import get_logger, tell
+from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.continued import has_ended
-from slime.rollout.generate import GenerateState, complete_tokens
+from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
 
@@ -66,6 +67,33 @@ def finish_samples(
         for sample in samples:
             sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
     return from_text
+
+
+def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
+    it was one.
+
+    Args:
+        drawn: tokens of the prompt as they were drawn; [] where it came as text.
+    Raises:
+        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
+    """
+    if not sample.response or sample.response_length:
+        return False
+    if not sample.tokens or sample.tokens != drawn:
+        prompt = prompt_token_ids(tokenizer, sample)
+        if [*opening_tokens(tokenizer), *sample.tokens] == prompt:
+            prompt = sample.tokens
+        elif sample.tokens not in ([], prompt):
+            raise UserError(
+                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
+                fix="set response_length, or leave tokens and response_length to us, with text alone",
+            )
+        sample.tokens = prompt
+    ids = tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = sample.tokens + ids
+    sample.response_length = len(ids)
+    return True
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:

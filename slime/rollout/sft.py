@@ -22,7 +22,7 @@ from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.log import get_logger, tell
 from slime.prompts.chat_template import Messages, end_of_turn_tokens, render_messages
-from slime.prompts.tokenizer import end_token_ids
+from slime.prompts.tokenizer import end_token_ids, with_opening
 from slime.rollout.finish import finish_rollout
 from slime.samples.types import Group, Sample, SampleStatus
 
@@ -190,7 +190,7 @@ class SftEncoder:
         if isinstance(prompt, list) or self._data.apply_chat_template:
             messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             return self._chat([*messages, {"role": "assistant", "content": label}], sample)
-        return self._plain(self._ids(prompt), label)
+        return self._plain(with_opening(self._tokenizer, prompt, self._ids(prompt), templated=False), label)
 
     def _plain(self, prompt: list[int], label: str) -> tuple[list[int], list[int]]:
         answer = self._ids(label)

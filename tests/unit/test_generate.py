@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import (
     append_result,
     bind_state,
-    complete_tokens,
     context_limit,
     generate,
     prompt_token_ids,
@@ -27,13 +27,20 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.rollout.group_run import GroupRun
-from slime.rollout.returned import tell_of_text_alone
+from slime.rollout.returned import complete_tokens, tell_of_text_alone
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, hook_args, make_state
 
 HOOKS = "tests.support.rollout_hooks."
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was said yet, and records reach caplog, whatever another test configured."""
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def generate_once(sample: Sample, client: Any = None, more_params: dict[str, Any] | None = None, **kw: Any) -> Sample:
@@ -87,6 +94,17 @@ def test_prompt_becomes_tokens_once_and_without_special_tokens() -> None:
     assert client.calls[0]["input_ids"] == [97, 98] == sample.tokens[:2]
     chat = Sample(index=0, prompt=[{"role": "user", "content": "x"}])
     assert prompt_token_ids(FakeTokenizer(), chat) == [ord(c) for c in "user:x;"]
+
+
+def test_plain_text_begins_as_a_server_would_begin_it_and_templated_text_as_it_stands() -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.bos_token_id = 9
+    for templated, expected in ((False, [9, 97, 98]), (True, [97, 98])):
+        client = FakeClient()
+        sample = generate_once(Sample(index=0, prompt="ab"), client, tokenizer=tokenizer, templated=templated)
+        assert client.calls[0]["input_ids"] == expected == sample.tokens[: len(expected)]
+        assert sample.prompt_length == len(expected)
+    assert generate_once(Sample(index=0, prompt="ab", tokens=[97, 98]), tokenizer=tokenizer).prompt_length == 2
 
 
 def test_messages_are_rendered_with_the_runs_arguments_of_the_template_or_the_samples_own() -> None:
@@ -380,6 +398,11 @@ def test_complete_tokens_of_a_sample_built_from_text() -> None:
     drawn = Sample(prompt="ab", tokens=[7, 8], response="cde")
     complete_tokens(drawn, FakeTokenizer(), [7, 8])
     assert drawn.tokens == [7, 8, 99, 100, 101]
+    with_bos = FakeTokenizer()
+    with_bos.bos_token_id = 9
+    for own, prompt in ([], [9, 97, 98]), ([97, 98], [97, 98]), ([9, 97, 98], [9, 97, 98]):
+        sample = Sample(prompt="ab", tokens=own, response="c")
+        assert complete_tokens(sample, with_bos, []) and sample.tokens == [*prompt, 99], "a function's own stay"
     with pytest.raises(UserError, match="a response and 5 tokens, but response_length 0"):
         complete_tokens(Sample(prompt="ab", tokens=[97, 98, 99, 100, 101], response="cde"), FakeTokenizer(), [])
 
@@ -402,9 +425,8 @@ def test_text_alone_without_its_end_is_told_once(
     evaluation: bool,
     is_told: bool,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    fresh_log: None,
 ) -> None:
-    monkeypatch.setattr(log, "_said", set())
     state = make_state(
         FakeClient(),
         args=hook_args(custom_generate_function_path=HOOKS + "from_text"),
@@ -420,7 +442,7 @@ def test_text_alone_without_its_end_is_told_once(
     assert all("rollout_hooks.from_text returns" in m and "append_response_tokens" in m for m in said)
 
 
-def test_an_answer_that_was_cut_has_no_end_to_miss(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_was_cut_has_no_end_to_miss(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
     state = make_state(FakeClient(), end_tokens=frozenset({5}))
     sample = Sample(prompt="ab", response="cde", tokens=[97, 98, 99], response_length=1, status=SampleStatus.TRUNCATED)
     tell_of_text_alone([sample], "mine.cut", state)

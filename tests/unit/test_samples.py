@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ THINKING = (
     "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was said yet, and records reach caplog, whatever another test configured."""
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def config_for(**flags: Any) -> Any:
@@ -89,9 +97,8 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     ],
 )
 def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
-    template: str, trained: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    template: str, trained: str, said: str, caplog: pytest.LogCaptureFixture, fresh_log: None
 ) -> None:
-    monkeypatch.setattr(log, "_said", set())
     tokenizer = make_tokenizer(template)
     tokenizer.name_or_path = "/models/mine"
     for _ in range(2):
@@ -102,17 +109,16 @@ def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
     assert all(said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages)
 
 
-def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(
+    caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     sample = Sample(prompt=chat("2+2?", "4<|im_end|>"), group_index=0)
     SftEncoder(config_for(), tokenizer).encode(sample)
     assert trained_text(sample, tokenizer) == ["4<|im_end|>"] and not caplog.messages
 
 
-def test_a_tokenizer_without_an_end_token_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "_said", set())
+def test_a_tokenizer_without_an_end_token_is_told(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = None
     sample = Sample(prompt="2+2=", label="4", group_index=0)
@@ -183,6 +189,19 @@ def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:
 def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
     with pytest.raises(UserError, match=message):
         SftEncoder(config_for(), TOKENIZER).encode(Sample(prompt=prompt, label=label, group_index=3))
+
+
+def test_a_plain_prompt_begins_with_bos_and_its_answer_does_not() -> None:
+    tokenizer = make_tokenizer(bos="<|endoftext|>")
+    for prompt in ("2+2=", "<|endoftext|>2+2="):
+        encoder, sample = SftEncoder(config_for(), tokenizer), Sample(prompt=prompt, label="4", group_index=0)
+        encoder.read_ahead([sample])
+        encoder.encode(sample)
+        assert tokenizer.decode(sample.tokens) == "<|endoftext|>2+2=4<|im_end|>"
+        assert trained_text(sample, tokenizer) == ["4<|im_end|>"]
+    in_turns = Sample(prompt=chat("2+2?", "4"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(in_turns)
+    assert tokenizer.bos_token_id not in in_turns.tokens, "the template writes what it wants"
 
 
 def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
