@@ -30,7 +30,7 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin, replaced
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.models import family_of
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
@@ -343,16 +343,18 @@ def is_too_long(refused: RequestRefused) -> bool:
 
 
 def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
-    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first is warned of."""
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the run is told."""
     state.counts["prompt_too_long"] += 1
-    if state.counts["prompt_too_long"] == 1:
-        logger.warning(
-            "sample %s has %d tokens and no room to generate: %s; it counts as truncated "
-            "(raise --rollout-max-context-len or --sglang-context-length, or lower --rollout-max-prompt-len)",
-            sample.index,
-            len(sample.tokens),
-            limit,
-        )
+    unmeasured = "; of messages they are measured with --apply-chat-template" if isinstance(sample.prompt, list) else ""
+    tell(
+        logger,
+        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves training where it has "
+        "no answer. --rollout-max-prompt-len leaves such prompts out beforehand%s; the limit is "
+        "--rollout-max-context-len, or without it the engine's own context (--sglang-context-length, by default what "
+        "the model's config.json says)",
+        sample.index, len(sample.tokens), limit, unmeasured,
+        once="no room",
+    )  # fmt: skip
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:

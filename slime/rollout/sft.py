@@ -83,6 +83,17 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
             left_out_in_a_row += 1
             if left_out_in_a_row >= _MOST_LEFT_OUT:
                 raise _all_too_long(left_out[-left_out_in_a_row:], limit, prompt_limit)
+    if left_out:
+        tell(
+            logger,
+            "%d of %d samples drawn for a batch are too long and left out (the longest: %d tokens, %d before the first "
+            "trained one): --seq-length %s, --rollout-max-context-len %s, --rollout-max-prompt-len %s. "
+            "rollout/sft_too_long counts them from here on",
+            len(left_out), len(left_out) + len(groups), max(len(sample.tokens) for sample in left_out),
+            max(sample.prompt_length for sample in left_out),
+            config.train.seq_length, config.rollout.rollout_max_context_len, prompt_limit,
+            once="sft too long",
+        )  # fmt: skip
     tokens = sum(sample.effective_response_length for group in groups for sample in group.samples)
     counts = {"rollout/sft_trained_tokens": float(tokens), "rollout/sft_too_long": float(len(left_out))}
     return RolloutFnTrainOutput(groups, counts)

@@ -15,6 +15,7 @@ from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
 from slime.hook_loading import FunctionFailed
+from slime.log import untold
 from slime.rollout.continued import answered
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import (
@@ -38,8 +39,9 @@ HOOKS = "tests.support.rollout_hooks."
 
 @pytest.fixture
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was said yet, and records reach caplog, whatever another test configured."""
+    """Nothing was told yet, and records reach caplog, whatever another test configured."""
     monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_untold", [])
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
@@ -280,7 +282,7 @@ def test_context_limit_caps_the_response() -> None:
     assert client.calls[0]["params"]["max_new_tokens"] == 3 and len(sample.tokens) <= 5
 
 
-def test_a_prompt_without_room_is_truncated_and_counted() -> None:
+def test_a_prompt_without_room_is_truncated_counted_and_told_once(fresh_log: None) -> None:
     async def main() -> None:
         client = FakeClient()
         state = make_state(client, max_context_len=2)
@@ -288,8 +290,12 @@ def test_a_prompt_without_room_is_truncated_and_counted() -> None:
         sample = await generate(state.args, sample_at(), state.params_for(sample_at()))
         assert sample.status is SampleStatus.TRUNCATED and sample.response_length == 0
         assert state.counts["prompt_too_long"] == 1 and not client.calls
+        await generate(state.args, sample_at(1), state.params_for(sample_at(1)))
 
+    untold()
     asyncio.run(main())
+    [said] = untold()
+    assert "the limit is 2" in said and "--rollout-max-prompt-len leaves such prompts out" in said
 
 
 def test_the_engines_own_context_limit_truncates_too() -> None:

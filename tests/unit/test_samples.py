@@ -15,6 +15,7 @@ from slime import log
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
+from slime.log import untold
 from slime.models import family_of
 from slime.models.flops import sequence_cost
 from slime.prompts.source import PromptSource
@@ -45,8 +46,9 @@ THINKING = (
 
 @pytest.fixture
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was said yet, and records reach caplog, whatever another test configured."""
+    """Nothing was told yet, and records reach caplog, whatever another test configured."""
     monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_untold", [])
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
@@ -222,13 +224,16 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
-def test_sft_leaves_out_long_prompts_and_counts_them(tmp_path: Path) -> None:
+def test_sft_leaves_out_long_prompts_counts_them_and_tells_once(tmp_path: Path, fresh_log: None) -> None:
     rows = [{"input": "q" * n, "label": "a"} for n in (1, 9, 2)]
     data = write_jsonl(tmp_path / "s.jsonl", rows)
     config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=4)
     output = generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
     assert [group.index for group in output.samples] == [0, 2] and output.metrics is not None
     assert output.metrics["rollout/sft_too_long"] == 1
+    generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+    [said] = [told for told in untold() if "too long and left out" in told]
+    assert "1 of 3 samples" in said and "the longest: 11 tokens, 9 before" in said and "-max-prompt-len 4" in said
     config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=0 + 1, seq_length=3)
     write_jsonl(tmp_path / "s.jsonl", rows[1:])
     with pytest.raises(UserError, match=r"prompt of more than --rollout-max-prompt-len 1 tokens \(shortest: 2\)"):
