@@ -129,8 +129,8 @@ class GenerateFunction(Protocol):
 
     ``sampling_params`` is the sample's own copy, as SGLang spells them. The sample comes back with ``tokens`` [prompt +
     response], ``response_length``, and, one entry per response token, ``rollout_log_probs`` and ``loss_mask``
-    (`Sample.append_response_tokens` keeps them together), or with ``response`` alone, which is then tokenised. Its
-    ``status`` may be left PENDING: returned is COMPLETED.
+    (`Sample.append_response_tokens` keeps them together), or with ``response`` alone, which is then tokenised: without
+    log-probs, and where the text holds no end token, without the end (a warning). PENDING is taken as COMPLETED.
 
     At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
     sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.

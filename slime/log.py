@@ -19,6 +19,10 @@ from slime.errors import UserError
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_MOST_UNTOLD = 100
+#: Warnings that the driver has not said yet, in a process without a terminal; and keys of what was said once.
+_untold: list[str] = []
+_said: set[str] = set()
 
 
 class _ProcessFormatter(logging.Formatter):
@@ -51,6 +55,29 @@ class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
 def get_logger(name: str) -> logging.Logger:
     """A standard logger below ``slime``: pass ``__name__``, or a bare topic ("rewards" becomes "slime.rewards")."""
     return logging.getLogger(name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}")
+
+
+def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> None:
+    """A warning that the user is to meet on the terminal: the driver says it for processes without one, see `untold`.
+
+    Args:
+        text, args: as `logging` takes them.
+        once: say it once in this process under this key.
+    """
+    if once in _said:
+        return
+    if once:
+        _said.add(once)
+    logger.warning(text, *args, stacklevel=2)
+    _untold.append(text % args if args else text)
+    del _untold[:-_MOST_UNTOLD]  # where this process has a terminal, nobody asks
+
+
+def untold() -> list[str]:
+    """What was told since this was asked last."""
+    told = _untold[:]
+    _untold.clear()
+    return told
 
 
 def log_level(level: str | None = None) -> int:
@@ -98,6 +125,8 @@ def setup_logging(
         log_dir: the run folder's ``logs/``; created if missing.
         with_date: lines on stderr begin with the date; those in files always do.
     """
+    _untold.clear()
+    _said.clear()
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

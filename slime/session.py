@@ -13,7 +13,7 @@ from typing import NamedTuple
 from slime import stacks
 from slime.cluster.launch import Generating
 from slime.cluster.ray_session import dead_daemons
-from slime.cluster.rollout_actor import RolloutResult
+from slime.cluster.rollout_actor import RolloutResult, say
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import own_actors, stopped_parts
 from slime.cluster.trainer_group import TrainerActor
@@ -171,7 +171,9 @@ class Session:
     def collect(self, generating: Generating) -> RolloutResult:
         """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""
         with self.sinks.phase("train_wait" if self.config.sync.async_buffer_size else "rollout"):
-            return self.cluster.collect(generating)
+            result = self.cluster.collect(generating)
+        say(result.warnings)
+        return result
 
     def wait_for(self, generating: Iterable[Generating]) -> None:
         """Until these are generated; they can be collected afterwards."""

@@ -25,7 +25,7 @@ from slime.engines.keys import RunKeys
 from slime.footprint import Footprint
 from slime.garbage import settle
 from slime.host import past_proxies
-from slime.log import get_logger, log_to_file_only
+from slime.log import get_logger, log_to_file_only, untold
 from slime.observe.run_folder import RunFolder
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
@@ -42,12 +42,14 @@ class RolloutResult:
         shards: one object reference per data-parallel rank.
         metrics: ``rollout/…`` and ``perf/…``.
         versions: weight versions of a sample's tokens → samples that have these.
+        warnings: for the terminal.
     """
 
     rollout_id: int
     shards: list[ray.ObjectRef]
     metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[tuple[int, ...], int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 class RolloutActor:
@@ -67,13 +69,13 @@ class RolloutActor:
     async def process(self) -> Process:
         return this_process()
 
-    async def setup(self) -> int:
+    async def setup(self) -> tuple[int, list[str]]:
         """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, or not
-        needed, because --num-rollout says how long the run is).
+        needed, because --num-rollout says how long the run is), and warnings for the terminal.
 
         Bad data is refused here, before any engine or trainer is needed.
         """
-        return await asyncio.to_thread(self._setup)
+        return await asyncio.to_thread(self._setup), untold()
 
     def _setup(self) -> int:
         from slime.observe.recorder import Recorder
@@ -92,8 +94,9 @@ class RolloutActor:
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
-    async def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
-        """Build the rollout loop on the policy's engines; checks hooks and evaluation data.
+    async def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> list[str]:
+        """Build the rollout loop on the policy's engines; checks hooks and evaluation data. Returns warnings for the
+        terminal.
 
         Args:
             router_urls: by model, for functions that ask other models too.
@@ -110,6 +113,7 @@ class RolloutActor:
         self.loop.lost = _leave
         await self.loop.start()
         settle(many_samples=True)
+        return untold()
 
     async def generate(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult | None:
         """One rollout, converted, packed and put into the object store, one shard per data-parallel rank; None for
@@ -156,7 +160,7 @@ class RolloutActor:
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
         sampled_by = Counter(versions for batch in batches for versions in batch.weight_versions if versions)
-        return RolloutResult(rollout_id, shards, metrics, dict(sampled_by))
+        return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
 
     async def load_dump(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
@@ -167,7 +171,7 @@ class RolloutActor:
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
-        return RolloutResult(rollout_id, self._handed_over(batches, groups), metrics)
+        return RolloutResult(rollout_id, self._handed_over(batches, groups), metrics, warnings=untold())
 
     def _handed_over(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
         recorded = self.recorder.token_keys(groups)
@@ -261,6 +265,12 @@ class RolloutActor:
         end_children()  # of users' functions: what they have left behind
 
 
+def say(warnings: Sequence[str]) -> None:
+    """On the terminal, for an actor that has none."""
+    for warning in warnings:
+        logger.warning("%s", warning)
+
+
 def _leave(said: str) -> None:
     """Nobody here will answer any more: whoever waits for this process learns of its end, and of the reason from the
     log."""
@@ -301,11 +311,16 @@ class RolloutHandle:
         self.waits, self.shows_evaluation = "", False
 
     def begin_setup(self) -> ray.ObjectRef:
-        """To be: the number of prompts per epoch, see `RolloutActor.setup`."""
+        """To be: what `set_up` takes, see `RolloutActor.setup`."""
         return self._actor.setup.remote()
 
+    def set_up(self, num_prompts: int, warnings: Sequence[str]) -> int:
+        """Says what the actor warns of; the number of prompts per epoch."""
+        say(warnings)
+        return num_prompts
+
     def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
-        self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router")
+        say(self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router"))
 
     def begin_rollout(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""

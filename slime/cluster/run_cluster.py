@@ -138,7 +138,7 @@ class Cluster:
         setting_up = trainers.begin_setup(self._should_stop) if trainers is not None else {}
         coming_up.update(setting_up)
 
-        [num_prompts] = wait(data, "reading the data")
+        num_prompts = rollout.set_up(*wait(data, "reading the data")[0])
         clock.lap("data")
         start = TrainerStart(config.rollout.start_rollout_id or 0)
         if trainers is not None:

@@ -59,7 +59,7 @@ class DataConfig:
     multimodal_keys: dict[str, Any] | None = flag(None, refused="vision-language models are not in this version")
     """Columns of images and other media, as JSON."""
     apply_chat_template: bool = flag(False, serves=("collection", "generation"))
-    """Render chat messages with the tokenizer's chat template."""
+    """Render chat messages with the chat template; else text begins with the BOS that the tokenizer puts before it."""
     apply_chat_template_kwargs: dict[str, Any] = flag({}, serves=("collection", "generation"))
     """Keyword arguments of the chat template, as JSON."""
     num_epoch: int | None = flag(None, range=SOME, serves=("driver", "collection"))

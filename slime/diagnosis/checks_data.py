@@ -24,6 +24,7 @@ from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.source import probe_prompts
+from slime.prompts.tokenizer import with_opening
 from slime.rollout.rewards.pool import RewardPool
 from slime.samples.types import Sample, SampleStatus
 
@@ -112,7 +113,9 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
             continue  # reported with all others where the data is looked at
         if prompt.label is None or str(prompt.metadata.get("rm_type")).endswith((_REMOTE, *_BLIND)):
             continue
-        tokens = prompt.tokens or tokenizer.encode(str(prompt.text), add_special_tokens=False)
+        text = str(prompt.text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        tokens = prompt.tokens or with_opening(tokenizer, text, ids, templated=form.apply_chat_template)
         found.append(
             Sample(number, number, prompt=prompt.text, tokens=tokens, label=prompt.label, metadata=prompt.metadata)
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.growth import Growth, steady_growth, sudden_growth
+from slime.observe.room import cut_shares, no_room
 
 Rows = Sequence[dict[str, Any]]
 _MIN_WINDOW = 5
@@ -254,8 +255,13 @@ def stale_samples(rows: Rows) -> list[Alarm]:
     return [Alarm("Samples are too old", detail, fix)]
 
 
+def prompts_too_long(rows: Rows) -> list[Alarm]:
+    found = no_room(rows)
+    return [Alarm("Prompts leave no room for an answer", *found)] if found else []
+
+
 def truncation(rows: Rows) -> list[Alarm]:
-    values = _values(rows, "rollout/truncated_ratio")[-10:]
+    values = cut_shares(rows)[-10:]
     if not values or statistics.fmean(values) <= 0.3:
         return []
     detail = f"{statistics.fmean(values):.0%} of the recent responses were cut at the length limit"
@@ -387,6 +393,7 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
     train_rollout_mismatch,
     stale_samples,
     large_gradient,
+    prompts_too_long,
     truncation,
     gradient_spike,
     engine_imbalance,

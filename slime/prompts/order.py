@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.prompts.prepare import Checker
 from slime.prompts.readers import Row, Rows, iter_rows
 from slime.prompts.row_format import Prompt, read_prompt
@@ -89,7 +89,7 @@ class StreamedOrder:
     def __init__(self, path: str, checker: Checker, *, shuffle: bool, seed: int) -> None:
         self._path, self._checker = path, checker
         self._shuffle, self._seed = shuffle, seed
-        self._too_long = 0
+        self._too_long = self._longest = 0
         self.seek(0, 0)
 
     def reorder(self, shuffle: bool) -> None:
@@ -120,14 +120,19 @@ class StreamedOrder:
                     fix=f"raise {self._checker.limit_flags}, or take other data",
                 )
             if self._too_long:
-                logger.warning("%s: %d prompts were too long and left out", self._path, self._too_long)
+                tell(
+                    logger,
+                    "%s: %d prompts are longer than %s tokens and left out (the longest: %d; %s)",
+                    self._path, self._too_long, self._checker.max_tokens, self._longest, self._checker.limit_flags,
+                    once=f"too long {self._path}",
+                )  # fmt: skip
             self.seek(self._epoch + 1, 0)
             return self.take()
         self._offset += 1
         return prompt
 
     def _open(self) -> Iterator[Prompt]:
-        self._too_long = 0
+        self._too_long = self._longest = 0
         rows: Iterator[tuple[str, Row]] = iter_rows(self._path)
         if self._shuffle:
             rows = shuffled(rows, random.Random(self._seed + self._epoch).randrange, SHUFFLE_BUFFER)
@@ -137,6 +142,10 @@ class StreamedOrder:
                 yield prompt
             else:
                 self._too_long += 1
+                self._longest = max(self._longest, length)
+                if self._too_long == 1:
+                    said = "%s: a prompt of %d tokens is longer than %d and left out (%s)"
+                    tell(logger, said, self._path, length, limit, self._checker.limit_flags, once=f"one {self._path}")
 
     def fingerprint(self) -> str:
         """Changes with the first row: a stream is not read to its end for this."""

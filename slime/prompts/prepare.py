@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from slime.errors import UserError
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
+from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -32,13 +33,14 @@ class Scan:
 
     Attributes:
         kept: positions of the rows that can be drawn.
-        too_long, shortest: how many prompts exceed the limit, and the length of the shortest of them.
+        too_long, shortest, longest: how many prompts exceed the limit, and the lengths of the shortest and the longest.
         templated, first_templated: how many prompts already carry the chat template, and where the first is.
     """
 
     kept: list[int] = field(default_factory=list)
     too_long: int = 0
     shortest: int | None = None
+    longest: int = 0
     templated: int = 0
     first_templated: str = ""
     problems: Problems = field(default_factory=Problems)
@@ -48,6 +50,7 @@ class Scan:
         self.too_long += other.too_long
         lengths = [length for length in (self.shortest, other.shortest) if length is not None]
         self.shortest = min(lengths, default=None)
+        self.longest = max(self.longest, other.longest)
         self.first_templated = self.first_templated or other.first_templated
         self.templated += other.templated
         self.problems.merge(other.problems)
@@ -95,6 +98,7 @@ class Checker:
             else:
                 found.too_long += 1
                 found.shortest = length if found.shortest is None else min(found.shortest, length)
+                found.longest = max(found.longest, length)
 
     def lengths(self, prompts: list[Prompt]) -> list[int]:
         """Tokens of each prompt; 0 where nothing can be measured (no limit, or chat messages without template)."""
@@ -104,8 +108,9 @@ class Checker:
         texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and isinstance(p.text, str)}
         if texts:
             encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
-            for i, ids in zip(texts, encoded):
-                lengths[i] = len(ids)
+            templated = self.form.apply_chat_template
+            for (i, text), ids in zip(texts.items(), encoded):
+                lengths[i] = len(with_opening(self.tokenizer, text, ids, templated=templated))
         return lengths
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
@@ -116,7 +121,7 @@ class Checker:
             except RowProblem as problem:
                 raise problem.at(where) from problem
             if self.markers and carries_template(prompt.bare, self.markers):
-                logger.warning("%s", templated_warning("streamed data", 1, where, self.markers))
+                tell(logger, "%s", templated_warning("streamed data", 1, where, self.markers))
                 self.markers = []  # once is enough
             yield prompt, self.lengths([prompt])[0]
 
@@ -137,12 +142,13 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     if not total.kept:
         raise _all_too_long(path, total, len(rows), checker)
     if total.too_long:
-        logger.warning(
-            "%s: %d of %d prompts are longer than %d tokens and left out",
-            path, total.too_long, len(rows), checker.max_tokens,
+        tell(
+            logger,
+            "%s: %d of %d prompts are longer than %d tokens and left out (the longest: %d; %s)",
+            path, total.too_long, len(rows), checker.max_tokens, total.longest, checker.limit_flags,
         )  # fmt: skip
     if total.templated:
-        logger.warning("%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
+        tell(logger, "%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
     return np.asarray(total.kept, dtype=np.int64)
 
 

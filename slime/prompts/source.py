@@ -19,18 +19,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.errors import UserError
 from slime.hook_loading import check_class, failures_of, load_function, user_function, with_user_frames
 from slime.hooks import DataSource
 from slime.legacy_paths import replaced
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
 from slime.prompts.prepare import Checker, Scan, prepare, probe
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
-from slime.prompts.tokenizer import generation_config_of, stop_token_report
+from slime.prompts.tokenizer import generation_config_of, opening_tokens, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
 from slime.user_calls import running
@@ -49,6 +50,10 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
     warn_of_endless_generation(config, tokenizer)
+    opening = [] if config.data.apply_chat_template else list(opening_tokens(tokenizer))
+    if opening:
+        begins = "prompts that are plain text begin with %r, which the tokenizer puts before one, as in an engine"
+        logger.info(begins, tokenizer.decode(opening))
     return _built(config, tokenizer)
 
 
@@ -138,7 +143,7 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
     for warning in stop_token_report(
         tokenizer, generation_config, rollout.rollout_stop_token_ids, rollout.rollout_stop
     ):
-        logger.warning("%s", warning)
+        tell(logger, "%s", warning)
 
 
 def is_chat(config: Config, tokenizer: Any) -> bool:
@@ -329,7 +334,9 @@ def _open_order(config: Config, tokenizer: Any) -> Order | None:
 
 
 def _checker(config: Config, tokenizer: Any) -> Checker:
-    return Checker(RowFormat.of(config), tokenizer, max_prompt_tokens(config))
+    form, limit = RowFormat.of(config), max_prompt_tokens(config)
+    flags = [f"{option_of(flag)} {value}" for flag, value, longest in _prompt_limits(config) if longest == limit]
+    return Checker(form, tokenizer, limit, " and ".join(flags)) if flags else Checker(form, tokenizer, limit)
 
 
 def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> Scan | None:
@@ -351,7 +358,19 @@ def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> Scan | None:
 
 def max_prompt_tokens(config: Config) -> int | None:
     """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and the contexts."""
-    limits = [config.data.rollout_max_prompt_len]
-    for context in (config.rollout.rollout_max_context_len, config.train.seq_length):
-        limits.append(None if context is None else context - 1)
-    return min((limit for limit in limits if limit is not None), default=None)
+    given = (config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len, config.train.seq_length)
+    return min((value - int(i > 0) for i, value in enumerate(given) if value is not None), default=None)
+
+
+def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
+    """Flags that the user has set, with their values, and how long they let a prompt be."""
+    given = {
+        "rollout_max_prompt_len": (config.data.rollout_max_prompt_len, 0),
+        "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),
+        "seq_length": (config.train.seq_length, 1),
+    }
+    return [
+        (flag, value, value - less)
+        for flag, (value, less) in given.items()
+        if value is not None and not config.origins[flag].startswith("derived")
+    ]

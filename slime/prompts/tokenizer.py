@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import orjson
 
 from slime.errors import UserError
 from slime.garbage import paused
-from slime.prompts.chat_template import end_of_turn_tokens
+from slime.prompts.chat_template import carries_template, end_of_turn_tokens, template_markers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,44 @@ def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> 
             why=f"{type(error).__name__}: {first_line}",
             fix="check that its files are complete and fit the installed transformers version",
         ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before a text by itself, as where an engine is sent text: ``<|begin_of_text|>`` of
+    Llama 3, nothing of Qwen. What it may put behind one ends nothing and is left out."""
+    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    starts = range(len(whole) - len(bare) + 1)
+    return tuple(whole[: next((at for at in starts if whole[at : at + len(bare)] == bare), 0)])
+
+
+@functools.lru_cache(maxsize=8)
+def _markers(tokenizer: Any, chat_template: str | None) -> list[str]:
+    try:
+        return template_markers(tokenizer) if chat_template else []
+    except UserError:  # said where the template is used
+        return []
+
+
+def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) -> list[int]:
+    """Tokens of a prompt, given those of its text alone: plain text begins as a server would begin it.
+
+    A chat template writes all special tokens itself, and servers add none to what they have templated: text that was
+    rendered here, or carries the template's markers, stays as it stands. So does one that begins with the token.
+
+    Args:
+        ids: of ``text``, without special tokens that are not in it.
+        templated: the text was rendered by the chat template.
+
+    Example (Llama 3):
+        >>> with_opening(tokenizer, "2+2=", [17, 10, 17, 28], templated=False)                 # doctest: +SKIP
+        [128000, 17, 10, 17, 28]
+    """
+    opening = [] if templated else list(opening_tokens(tokenizer))
+    if not opening or ids[:1] == opening[:1]:
+        return ids
+    markers = _markers(tokenizer, getattr(tokenizer, "chat_template", None))
+    return ids if carries_template(text, markers) else [*opening, *ids]
 
 
 def generation_config_of(path: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from slime.log import get_logger
 from slime.observe.trace import Span, span
 from slime.rollout.generate import GenerateState, bind_state, generate, is_too_long, note_too_long, prompt_token_ids
 from slime.rollout.group_run import Activity, Execution, GroupRun
-from slime.rollout.returned import check_values, finish_samples, samples_of
+from slime.rollout.returned import check_values, finish_samples, samples_of, tell_of_text_alone
 from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
 from slime.samples.types import Sample, SampleStatus
 from slime.user_calls import alone
@@ -338,13 +338,16 @@ class GroupRunner:
         prompt, is_fan_out, aborting = execution.prompt, isinstance(returned, list), self.state.client.aborting
         try:
             samples = samples_of(returned, origin)
-            finish_samples(samples, prompt, self.state.tokenizer, origin, is_fan_out=is_fan_out, aborting=aborting)
+            options = {"is_fan_out": is_fan_out, "aborting": aborting}
+            from_text = finish_samples(samples, prompt, self.state.tokenizer, origin, **options)
             for sample in samples if execution.function else ():
                 check_values(sample, origin, self.state.vocab_size, self.state.args)
         except UserError as error:
             if not execution.function:
                 raise
             raise FunctionFailed.of(error) from error
+        if not self.evaluation:
+            tell_of_text_alone(from_text, origin, self.state)
         execution.samples, execution.fanned_out, execution.function = samples, is_fan_out, ""
 
     async def _run_hooks(self, execution: Execution) -> None:

@@ -30,9 +30,10 @@ from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin, replaced
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, without_repeated_end
+from slime.prompts.tokenizer import with_opening
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
 
@@ -62,6 +63,7 @@ class GenerateState:
         loop: the event loop that everything runs on.
         processor: of images and other media; always None in this version, plugins look for it.
         counts: events worth a metric, e.g. "prompt_too_long".
+        templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
@@ -80,6 +82,7 @@ class GenerateState:
     vocab_size: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     processor: Any = None
+    templated: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     logged: dict[str, float] = field(default_factory=dict)
     progress: Callable[[], dict[str, float]] = dict
@@ -330,20 +333,23 @@ def is_too_long(refused: RequestRefused) -> bool:
 
 
 def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
-    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first is warned of."""
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the run is told."""
     state.counts["prompt_too_long"] += 1
-    if state.counts["prompt_too_long"] == 1:
-        logger.warning(
-            "sample %s has %d tokens and no room to generate: %s; it counts as truncated "
-            "(raise --rollout-max-context-len or --sglang-context-length, or lower --rollout-max-prompt-len)",
-            sample.index,
-            len(sample.tokens),
-            limit,
-        )
+    unmeasured = "; of messages they are measured with --apply-chat-template" if isinstance(sample.prompt, list) else ""
+    tell(
+        logger,
+        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves training where it has "
+        "no answer. --rollout-max-prompt-len leaves such prompts out beforehand%s; the limit is "
+        "--rollout-max-context-len, or without it the engine's own context (--sglang-context-length, by default what "
+        "the model's config.json says)",
+        sample.index, len(sample.tokens), limit, unmeasured,
+        once="no room",
+    )  # fmt: skip
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of the prompt: text as it stands, chat messages through the chat template.
+    """Token ids of the prompt: chat messages through the chat template, plain text with what the tokenizer puts before
+    one (`with_opening`).
 
     Raises:
         UserError: the prompt is empty, or carries images.
@@ -355,7 +361,9 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
             fix="pass a --custom-generate-function-path that handles them",
         )
     if isinstance(sample.prompt, str):
-        ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        bare = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+        templated = is_in_run() and current_state().templated
+        ids = bare and with_opening(tokenizer, sample.prompt, bare, templated=templated)
     else:
         ids = tokenizer.apply_chat_template(
             sample.prompt,
@@ -408,25 +416,3 @@ def append_result(sample: Sample, result: GenerateResult) -> None:
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
     )
-
-
-def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> None:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``).
-
-    Args:
-        drawn: tokens of the prompt as they were drawn; [] where it came as text.
-    Raises:
-        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
-    """
-    if sample.response and not sample.response_length:
-        if not sample.tokens or sample.tokens != drawn:
-            prompt = prompt_token_ids(tokenizer, sample)
-            if sample.tokens not in ([], prompt):
-                raise UserError(
-                    f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
-                    fix="set response_length, or leave tokens and response_length to us: text alone will do",
-                )
-            sample.tokens = prompt
-        ids = tokenizer.encode(sample.response, add_special_tokens=False)
-        sample.tokens = sample.tokens + ids
-        sample.response_length = len(ids)

@@ -214,6 +214,7 @@ class RolloutLoop:
                     request_tokens=rollout.rollout_request_tokens,
                     routed_experts=self.config.train.use_rollout_routing_replay,
                     vocab_size=self._vocab_size,
+                    templated=self.config.data.apply_chat_template,
                     loop=asyncio.get_running_loop(),
                 )
                 begin_state(state)
@@ -358,6 +359,7 @@ class RolloutLoop:
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
             own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
+            own.templated = dataset.apply_chat_template
             return self.make_runner(
                 own, rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
             )

@@ -13,9 +13,14 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.hook_loading import FunctionFailed
-from slime.rollout.generate import complete_tokens
+from slime.log import get_logger, tell
+from slime.prompts.tokenizer import opening_tokens
+from slime.rollout.continued import has_ended
+from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.group_run import GroupRun
 from slime.samples.types import Sample, SampleStatus
+
+logger = get_logger(__name__)
 
 
 def samples_of(returned: Any, origin: str) -> list[Sample]:
@@ -33,8 +38,9 @@ def samples_of(returned: Any, origin: str) -> list[Sample]:
 
 def finish_samples(
     samples: Sequence[Sample], prompt: Sample, tokenizer: Any, origin: str, *, is_fan_out: bool, aborting: bool
-) -> None:
+) -> list[Sample]:
     """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id of their execution.
+    Returns those of them that came as text alone.
 
     Args:
         prompt: the sample as it was given.
@@ -42,11 +48,12 @@ def finish_samples(
     Raises:
         UserError: lengths that do not fit, or siblings with different ``rollout_id``.
     """
+    from_text: list[Sample] = []
     for sample in samples:
         sample.index = prompt.index if sample.index is None else sample.index
         sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
         sample.session_id = sample.session_id or prompt.session_id
-        complete_tokens(sample, tokenizer, prompt.tokens)
+        from_text += [sample] if complete_tokens(sample, tokenizer, prompt.tokens) else []
         sample.validate(origin)
         if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
             sample.status = SampleStatus.ABORTED if aborting else SampleStatus.COMPLETED
@@ -59,6 +66,61 @@ def finish_samples(
             )
         for sample in samples:
             sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
+    return from_text
+
+
+def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
+    it was one.
+
+    Args:
+        drawn: tokens of the prompt as they were drawn; [] where it came as text.
+    Raises:
+        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
+    """
+    if not sample.response or sample.response_length:
+        return False
+    if not sample.tokens or sample.tokens != drawn:
+        prompt = prompt_token_ids(tokenizer, sample)
+        if [*opening_tokens(tokenizer), *sample.tokens] == prompt:
+            prompt = sample.tokens
+        elif sample.tokens not in ([], prompt):
+            raise UserError(
+                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
+                fix="set response_length, or leave tokens and response_length to us, with text alone",
+            )
+        sample.tokens = prompt
+    ids = tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = sample.tokens + ids
+    sample.response_length = len(ids)
+    return True
+
+
+def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
+    """Say it once where answers that came as text, and have ended, are trained on without their end.
+
+    No token is added: which one the model has sampled there, or whether it has, text does not tell.
+    """
+    params = state.sampling_params
+    stop = params.get("stop") or ()
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not (state.end_tokens or strings or params.get("stop_token_ids")):
+        return
+    for sample in samples:
+        ends_in_text = bool(strings) and sample.response.endswith(strings)
+        if sample.status is not SampleStatus.COMPLETED or ends_in_text:
+            continue
+        if not has_ended(sample.tokens, params, state.end_tokens):
+            tell(
+                logger,
+                "%s returns text alone, without the token that ends an answer (sample %s, for one): its text is "
+                "tokenised for training, which so never sees an answer end, nor the log-probs of what was sampled. "
+                "Return what the engine gave, with sample.append_response_tokens(tokens=…, log_probs=…) as "
+                "slime.rollout.generate.generate does, or call that; or ask for text that keeps its end "
+                "(skip_special_tokens=False)",
+                origin, sample.index, once=f"text alone {origin}",
+            )  # fmt: skip
+            return
 
 
 def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any) -> None:

@@ -3,6 +3,9 @@ says is trained.
 
 A conversation is cut into segments at the borders of the assistant's turns, and each segment is tokenised by itself. So
 the tokens of a turn are those that the model would generate after the prompt, never merged across the border.
+
+The template alone says how a turn ends: where it writes no end token none is trained, and that is warned of. Added
+here, it would stand in turns of the past that the same template renders without it for the trained model.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.hooks import DataSource, RolloutFnTrainOutput
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.prompts.chat_template import Messages, end_of_turn_tokens, render_messages
+from slime.prompts.tokenizer import end_token_ids, with_opening
 from slime.rollout.finish import finish_rollout
 from slime.samples.types import Group, Sample, SampleStatus
 
@@ -79,6 +83,17 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
             left_out_in_a_row += 1
             if left_out_in_a_row >= _MOST_LEFT_OUT:
                 raise _all_too_long(left_out[-left_out_in_a_row:], limit, prompt_limit)
+    if left_out:
+        tell(
+            logger,
+            "%d of %d samples drawn for a batch are too long and left out (the longest: %d tokens, %d before the first "
+            "trained one): --seq-length %s, --rollout-max-context-len %s, --rollout-max-prompt-len %s. "
+            "rollout/sft_too_long counts them from here on",
+            len(left_out), len(left_out) + len(groups), max(len(sample.tokens) for sample in left_out),
+            max(sample.prompt_length for sample in left_out),
+            config.train.seq_length, config.rollout.rollout_max_context_len, prompt_limit,
+            once="sft too long",
+        )  # fmt: skip
     tokens = sum(sample.effective_response_length for group in groups for sample in group.samples)
     counts = {"rollout/sft_trained_tokens": float(tokens), "rollout/sft_too_long": float(len(left_out))}
     return RolloutFnTrainOutput(groups, counts)
@@ -106,7 +121,11 @@ class SftEncoder:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._tokenizer, self._data = tokenizer, config.data
-        self._end_of_turn = list(end_of_turn_tokens(tokenizer).values()) or [tokenizer.eos_token or ""]
+        ends_of_turns, path = end_of_turn_tokens(tokenizer), config.checkpoint.hf_checkpoint
+        self._end_of_turn = list(ends_of_turns.values()) or [tokenizer.eos_token or ""]
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._ends = frozenset([*ends_of_turns, *eos]) | (end_token_ids(tokenizer, path) if path else frozenset())
+        """Tokens of which the model is to learn that an answer ends with one."""
         self._known: dict[str, list[int]] = {}
 
     def read_ahead(self, samples: list[Sample]) -> None:
@@ -132,9 +151,37 @@ class SftEncoder:
             sample.tokens, sample.loss_mask = trim(tokens, mask)
         except UserError as error:
             raise UserError(f"row of draw {sample.group_index}: {error.what}", error.why, error.fix) from error
+        if sample.tokens[-1] not in self._ends:
+            self._tell_of_no_end(sample.tokens, tokens)
         sample.response_length = len(sample.loss_mask)
         sample.response = self._tokenizer.decode(sample.tokens[-sample.response_length :])
         sample.status, sample.reward = SampleStatus.COMPLETED, 0.0
+
+    def _tell_of_no_end(self, trained: list[int], whole: list[int]) -> None:
+        """
+        Args:
+            trained: tokens up to the last trained one; whole: with what the template writes behind it.
+        """
+        tokenizer = self._tokenizer
+        ends = ", ".join(repr(str(tokenizer.convert_ids_to_tokens(one))) for one in sorted(self._ends))
+        if not self._ends:
+            what, fix = "the tokenizer has no end token", "set eos_token in its tokenizer_config.json"
+        elif whole[len(trained) : len(trained) + 1] and whole[len(trained)] in self._ends:
+            what = "the chat template writes the end token behind its {% generation %} block, not in it"
+            fix = "move {% endgeneration %} behind that token"
+        else:
+            what = f"the chat template writes none of {ends} after the assistant's words"
+            fix = (
+                "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label without"
+                " --apply-chat-template, which end with it"
+            )
+        tell(
+            logger,
+            "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last token that is trained is "
+            "%r; %s. No token is added unasked",
+            what, tokenizer.name_or_path, tokenizer.decode(trained[-1:]), fix,
+            once=f"no end {tokenizer.name_or_path} {what}",
+        )  # fmt: skip
 
     def _tokens_and_mask(self, sample: Sample) -> tuple[list[int], list[int]]:
         prompt, label = sample.prompt, sample.label
@@ -154,7 +201,7 @@ class SftEncoder:
         if isinstance(prompt, list) or self._data.apply_chat_template:
             messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             return self._chat([*messages, {"role": "assistant", "content": label}], sample)
-        return self._plain(self._ids(prompt), label)
+        return self._plain(with_opening(self._tokenizer, prompt, self._ids(prompt), templated=False), label)
 
     def _plain(self, prompt: list[int], label: str) -> tuple[list[int], list[int]]:
         answer = self._ids(label)

@@ -59,10 +59,19 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
         )
     if not found.samples:
         why = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "it is empty"
-        raise UserError(f"rollout {rollout_id} has no sample to train on", why=why)
+        fix = "; ".join(_REMEDIES[reason] for reason in found.dropped if reason in _REMEDIES)
+        raise UserError(f"rollout {rollout_id} has no sample to train on", why=why, fix=fix)
     if found.dropped:
         logger.warning("rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped))
     return found
+
+
+#: Why samples are left out → what to do where nothing else is left.
+_REMEDIES = {
+    "empty": "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at the generate"
+    " function (logs/rollout.log tells more)",
+    "failed": "logs/rollout.log tells why samples failed",
+}
 
 
 def _why_not(sample: Sample, sft: bool) -> str:

@@ -24,10 +24,12 @@ class FakeTokenizer:
     """One token per character; what `prompt_token_ids` and `complete_tokens` need."""
 
     eos_token_id: int | None = None
+    bos_token_id: int | None = None
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(character) for character in text]
+        bos = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return [*bos, *(ord(character) for character in text)]
 
     def decode(self, tokens: list[int], **kwargs: Any) -> str:
         """As the fake client words its answers."""

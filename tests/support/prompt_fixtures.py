@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -16,16 +16,26 @@ CHATML = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def make_tokenizer(chat_template: str | None = CHATML, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """One token per character (printable ASCII and newline), plus three special tokens."""
+def make_tokenizer(
+    chat_template: str | None = CHATML, eos: str = "<|im_end|>", bos: str | None = None
+) -> PreTrainedTokenizerFast:
+    """One token per character (printable ASCII and newline), plus three special tokens.
+
+    Args:
+        bos: the tokenizer puts this one before every text by itself, and ``eos`` behind it.
+    """
     vocab = {chr(code): i for i, code in enumerate([10, *range(32, 127)])}
     core = Tokenizer(models.WordLevel({**vocab, "<unk>": len(vocab)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(SPECIAL)
+    if bos is not None:
+        known = [(token, core.token_to_id(token)) for token in (bos, eos)]
+        core.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=known)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=eos,
+        bos_token=bos,
         unk_token="<unk>",
         additional_special_tokens=SPECIAL,
         chat_template=chat_template,

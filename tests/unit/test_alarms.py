@@ -42,6 +42,11 @@ def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(moved: float, 
     assert alarm.fix.startswith(advice) and ("quantised" in alarm.detail) == (moved > 0.1)
 
 
+#: 8 of 24 prompts fill the context.
+NO_ROOM = {
+    "rollout__truncated_ratio": 8 / 24, "rollout__prompt_too_long": 8.0,
+    "rollout__dropped_empty": 8.0, "rollout__num_samples": 16.0,
+}  # fmt: skip
 CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
 
 
@@ -59,6 +64,13 @@ CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
         ("tool_text_trained", steps(1, rollout__unsampled_trained_ratio=0.25), "25.0% of the tokens trained on were"),
         ("stale_samples", steps(4, rollout__staleness__num_too_old=2.0), "2 samples of the last step are older"),
         ("failing_samples", steps(3, rollout__num_failed_groups=1.0), "(3 in all)"),
+        ("prompts_too_long", steps(4, **NO_ROOM), "in the last 4 steps (last: step 4)"),
+        (
+            "prompts_too_long",
+            steps(1, **NO_ROOM),
+            "at step 1 a prompt, or a conversation of several turns, filled the context 8 times; 8 samples",
+        ),
+        ("truncation", steps(4, rollout__truncated_ratio=0.5, rollout__prompt_too_long=0.0), "50% of the recent"),
     ],
 )
 def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], said: str) -> None:
@@ -77,6 +89,7 @@ def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], 
         steps(9, rollout__reward_timeout=1.0, rollout__reward_crash=0.0),
         [*steps(2, rollout__unsampled_trained_ratio=0.1), step(3, rollout__unsampled_trained_ratio=0.0)],
         steps(9, rollout__staleness__num_too_old=0.0),
+        [*steps(1, **NO_ROOM), *steps(10, rollout__truncated_ratio=0.1, rollout__prompt_too_long=0.0)],
         steps(9, rollout__staleness__num_too_old=2.0, train__tis=1.0),
         [step(1, rollout__num_failed_groups=1.0), *steps(2, rollout__num_failed_groups=0.0)],
         [{"step": 0, "eval/held-out": 0.5}],
@@ -85,6 +98,14 @@ def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], 
 )
 def test_a_run_that_learns_is_left_alone(rows: list[dict[str, Any]]) -> None:
     assert names(rows) == []
+
+
+def test_answers_that_were_cut_are_told_beside_prompts_without_room() -> None:
+    rows = steps(4, **NO_ROOM | {"rollout__truncated_ratio": 20 / 24})
+    by_name = {alarm.name: alarm for alarm in find_alarms(rows)}
+    assert "50% of the recent responses" in by_name["truncation"].detail
+    assert "--rollout-max-prompt-len" in by_name["prompts_too_long"].fix
+    assert "--rollout-max-response-len" not in by_name["prompts_too_long"].fix
 
 
 def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:

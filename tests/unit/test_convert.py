@@ -188,6 +188,12 @@ def test_nothing_left_is_an_error_with_the_reasons() -> None:
         sample.status = SampleStatus.ABORTED
     with pytest.raises(UserError, match=r"no sample to train on\s+why: 2 aborted"):
         convert(groups)
+    for sample in groups[0].samples:  # the prompt filled the context
+        sample.status, sample.reward = SampleStatus.TRUNCATED, 0.0
+        sample.tokens, sample.response_length, sample.rollout_log_probs = [1, 2], 0, None
+        sample.response, sample.loss_mask, sample.token_spans = "", None, []
+    with pytest.raises(UserError, match=r"2 empty\s+fix: .*--rollout-max-prompt-len leaves them out"):
+        convert(groups)
 
 
 def test_samples_longer_than_seq_length_are_refused() -> None:

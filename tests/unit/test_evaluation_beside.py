@@ -60,7 +60,9 @@ class Cluster:
         return rollout_id
 
     def collect(self, generating: int) -> Any:
-        return SimpleNamespace(rollout_id=generating, metrics={"rollout/raw_reward": generating / 10}, versions={})
+        return SimpleNamespace(
+            rollout_id=generating, metrics={"rollout/raw_reward": generating / 10}, versions={}, warnings=[]
+        )
 
     def train(self, batch: Any) -> dict[str, float]:
         self.done.append(f"train {batch.rollout_id}")

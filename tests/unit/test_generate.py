@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime import log
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
 from slime.hook_loading import FunctionFailed
+from slime.log import untold
 from slime.rollout.continued import answered
 from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import (
     append_result,
     bind_state,
-    complete_tokens,
     context_limit,
     generate,
     prompt_token_ids,
@@ -26,12 +28,21 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.rollout.group_run import GroupRun
+from slime.rollout.returned import complete_tokens, tell_of_text_alone
 from slime.samples.types import Sample, SampleStatus
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, hook_args, make_state
 
 HOOKS = "tests.support.rollout_hooks."
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was told yet, and records reach caplog, whatever another test configured."""
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_untold", [])
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def generate_once(sample: Sample, client: Any = None, more_params: dict[str, Any] | None = None, **kw: Any) -> Sample:
@@ -85,6 +96,17 @@ def test_prompt_becomes_tokens_once_and_without_special_tokens() -> None:
     assert client.calls[0]["input_ids"] == [97, 98] == sample.tokens[:2]
     chat = Sample(index=0, prompt=[{"role": "user", "content": "x"}])
     assert prompt_token_ids(FakeTokenizer(), chat) == [ord(c) for c in "user:x;"]
+
+
+def test_plain_text_begins_as_a_server_would_begin_it_and_templated_text_as_it_stands() -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.bos_token_id = 9
+    for templated, expected in ((False, [9, 97, 98]), (True, [97, 98])):
+        client = FakeClient()
+        sample = generate_once(Sample(index=0, prompt="ab"), client, tokenizer=tokenizer, templated=templated)
+        assert client.calls[0]["input_ids"] == expected == sample.tokens[: len(expected)]
+        assert sample.prompt_length == len(expected)
+    assert generate_once(Sample(index=0, prompt="ab", tokens=[97, 98]), tokenizer=tokenizer).prompt_length == 2
 
 
 def test_messages_are_rendered_with_the_runs_arguments_of_the_template_or_the_samples_own() -> None:
@@ -260,7 +282,7 @@ def test_context_limit_caps_the_response() -> None:
     assert client.calls[0]["params"]["max_new_tokens"] == 3 and len(sample.tokens) <= 5
 
 
-def test_a_prompt_without_room_is_truncated_and_counted() -> None:
+def test_a_prompt_without_room_is_truncated_counted_and_told_once(fresh_log: None) -> None:
     async def main() -> None:
         client = FakeClient()
         state = make_state(client, max_context_len=2)
@@ -268,8 +290,12 @@ def test_a_prompt_without_room_is_truncated_and_counted() -> None:
         sample = await generate(state.args, sample_at(), state.params_for(sample_at()))
         assert sample.status is SampleStatus.TRUNCATED and sample.response_length == 0
         assert state.counts["prompt_too_long"] == 1 and not client.calls
+        await generate(state.args, sample_at(1), state.params_for(sample_at(1)))
 
+    untold()
     asyncio.run(main())
+    [said] = untold()
+    assert "the limit is 2" in said and "--rollout-max-prompt-len leaves such prompts out" in said
 
 
 def test_the_engines_own_context_limit_truncates_too() -> None:
@@ -378,8 +404,55 @@ def test_complete_tokens_of_a_sample_built_from_text() -> None:
     drawn = Sample(prompt="ab", tokens=[7, 8], response="cde")
     complete_tokens(drawn, FakeTokenizer(), [7, 8])
     assert drawn.tokens == [7, 8, 99, 100, 101]
+    with_bos = FakeTokenizer()
+    with_bos.bos_token_id = 9
+    for own, prompt in ([], [9, 97, 98]), ([97, 98], [97, 98]), ([9, 97, 98], [9, 97, 98]):
+        sample = Sample(prompt="ab", tokens=own, response="c")
+        assert complete_tokens(sample, with_bos, []) and sample.tokens == [*prompt, 99], "a function's own stay"
     with pytest.raises(UserError, match="a response and 5 tokens, but response_length 0"):
         complete_tokens(Sample(prompt="ab", tokens=[97, 98, 99, 100, 101], response="cde"), FakeTokenizer(), [])
+
+
+@pytest.mark.parametrize(
+    ("ends", "params", "evaluation", "is_told"),
+    [
+        ({5}, {}, False, True),
+        ({ord("e")}, {}, False, False),  # the text keeps its end
+        ({5}, {"stop_token_ids": [ord("e")]}, False, False),
+        ({5}, {"stop": ["de"]}, False, False),
+        (set(), {"stop": ["x"]}, False, True),
+        (set(), {}, False, False),  # nothing is known to end an answer
+        ({5}, {}, True, False),  # nothing is trained
+    ],
+)
+def test_text_alone_without_its_end_is_told_once(
+    ends: set[int],
+    params: dict[str, Any],
+    evaluation: bool,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+    fresh_log: None,
+) -> None:
+    state = make_state(
+        FakeClient(),
+        args=hook_args(custom_generate_function_path=HOOKS + "from_text"),
+        end_tokens=frozenset(ends),
+    )
+    state.sampling_params |= params
+    for _ in range(2):
+        group = GroupRun.of([sample_at(0), sample_at(1)])
+        asyncio.run(GroupRunner(state, FakeRewards(), rollout_id=0, evaluation=evaluation).run(group))
+        assert [sample.tokens for sample in group.samples] == [[97, 98, 99, 100, 101]] * 2, "no token is added"
+    said = [message for message in caplog.messages if "text alone" in message]
+    assert len(said) == int(is_told)
+    assert all("rollout_hooks.from_text returns" in m and "append_response_tokens" in m for m in said)
+
+
+def test_an_answer_that_was_cut_has_no_end_to_miss(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
+    state = make_state(FakeClient(), end_tokens=frozenset({5}))
+    sample = Sample(prompt="ab", response="cde", tokens=[97, 98, 99], response_length=1, status=SampleStatus.TRUNCATED)
+    tell_of_text_alone([sample], "mine.cut", state)
+    assert not caplog.messages
 
 
 # -- users' generate functions -------------------------------------------------------------------------------

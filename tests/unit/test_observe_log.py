@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.errors import UserError
-from slime.log import get_logger, log_level, setup_logging
+from slime.log import get_logger, log_level, setup_logging, tell, untold
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +63,16 @@ def test_observe_imports_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_told_waits_for_whoever_has_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("rollout")
+    logger = get_logger("prompts.prepare")
+    for rollout in range(3):
+        tell(logger, "%d prompts are left out", 7, once="left out")
+        tell(logger, "of each rollout: %d", rollout)
+    assert untold() == ["7 prompts are left out", *(f"of each rollout: {rollout}" for rollout in range(3))]
+    assert not untold() and capsys.readouterr().err.count("7 prompts are left out") == 1
+    setup_logging("rollout")
+    tell(logger, "100 %", once="left out")
+    assert untold() == ["100 %"], "another run says it again, and text without arguments is no format"

@@ -14,15 +14,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime import log
 from slime.config import make_config
 from slime.errors import UserError
+from slime.log import untold
 from slime.prompts.chat_template import carries_template, render_prompt, template_markers
 from slime.prompts.order import shuffled
 from slime.prompts.prepare import Checker, prepare
 from slime.prompts.readers import JsonLines, iter_rows, open_rows, split_slice
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.source import PromptSource, make_source
-from slime.prompts.tokenizer import load_tokenizer, stop_token_report
+from slime.prompts.tokenizer import load_tokenizer, stop_token_report, with_opening
 from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
@@ -188,10 +190,58 @@ def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(tmp_path: P
     path = write_jsonl(tmp_path / "l.jsonl", [{"input": "x" * n} for n in (3, 9, 10, 4)])
     with caplog.at_level(logging.WARNING):
         assert len(source_of(path, rollout_max_context_len=10)) == 3
-    assert "1 of 4 prompts are longer than 9 tokens and left out" in caplog.text
+    said = "1 of 4 prompts are longer than 9 tokens and left out (the longest: 10; --rollout-max-context-len 10)"
+    assert said in caplog.text and said in untold()[-1], "the terminal says it, too"
+    assert len(source_of(path, rollout_max_context_len=10, rollout_max_prompt_len=3)) == 1
+    told = untold()[-1]
+    assert "3 of 4 prompts are longer than 3 tokens" in told and "the longest: 10; --rollout-max-prompt-len 3)" in told
     assert len(source_of(path, seq_length=5)) == 2
     with pytest.raises(UserError, match=r"every prompt .* than 2 tokens\s+why: 4 prompts, the shortest has 3"):
         source_of(path, rollout_max_context_len=3)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "templated", "opens"),
+    [
+        (None, "2+2=", False, True),
+        (CHATML, "2+2=", False, True),
+        (CHATML, "2+2=", True, False),  # a template that writes no BOS: servers add none to what they have templated
+        (CHATML, "<|im_start|>user\n2+2=<|im_end|>\n", False, False),  # templated by whoever made the data
+        (None, "<|endoftext|>2+2=", False, False),  # never twice
+        ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", "2+2=", False, True),
+    ],
+)
+def test_plain_text_begins_with_what_the_tokenizer_puts_before_one(
+    template: str | None, text: str, templated: bool, opens: bool
+) -> None:
+    tokenizer = make_tokenizer(template, bos="<|endoftext|>")
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    ids = with_opening(tokenizer, text, bare, templated=templated)
+    assert ids == ([tokenizer.bos_token_id] if opens else []) + bare
+    if opens:
+        assert ids == tokenizer.encode(text)[:-1], "as a server reads it, but for the end token behind it"
+    assert with_opening(make_tokenizer(template), text, bare, templated=templated) == bare
+
+
+def test_the_length_filter_counts_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "a" * n} for n in (3, 4, 5)])
+    for bos, kept in ((None, 2), ("<|endoftext|>", 1)):
+        source = source_of(path, make_tokenizer(bos=bos), rollout_max_prompt_len=4)
+        assert len(source) == kept
+
+
+def test_a_stream_tells_of_what_it_leaves_out_at_once_and_at_the_end_of_its_first_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_said", set())
+    untold()
+    path = write_jsonl(tmp_path / "l.jsonl", [{"input": "x" * n} for n in (3, 9, 12, 4)])
+    source = source_of(path, streaming_data=True, rollout_max_prompt_len=8, rollout_shuffle=False)
+    assert [len(group[0].prompt) for group in source.get_samples(5)] == [3, 4, 3, 4, 3]
+    assert untold() == [
+        f"{path}: a prompt of 9 tokens is longer than 8 and left out (--rollout-max-prompt-len 8)",
+        f"{path}: 2 prompts are longer than 8 tokens and left out (the longest: 12; --rollout-max-prompt-len 8)",
+    ]
 
 
 def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

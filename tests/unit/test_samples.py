@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime import log
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
+from slime.log import untold
 from slime.models import family_of
 from slime.models.flops import sequence_cost
 from slime.prompts.source import PromptSource
@@ -39,6 +42,14 @@ THINKING = (
     "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was told yet, and records reach caplog, whatever another test configured."""
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_untold", [])
+    monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
 def config_for(**flags: Any) -> Any:
@@ -71,6 +82,51 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "4<|im_end|>"]
     whole = tokenizer.apply_chat_template(sample.prompt, tokenize=False)
     assert tokenizer.decode(sample.tokens) == whole.rstrip("\n"), "nothing after the last trained token"
+
+
+@pytest.mark.parametrize(
+    ("template", "trained", "said"),
+    [
+        (CHATML, "4<|im_end|>", ""),  # and a newline behind it
+        (CHATML.replace("<|im_end|>\\n", "<|im_end|>"), "4<|im_end|>", ""),
+        (CHATML.replace("<|im_end|>\\n", "\\n"), "4\n", "writes none of '<|im_end|>' after the assistant's words"),
+        (CHATML.replace("<|im_end|>\\n", ""), "4", "writes none of '<|im_end|>' after the assistant's words"),
+        (
+            GENERATION.replace("'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"),
+            "4",
+            "behind its {% generation %} block",
+        ),
+    ],
+)
+def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
+    template: str, trained: str, said: str, caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
+    tokenizer = make_tokenizer(template)
+    tokenizer.name_or_path = "/models/mine"
+    for _ in range(2):
+        sample = Sample(prompt=chat("2+2?", "4"), group_index=0)
+        SftEncoder(config_for(), tokenizer).encode(sample)
+        assert trained_text(sample, tokenizer) == [trained], "no token is added"
+    assert len(caplog.messages) == (1 if said else 0)
+    assert all(said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages)
+
+
+def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(
+    caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    sample = Sample(prompt=chat("2+2?", "4<|im_end|>"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["4<|im_end|>"] and not caplog.messages
+
+
+def test_a_tokenizer_without_an_end_token_is_told(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
+    tokenizer = make_tokenizer(None)
+    tokenizer.eos_token = None
+    sample = Sample(prompt="2+2=", label="4", group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(sample)
+    assert trained_text(sample, tokenizer) == ["4"]
+    assert "the tokenizer has no end token" in caplog.text
 
 
 def test_templates_that_render_past_turns_differently() -> None:
@@ -137,6 +193,19 @@ def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
         SftEncoder(config_for(), TOKENIZER).encode(Sample(prompt=prompt, label=label, group_index=3))
 
 
+def test_a_plain_prompt_begins_with_bos_and_its_answer_does_not() -> None:
+    tokenizer = make_tokenizer(bos="<|endoftext|>")
+    for prompt in ("2+2=", "<|endoftext|>2+2="):
+        encoder, sample = SftEncoder(config_for(), tokenizer), Sample(prompt=prompt, label="4", group_index=0)
+        encoder.read_ahead([sample])
+        encoder.encode(sample)
+        assert tokenizer.decode(sample.tokens) == "<|endoftext|>2+2=4<|im_end|>"
+        assert trained_text(sample, tokenizer) == ["4<|im_end|>"]
+    in_turns = Sample(prompt=chat("2+2?", "4"), group_index=0)
+    SftEncoder(config_for(), tokenizer).encode(in_turns)
+    assert tokenizer.bos_token_id not in in_turns.tokens, "the template writes what it wants"
+
+
 def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
     rows = [{"messages": chat("q" * n, "a" * n)} for n in (1, 50, 2, 3)]
     config = config_for(prompt_data=write_jsonl(tmp_path / "s.jsonl", rows), input_key="messages", seq_length=60)
@@ -155,13 +224,16 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
-def test_sft_leaves_out_long_prompts_and_counts_them(tmp_path: Path) -> None:
+def test_sft_leaves_out_long_prompts_counts_them_and_tells_once(tmp_path: Path, fresh_log: None) -> None:
     rows = [{"input": "q" * n, "label": "a"} for n in (1, 9, 2)]
     data = write_jsonl(tmp_path / "s.jsonl", rows)
     config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=4)
     output = generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
     assert [group.index for group in output.samples] == [0, 2] and output.metrics is not None
     assert output.metrics["rollout/sft_too_long"] == 1
+    generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
+    [said] = [told for told in untold() if "too long and left out" in told]
+    assert "1 of 3 samples" in said and "the longest: 11 tokens, 9 before" in said and "-max-prompt-len 4" in said
     config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=0 + 1, seq_length=3)
     write_jsonl(tmp_path / "s.jsonl", rows[1:])
     with pytest.raises(UserError, match=r"prompt of more than --rollout-max-prompt-len 1 tokens \(shortest: 2\)"):
