@@ -99,7 +99,10 @@ def file_of(path: str) -> Path | None:
     named = Path(path.partition(":")[0])
     if named.suffix in (".py", ".pkl"):
         return named
-    module = inspect.getmodule(load_function(path))
+    function = load_function(path)
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = inspect.getmodule(function)
     file = getattr(module, "__file__", None)
     return Path(file) if file else None
 

@@ -155,7 +155,8 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
 
-    check_length(config, plan)
+    if not config.debug.debug_rollout_only:  # which begins at the first rollout
+        check_length(config, plan)
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
     family = family_of(flags.hf_checkpoint, flags.model_name)

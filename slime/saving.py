@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
 from slime.checkpoints.run_models import newest_model
@@ -33,7 +33,7 @@ class Saves(Protocol):
     @property
     def has_trainers(self) -> bool: ...
 
-    def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None: ...
+    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None: ...
 
     def export(self, directory: Path) -> None: ...
 
@@ -94,15 +94,15 @@ class Saving:
 
     # -- saving --------------------------------------------------------------------------------------------
 
-    def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None:
+    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps.
 
         Args:
-            pushes: version → rollouts that were trained on when it was pushed.
+            pushed: "pushes" (`Ages.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
         """
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
-            self._cluster.save(rollout_id, pushes, metrics)
+            self._cluster.save(rollout_id, pushed, metrics)
         self.last, self._at = rollout_id, time.monotonic()
         if self._flags.save_hf:
             self.model = fill(self._flags.save_hf, rollout_id)

@@ -121,16 +121,17 @@ class Ages:
 
     Attributes:
         version: of the weights pushed last.
+        gone: those that training cannot come to again (`PushLog`).
     """
 
     def __init__(self, config: Config) -> None:
+        self.gone = frozenset[int]()
         self._config = config
         self._first = self.version = 0
         self._trained: list[int] = []
         """Rollouts trained on at each push, from that of version `_first` on, without a gap."""
         self._most: list[int] = []
         """The most of these up to each push: where it is few, no version before is of more."""
-        self._gone = frozenset[int]()
 
     def pushed(self, version: int, trained: int) -> None:
         """Weights with this number were pushed after ``trained`` rollouts of the run had been trained on."""
@@ -142,10 +143,9 @@ class Ages:
             self._trained.append(trained if number == version else self.trained_when(number))
             self._most.append(max(self._trained[-1], self._most[-1] if self._most else self._trained[-1]))
 
-    def remember(self, pushes: Mapping[int, int], gone: frozenset[int] = frozenset()) -> None:
-        """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run folder (`PushLog`,
-        which also says what is gone)."""
-        self._gone = gone
+    def remember(self, pushes: Mapping[int, int]) -> None:
+        """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run folder
+        (`PushLog`)."""
         version, known = self.version, {**pushes, **dict(enumerate(self._trained, self._first))}
         self._trained = []
         for number, trained in sorted(known.items()):
@@ -203,7 +203,7 @@ class Ages:
         most, now = self._config.sync.max_staleness, self.trained_when(self.version)
         ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
         if most is None:
-            return Versions(0, self.version, ahead=ahead, gone=self._gone)
+            return Versions(0, self.version, ahead=ahead, gone=self.gone)
         oldest, stale = self.version, set[int]()
         for version, trained in self._back_to(rollout_id - most):
             if abs(rollout_id - trained) <= most:
@@ -214,7 +214,7 @@ class Ages:
             spare = self.trained_when(oldest) - (rollout_id - most)
             oldest = max(1, oldest - max(0, spare) // self._config.sync.update_weights_interval)
         stale = {version for version in stale if version > oldest}
-        return Versions(oldest, self.version, frozenset(stale), ahead, self._gone)
+        return Versions(oldest, self.version, frozenset(stale), ahead, self.gone)
 
     def _back_to(self, trained: int) -> Iterator[tuple[int, int]]:
         """(version, rollouts trained on when it was pushed), back from the version before the newest, until no earlier

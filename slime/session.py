@@ -35,7 +35,7 @@ from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
-from slime.pushes import PushLog, training_of
+from slime.pushes import PushLog
 from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
 from slime.schedule import Ages, Schedule
@@ -82,7 +82,7 @@ class Session:
         )
         self.schedule = Schedule(config)
         self.saving = Saving(config, self.run, self.sinks, self.cluster, self.schedule)
-        self.ages, self._pushes = Ages(config), PushLog(self.run.journal, training_of(config))
+        self.ages, self._pushes = Ages(config), PushLog(self.run.journal, config)
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
@@ -112,8 +112,8 @@ class Session:
         self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
         logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
-        earlier = {push.version: push.trained for push in self._pushes.earlier}
-        self.ages.remember({**launch.pushes, **earlier}, self._pushes.gone(self.step))
+        self.ages.remember(launch.pushes | {push.version: push.trained for push in self._pushes.earlier})
+        self._pushes.begin(self.step, launch.lineages)
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
         behind, paced = self.config.sync.staleness, self.config.sync.paced
@@ -204,11 +204,13 @@ class Session:
     def _pushed(self, version: int) -> None:
         is_new = version != self.ages.version
         self.ages.pushed(version, self.step)
-        if is_new and self._has_ages and self.config.fault_tolerance.journal:
+        if is_new and self._has_ages and (self.config.fault_tolerance.journal or self._pushes.earlier):
             self._pushes.note(version, self.step)
+        self.ages.gone = self._pushes.gone
 
     def save(self, rollout_id: int) -> None:
-        self.saving.save(rollout_id, self.ages.recent_pushes(), self._not_logged)
+        pushed = {"pushes": self.ages.recent_pushes(), "lineages": self._pushes.recent_lineages(self.step)}
+        self.saving.save(rollout_id, pushed, self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
         """Whether trainer ranks were lost, others can be started, and --max-restarts are not used up; counts them."""
@@ -236,6 +238,7 @@ class Session:
             start = self.cluster.restart_trainers(self.ages.version)
         schedule, first = self.schedule, start.start_rollout_id
         schedule.begin(first, schedule.num_prompts)
+        self._pushes.begin(first, start.extra_state.get("lineages", {}))
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = start.extra_state.get("metrics")

@@ -96,7 +96,7 @@ def check_length(config: Config, plan: LoadPlan) -> None:
         UserError: it does, so that nothing would be trained.
     """
     done, length = plan.start_rollout_id, config.rollout.num_rollout
-    if length and done > length:
+    if length and plan.iteration is not None and done > length:
         raise UserError(
             f"--num-rollout {length} is too short: {done} rollouts are trained on already",
             why=f"it is the length of the whole run; {plan.note}",

@@ -25,6 +25,7 @@ class Launch:
         seconds: time by part of the launch.
         saved_metrics: of the step that the checkpoint holds, as far as they were known when it was written.
         pushes: weight version → rollouts that were trained on when it was pushed, by the checkpoint.
+        lineages: rollouts trained on → lineage of the weights, by the checkpoint.
     """
 
     start_rollout_id: int
@@ -32,6 +33,7 @@ class Launch:
     seconds: dict[str, float]
     saved_metrics: dict[str, float]
     pushes: dict[int, int] = field(default_factory=dict)
+    lineages: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

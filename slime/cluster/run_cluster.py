@@ -350,11 +350,11 @@ class Cluster:
         found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
         return found
 
-    def save(self, rollout_id: int, pushes: Mapping[int, int], metrics: Mapping[str, float]) -> None:
-        """Checkpoint after training ``rollout_id``, with the data position that training has reached, when each version
-        was pushed, and the rollout's metrics, which are logged later."""
-        state = {"source": there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id}
-        state |= {"weight_version": max(pushes, default=0), "pushes": dict(pushes), "metrics": dict(metrics)}
+    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Checkpoint after training ``rollout_id``, with the data position that training has reached, what was
+        ``pushed`` (see `Saving.save`), and the rollout's metrics, which are logged later."""
+        state = {"source": there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id, **pushed}
+        state |= {"weight_version": max(pushed["pushes"], default=0), "metrics": dict(metrics)}
         if self._trainers is not None:
             with self._trainers_turn():
                 self._trainers.save(rollout_id, state)

@@ -74,8 +74,8 @@ class TrainerStart:
         return self.extra_state.get("rollout_id", self.start_rollout_id - 1) if "source" in self.extra_state else None
 
     def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
-        saved = self.extra_state
-        return Launch(self.start_rollout_id, num_prompts, seconds, saved.get("metrics", {}), saved.get("pushes", {}))
+        metrics, pushes, lineages = (self.extra_state.get(name, {}) for name in ("metrics", "pushes", "lineages"))
+        return Launch(self.start_rollout_id, num_prompts, seconds, metrics, pushes, lineages)
 
 
 class TrainerActor:

@@ -80,7 +80,7 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
         is_array = hasattr(column, "tolist") and getattr(column, "ndim", 0) == 1
         data[_HOOK_NAMES.get(name) or str(name)] = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
     missing = [name for name in ("tokens", "response_lengths", "rewards") if name not in data]
-    unknown = sorted(data.keys() - {f.name for f in fields(Columns)})
+    unknown = sorted(data.keys() - {f.name for f in fields(Columns) if f.name != "weight_versions"})
     if missing or unknown:
         raise FunctionFailed(
             f"{origin} returned a dict " + (f"without {', '.join(missing)}" if missing else f"with {unknown}"),

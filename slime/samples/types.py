@@ -423,7 +423,7 @@ class Versions(NamedTuple):
             weights of earlier steps under later numbers.
         ahead: those up to the newest that are of later steps than training stands at, for the same reason. What an
             earlier life of the run has finished with these, or with newer ones, does not count.
-        gone: pushed behind a checkpoint from which the run went on with other flags of training: no weights that it
+        gone: pushed behind a checkpoint from which the run went on in another way (`slime.pushes`): no weights that it
             will reach are like these, and what they have begun or finished is generated anew.
     """
 

@@ -74,7 +74,7 @@ class Cluster:
         self.done.append(f"push {self.version}")
         return {"perf/weight_version": self.version}
 
-    def save(self, rollout_id: int, weight_version: int, metrics: Any) -> None:
+    def save(self, rollout_id: int, pushed: Any, metrics: Any) -> None:
         self.done.append(f"save {rollout_id}")
 
     def begin_evaluation(self, rollout_id: int) -> Evaluating:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,55 +11,155 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.config import make_config
-from slime.pushes import Push, PushLog, training_of
+from slime.config import Config, make_config
+from slime.pushes import PushLog, training_of
 from slime.rollout.journal import Journal, Kind, drawn_as
 from slime.samples.types import Versions
 from slime.schedule import Ages
 from tests.support.journals import drawn, generated, note
 
 
-def test_whoever_goes_on_reads_what_was_noted(tmp_path: Path) -> None:
-    """A line that a crash has cut is left out, and does not spoil the one behind it."""
-    log = PushLog(tmp_path / "journal", "a")
-    assert log.earlier == [] and log.gone(0) == frozenset()
-    for version, trained in ((1, 0), (2, 1)):
-        log.note(version, trained)
-    with open(tmp_path / "journal" / "pushes.jsonl", "ab") as file:
-        file.write(b'\n{"version": 3, "tra')
-    PushLog(tmp_path / "journal", "b").note(4, 1)
-    assert PushLog(tmp_path / "journal", "b").earlier == [Push(1, 0, "a"), Push(2, 1, "a"), Push(4, 1, "b")]
+def config_of(training: str) -> Config:
+    return make_config(rollout_batch_size=1, num_rollout=9, lr={"a": 1e-6, "b": 1e-5, "c": 1e-4}[training])
 
 
-def test_a_push_that_cannot_be_noted_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "journal").write_text("a file where the folder should be")
-    PushLog(tmp_path / "journal", "a").note(1, 0)
+@dataclass
+class Run:
+    """Lives of one run: each is a way of training, where it begins, and the pushes (version, rollouts trained on) that
+    it lives to note.
+
+    Attributes:
+        saved: rollouts trained on → what the checkpoint there has of lineages; a life that passes it writes it anew.
+    """
+
+    folder: Path
+    saved: dict[int, dict[int, str]] = field(default_factory=dict)
+
+    def live(self, training: str, start: int, *pushes: tuple[int, int], notes: bool = True) -> PushLog:
+        log = PushLog(self.folder, config_of(training))
+        log.begin(start, self.saved.get(start, {}))
+        for version, trained in pushes:
+            if notes:
+                log.note(version, trained)
+            if trained > start and trained % 2 == 0:
+                self.saved[trained] = log.recent_lineages(trained)
+        return log
+
+    def gone(self, training: str, start: int) -> set[int]:
+        return set(self.live(training, start).gone)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "journal")
+
+
+FIVE = ((1, 0), (2, 1), (3, 2), (4, 3), (5, 4))
+
+
+def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
+    """What is no whole line is left out, and does not spoil the one behind it."""
+    assert PushLog(run.folder, config_of("a")).earlier == [] and run.gone("a", 0) == set()
+    run.live("a", 0, (1, 0), (2, 1))
+    with open(run.folder / "pushes.jsonl", "ab") as file:
+        file.write(b'\n{}\n{"version": 3}\n[1]\n{"version": "4", "trained": null}\n{"version": 3, "tra')
+    run.live("b", 0, (4, 1))
+    found = PushLog(run.folder, config_of("b")).earlier
+    assert [(push.version, push.trained) for push in found] == [(1, 0), (2, 1), (4, 1)]
+    assert found[1].lineage != found[2].lineage, "of one step each, in another way"
+
+
+def test_a_push_that_cannot_be_noted_does_not_end_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.folder.write_text("a file where the folder should be")
+    run.live("a", 0, (1, 0))
     assert "pushes.jsonl" in caplog.text
 
 
-def lives(folder: Path, *pushed: tuple[str, list[tuple[int, int]]]) -> None:
-    for training, pushes in pushed:
-        log = PushLog(folder, training)
-        for version, trained in pushes:
-            log.note(version, trained)
-
-
-def test_weights_behind_a_checkpoint_are_gone_when_training_changes(tmp_path: Path) -> None:
+def test_weights_behind_a_checkpoint_are_gone_when_training_changes(run: Run) -> None:
     """Saved after 2 rollouts; the first life came to 4, and so did the second, which trained in another way."""
-    lives(tmp_path, ("a", [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]), ("b", [(6, 2), (7, 3), (8, 4)]))
-    assert PushLog(tmp_path, "b").gone(2) == {4, 5}
-    assert PushLog(tmp_path, "b").gone(4) == {4, 5}, "a checkpoint of the second life does not bring them back"
-    assert PushLog(tmp_path, "a").gone(2) == {4, 5, 7, 8}, "nor does the first way of training: it was left at 2"
-    assert PushLog(tmp_path, "c").gone(3) == {4, 5, 8}
+    run.live("a", 0, *FIVE)
+    assert run.gone("b", 2) == {4, 5}
+    run.live("b", 2, (6, 2), (7, 3), (8, 4))
+    assert run.gone("b", 2) == {4, 5}
+    assert run.gone("b", 4) == {4, 5}, "a checkpoint of the second life does not bring them back"
+    assert run.gone("c", 2) == {4, 5, 7, 8}
+
+
+def test_who_returns_to_the_first_way_finds_its_weights_again(run: Run) -> None:
+    """A launch with a wrong flag that was ended at once costs nothing."""
+    run.live("a", 0, *FIVE)
+    run.live("b", 2, (6, 2), (7, 3))
+    assert run.gone("a", 2) == {7}
+
+
+def test_weights_of_a_branch_that_was_left_behind_a_damaged_checkpoint(run: Run) -> None:
+    """A to 4, saved at 2 and 4; B from 4; then 4 is damaged and B goes on from 2: it comes to none of 4, 5, 6 and 7."""
+    run.live("a", 0, *FIVE)
+    run.live("b", 4, (6, 4), (7, 5))
+    assert run.gone("b", 4) == set()
+    assert run.gone("b", 2) == {4, 5, 6, 7}
+    life = run.live("b", 4, (8, 4))
+    life.begin(2, run.saved[2])  # its trainer was started again there
+    assert life.gone == {4, 5, 6, 7, 8}
+
+
+def test_a_life_that_noted_nothing(run: Run) -> None:
+    """A came to 7; B without a journal went from 2 and saved at 4; A goes on there: its own of old are gone."""
+    run.live("a", 0, *FIVE, (6, 5), (7, 6), (8, 7))
+    run.live("b", 2, (6, 2), (7, 3), (8, 4), notes=False)
+    assert run.gone("a", 4) == {4, 5, 6, 7, 8}
+
+
+def test_a_push_that_a_crash_kept_from_being_noted(run: Run) -> None:
+    """5 was pushed and is in the journal, and not in the log; where nothing changes it is what it seems to be."""
+    run.live("a", 0, *FIVE[:4])
+    for training, gone in (("a", set()), ("b", {4, 5})):
+        life = run.live(training, 2)
+        life.note(6, 2)
+        assert life.gone == gone
+
+
+def test_a_number_that_is_given_again_is_not_gone(run: Run) -> None:
+    run.live("a", 0, *FIVE)
+    life = run.live("b", 2, (5, 2))
+    assert life.gone == {4}
+    life.begin(2, run.saved[2])  # its trainer was started again
+    assert life.gone == {4}
+    run.live("b", 2, (6, 3), (7, 4))
+    assert run.gone("c", 2) == {4, 6, 7}
+
+
+def test_the_log_of_an_earlier_release(run: Run) -> None:
+    """It does not say how it trained, and gets the benefit of doubt."""
+    run.folder.mkdir()
+    (run.folder / "pushes.jsonl").write_text('{"version": 1, "trained": 0}\n{"version": 2, "trained": 1}\n')
+    assert run.gone("b", 0) == set()
+
+
+def test_other_weights_at_the_beginning(tmp_path: Path) -> None:
+    first = PushLog(tmp_path, make_config(rollout_batch_size=1, num_rollout=1, load="one"))
+    first.begin(0, {})
+    first.note(1, 0)
+    for load, gone in (("one", set()), ("two", {1})):
+        later = PushLog(tmp_path, make_config(rollout_batch_size=1, num_rollout=1, load=load))
+        later.begin(0, {})
+        assert later.gone == gone
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=5), st.integers(0, 6))
 def test_without_a_change_nothing_is_gone(tmp_path_factory: Any, more: list[tuple[int, int]], trained: int) -> None:
-    folder, version = tmp_path_factory.mktemp("run"), 0
+    run, version = Run(tmp_path_factory.mktemp("run")), 0
+    run.live("a", 0, *((i + 1, i) for i in range(8)))  # passes all checkpoints once
     for start, count in more:
-        lives(folder, ("a", [(version + i + 1, start + i) for i in range(count)]))
+        run.live("a", start // 2 * 2, *((version + i + 9, start // 2 * 2 + i) for i in range(count)))
         version += count
-    assert PushLog(folder, "a").gone(trained) == frozenset()
+    assert run.gone("a", trained // 2 * 2) == set()
+
+
+def test_of_a_long_run_the_last_lineages_are_kept(run: Run) -> None:
+    log = run.live("a", 0, *((i + 1, i) for i in range(200)))
+    assert sorted(log.recent_lineages(198)) == list(range(135, 199)) and run.gone("a", 198) == set()
+    assert run.gone("b", 196) == {198, 199, 200}
 
 
 def test_the_journal_leaves_out_what_gone_weights_have_generated(tmp_path: Path) -> None:
@@ -73,6 +175,12 @@ def test_the_journal_leaves_out_what_gone_weights_have_generated(tmp_path: Path)
         versions = Versions(newest=newest, gone=frozenset(gone))
         return journal.restore(rollout_id, group, drawn_as(group), versions)[0][0].response_length
 
+    unknown = drawn(9)
+    text = [dataclasses.replace(sample, tokens=[5, 6, 7], response_length=1) for sample in unknown]
+    note(journal, Kind.FINISHED, 2, text)
+    for gone, comes in ((frozenset[int](), True), (frozenset({1}), False)):
+        found = journal.restore(2, unknown, drawn_as(unknown), Versions(newest=6, gone=gone))[0]
+        assert (found is not unknown) == comes, "nobody knows whose it is: a generate function gave text alone"
     for newest in (None, 6):
         assert [length(gone, newest) for gone in ({4}, {5}, {3, 5})] == [2, 1, 0]
     assert length({5}, 6, rollout_id=1) == 1
@@ -81,8 +189,9 @@ def test_the_journal_leaves_out_what_gone_weights_have_generated(tmp_path: Path)
 def test_a_rollout_is_told_what_is_gone() -> None:
     for flags in ({}, {"async_buffer_size": 1, "max_staleness": 1}):
         ages = Ages(make_config(rollout_batch_size=1, **flags))
-        ages.remember({1: 0, 2: 1, 3: 2}, frozenset({3}))
+        ages.remember({1: 0, 2: 1, 3: 2})
         ages.pushed(4, 1)
+        ages.gone = frozenset({3})
         assert ages.versions(1).gone == {3}
 
 
@@ -98,7 +207,9 @@ def training(**flags: Any) -> str:
     [
         {"lr": 1e-3}, {"weight_decay": 0.2}, {"adam_beta2": 0.9}, {"clip_grad": 0.5}, {"optimizer": "sgd"},
         {"lr_decay_style": "cosine"}, {"eps_clip": 0.1}, {"advantage_estimator": "gspo"}, {"use_kl_loss": True},
-        {"num_steps_per_rollout": 2}, {"freeze_params_name_list": ["embed"]},
+        {"num_steps_per_rollout": 2}, {"freeze_params_name_list": ["embed"]}, {"moe_aux_loss_coeff": 0.1},
+        {"moe_router_bias_update_rate": 0.1}, {"fp32": True}, {"load": "x", "no_load_optim": True},
+        {"use_kl_loss": True, "ref_load": "y"}, {"use_routing_replay": True},
     ],
     ids=lambda flags: next(iter(flags)),
 )  # fmt: skip
@@ -112,6 +223,7 @@ def test_what_changes_the_weights_is_told_apart(flags: dict[str, Any]) -> None:
         {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}, {"num_rollout": 9}, {"micro_batch_size": 2},
         {"max_tokens_per_gpu": 2048, "use_dynamic_batch_size": True}, {"recompute_activations": True},
         {"save": "x", "save_interval": 7, "max_restarts": 3}, {"update_weights_interval": 2},
+        {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}, {"ref_load": "unused"},
     ],
     ids=lambda flags: next(iter(flags)),
 )  # fmt: skip
@@ -124,6 +236,8 @@ def test_the_length_of_the_run_counts_where_a_schedule_goes_by_it() -> None:
     assert training(lr_decay_style="cosine") != training(lr_decay_style="cosine", num_rollout=9)
     grows = {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}
     assert training(**grows) != training(**grows, num_rollout=9)
+    warm = {"lr_warmup_fraction": 0.1}
+    assert training(**warm) != training(**warm, num_rollout=9)
     fixed = {"lr_decay_style": "cosine", "lr_decay_iters": 9}
     assert training(**fixed) == training(**fixed, num_rollout=9)
 

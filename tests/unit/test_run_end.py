@@ -47,7 +47,7 @@ class Trainers:
     def turns(self) -> dict[str, float]:
         return {}
 
-    def save(self, rollout_id: int, weight_version: int, metrics: dict[str, float]) -> None:
+    def save(self, rollout_id: int, pushed: Any, metrics: dict[str, float]) -> None:
         (partial_dir(self.root / f"iter_{rollout_id:07d}") / "data.distcp").write_text("half")
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:

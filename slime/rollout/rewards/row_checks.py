@@ -64,7 +64,8 @@ def _files(config: Config) -> Iterator[tuple[str, str, Callable[[dict[str, Any]]
     if config.reward.custom_rm_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path:
         return
     own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
-    if data.prompt_data and not own:
+    unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
+    if data.prompt_data and not own and not unread:
         yield data.prompt_data, data.metadata_key, dict
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         if not (dataset.custom_rm_path or dataset.custom_generate_function_path):
