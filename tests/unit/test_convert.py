@@ -339,6 +339,7 @@ def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> No
         ("{'tokens': [[1]], 'rewards': [1], 'response_lengths': [1], 'lossmasks': [[1]]}", "lossmasks"),
         ("{'tokens': [[1, 2]], 'rewards': [1, 2], 'response_lengths': [1]}", "rewards"),
         ("{'tokens': [[1, 2]], 'rewards': [1], 'response_lengths': [3]}", "sample 0 has 2 tokens, response_length 3"),
+        ("ok | {'weight_versions': [1]}", "weight_versions"),
         ("None", "returned None"),
         ("{'tokens': [], 'rewards': [], 'response_lengths': []}", "returned no samples, of 2"),
         ("{'tokens': [[1, 2]], 'rewards': 1.0, 'response_lengths': [1]}", "the float 1.0 as 'rewards'"),
