@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -10,17 +11,20 @@ import pytest
 from slime.garbage import settle
 from tests.support.trainer_ranks import Pools
 
-_MANY_THREADS = 64
+_MANY_THREADS, _FAR_TOO_MANY = 64, 256
 _kept = 0  # threads that the last collection left
 
 
 @pytest.fixture(autouse=True)
 def few_idle_threads() -> Iterator[None]:
-    """Process groups that were left are in cycles; until those are found, each keeps a thread of gloo's, which wakes up
-    a hundred times a second. Hundreds of them take half of the machine."""
+    """Process groups that were left are in cycles; until those are found, each keeps threads of gloo's, which wake
+    up a hundred times a second. Hundreds of them take half of the machine."""
     global _kept
     yield
-    if len(os.listdir("/proc/self/task")) > _kept + _MANY_THREADS:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > _kept + _MANY_THREADS:
+        if threads > _FAR_TOO_MANY:
+            gc.unfreeze()  # the trainer of a fixture that lived when this was called last
         settle()  # and what is left is not looked at again
         _kept = len(os.listdir("/proc/self/task"))
 
