@@ -75,7 +75,7 @@ class PushLog:
         self.earlier = list(_read(self._path))
         self._of = {push.version: push for push in self.earlier}
         self._lineages: dict[int, str] = {}
-        self._has_pushed = False
+        self._begins = True
         self.gone: frozenset[int] = frozenset()
 
     def begin(self, trained: int, lineages: Mapping[int, str]) -> None:
@@ -88,6 +88,7 @@ class PushLog:
         known = {count: lineage for count, lineage in lineages.items() if count <= trained}
         self._lineages = {trained: _next(self._initial, str(trained)), **known}
         self.gone = frozenset(v for v, push in self._of.items() if not self._is_on_the_way(push))
+        self._begins = True
 
     def _is_on_the_way(self, push: Push) -> bool:
         """Also where it is not known: nobody asks of what was long ago."""
@@ -108,10 +109,10 @@ class PushLog:
     def note(self, version: int, trained: int) -> None:
         """Weights were pushed after ``trained`` rollouts had been trained on."""
         push = Push(version, trained, self._lineage(trained) or "")
-        if self.gone and not self._has_pushed:
+        if self.gone and self._begins:
             # what a crash or a full disk has kept from being noted may be of the same lives as what is gone
             self.gone |= {number for number in range(1, version) if number not in self._of}
-        self._has_pushed = True
+        self._begins = False
         self._of[version] = push
         self.gone -= {version}
         try:

@@ -335,7 +335,11 @@ def _open_order(config: Config, tokenizer: Any) -> Order | None:
 
 def _checker(config: Config, tokenizer: Any) -> Checker:
     form, limit = RowFormat.of(config), max_prompt_tokens(config)
-    flags = [f"{option_of(flag)} {value}" for flag, value, longest in _prompt_limits(config) if longest == limit]
+    flags = [
+        f"{option_of(flag)} {value}"
+        for flag, value, longest in _prompt_limits(config)
+        if longest == limit and not config.origins[flag].startswith("derived")
+    ]
     return Checker(form, tokenizer, limit, " and ".join(flags)) if flags else Checker(form, tokenizer, limit)
 
 
@@ -358,19 +362,14 @@ def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> Scan | None:
 
 def max_prompt_tokens(config: Config) -> int | None:
     """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and the contexts."""
-    given = (config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len, config.train.seq_length)
-    return min((value - int(i > 0) for i, value in enumerate(given) if value is not None), default=None)
+    return min((longest for _, _, longest in _prompt_limits(config)), default=None)
 
 
 def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
-    """Flags that the user has set, with their values, and how long they let a prompt be."""
+    """Flags with a value, that value, and how long it lets a prompt be."""
     given = {
         "rollout_max_prompt_len": (config.data.rollout_max_prompt_len, 0),
         "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),
         "seq_length": (config.train.seq_length, 1),
     }
-    return [
-        (flag, value, value - less)
-        for flag, (value, less) in given.items()
-        if value is not None and not config.origins[flag].startswith("derived")
-    ]
+    return [(flag, value, value - less) for flag, (value, less) in given.items() if value is not None]

@@ -117,6 +117,9 @@ def test_a_push_that_a_crash_kept_from_being_noted(run: Run) -> None:
         life = run.live(training, 2)
         life.note(6, 2)
         assert life.gone == gone
+        life.begin(2, run.saved[2])  # its trainer was started again
+        life.note(7, 2)
+        assert life.gone == gone
 
 
 def test_a_number_that_is_given_again_is_not_gone(run: Run) -> None:
