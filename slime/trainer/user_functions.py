@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from slime.config.config import Config
+from slime.config.flag import option_of
 from slime.hook_loading import FunctionFailed, failures_of, named, user_function
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
 from slime.trainer.returned import check_finite, check_reducer, per_token
 
 #: The flags, for messages.
-ADVANTAGES, POSTPROCESS = "--custom-advantage-function-path", "--rollout-data-postprocess-path"
-LOSS, TIS, REDUCER = (f"--custom-{name}-function-path" for name in ("loss", "tis", "pg-loss-reducer"))
+ADVANTAGES, POSTPROCESS = option_of("custom_advantage_function_path"), option_of("rollout_data_postprocess_path")
+LOSS, TIS, REDUCER = (option_of(f"custom_{name}_function_path") for name in ("loss", "tis", "pg_loss_reducer"))
 
 
 @dataclass
