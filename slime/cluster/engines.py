@@ -247,7 +247,7 @@ class Engines:
                 engine.name, obituary._replace(how=times), engine_of(self.config).remedies(obituary.exception)
             )
         logger.warning(
-            "%s %s; it is started again, %d go on meanwhile",
+            "%s %s; it is started again; engines that go on meanwhile: %d",
             with_pid(engine.name, obituary.pid), how, len(self.table.policy),
         )  # fmt: skip
         if self.restarts_at_once:

@@ -81,6 +81,10 @@ class PhaseTimer:
         seconds, self._seconds = self._seconds, {}
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
+    def forget_all_but(self, name: str) -> None:
+        """Seconds of other phases that ended since the last `pop_metrics`: their step is done again."""
+        self._seconds = {name: self._seconds[name]} if name in self._seconds else {}
+
     def pop_events(self) -> list[PhaseEvent]:
         """The phases that ended since the last call, in order of their end."""
         events, self._events = self._events, []

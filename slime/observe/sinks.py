@@ -113,6 +113,7 @@ class Sinks:
                 sink.log(first_step, saved)
             logged.append(metrics_row(first_step, saved, self._run.stage))
         self._alarms = AlarmWatch(logged)
+        self._timer.forget_all_but("launch")
         self._step_start = now()
 
     def rewind(self, next_step: int) -> None:

@@ -203,6 +203,8 @@ class Collector:
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):
                 continue
+            for sample in run.samples:
+                self.runner.state.before[sample.index] += sample.response_length
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)

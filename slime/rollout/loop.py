@@ -257,7 +257,8 @@ class RolloutLoop:
             seconds = time.monotonic() - started
 
             def measure(samples: list[Sample]) -> dict[str, float]:
-                throughput = throughput_metrics(samples, seconds, self.config.cluster.rollout_num_gpus)
+                num_gpus = self.config.cluster.rollout_num_gpus
+                throughput = throughput_metrics(samples, seconds, num_gpus, state.before)
                 return rollout_metrics(output.samples, self.args) | throughput
 
             return await finish_rollout(self.config, self.args, rollout_id, output, seconds, measure)

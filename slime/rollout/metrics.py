@@ -6,7 +6,8 @@ import math
 import statistics
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from slime.config.estimators import those_where
@@ -152,22 +153,36 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
     return metrics
 
 
-def throughput_metrics(samples: Sequence[Sample], seconds: float, num_gpus: int) -> dict[str, float]:
-    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together."""
+def throughput_metrics(
+    samples: Sequence[Sample], seconds: float, num_gpus: int, before: Mapping[int | None, int] = MappingProxyType({})
+) -> dict[str, float]:
+    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together.
+
+    Args:
+        before: by sample index, response tokens that were there before: of the journal, or of a partial rollout.
+    """
     if not samples or seconds <= 0:
         return {}
-    tokens = sum(sample.response_length for sample in samples)
-    effective = sum(sample.effective_response_length for sample in samples)
-    longest = max(samples, key=lambda sample: sample.response_length)
+    tokens: Counter[int | None] = Counter()
+    effective: Counter[int | None] = Counter()
+    for sample in samples:
+        tokens[sample.index] += sample.response_length
+        effective[sample.index] += sample.effective_response_length
+    made = {index: max(0, count - before.get(index, 0)) for index, count in tokens.items()}
+    trained = sum(min(made[index], count) for index, count in effective.items())
     metrics: dict[str, float] = {
         "perf/rollout_time": seconds,
-        "perf/tokens_per_gpu_per_sec": tokens / seconds / max(1, num_gpus),
-        "perf/effective_tokens_per_gpu_per_sec": effective / seconds / max(1, num_gpus),
-        "perf/longest_sample_tokens_per_sec": longest.response_length / seconds,
+        "perf/tokens_per_gpu_per_sec": sum(made.values()) / seconds / max(1, num_gpus),
+        "perf/effective_tokens_per_gpu_per_sec": trained / seconds / max(1, num_gpus),
     }
+    whole = [sample for sample in samples if not before.get(sample.index)]
+    longest = max(whole, key=lambda sample: sample.response_length, default=None)
+    if longest is not None:
+        metrics["perf/longest_sample_tokens_per_sec"] = longest.response_length / seconds
     outside = [sample.non_generation_time for sample in samples]
     if any(outside):
         metrics |= distribution("perf/non_generation_time", outside)
+    if any(outside) and longest is not None:
         inside = max(1e-9, seconds - longest.non_generation_time)
         metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = longest.response_length / inside
     return metrics

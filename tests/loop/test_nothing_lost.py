@@ -125,6 +125,7 @@ def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold:
     assert sorted(group for group, lives in scores.by_group().items() if len(lives) > 1) == [4, 5, 6, 7]
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
     assert [row.get("rollout/num_restored_groups", 0) for row in rows] == [_GROUPS, 0]
+    assert rows[0]["perf/tokens_per_gpu_per_sec"] == 0 < rows[1]["perf/tokens_per_gpu_per_sec"], "what it generated"
 
     unbroken = begin("unbroken-rate", *flags, "--lr", 1e-3)
     assert unbroken.end() == 0, unbroken.stderr

@@ -196,7 +196,9 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.die(1)
     world.engines.ask()
     assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
-    assert "engine-1 (pid 4711) was killed (SIGKILL); it is started again, 1 go on meanwhile" in caplog.text
+    assert (
+        "engine-1 (pid 4711) was killed (SIGKILL); it is started again; engines that go on meanwhile: 1" in caplog.text
+    )
     world.weights.push()  # not up yet: the other one goes on alone
     assert world.log[2:] == ["connect", "push"] and world.serving == {0}
     world.come_up()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,29 @@ def test_every_second_of_a_step_has_a_name(tmp_path: Path, monkeypatch: pytest.M
     [row] = rows_of(run)
     assert row["perf/step_time"] == 11.0 and row["perf/handover_time"] == 11.0 - 4.0 - 0.5 - 2.5 - 0.25
     assert sum(phase_seconds(row).values()) == row["perf/step_time"]
+
+
+def test_a_step_that_is_done_again_has_no_time_of_the_one_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    for asks in (sinks_module, phases_module):
+        monkeypatch.setattr(asks, "now", lambda: seconds)
+    run = RunFolder.create(config := config_for(tmp_path))
+    with Sinks(config, run, quiet()) as sinks:
+        with suppress(RuntimeError), sinks.phase("train"):
+            seconds += 30
+            raise RuntimeError("a rank died")
+        with sinks.phase("launch"):
+            seconds += 8
+        sinks.begin(0, 4, 8.0)
+        for name, took in {"rollout": 2, "train": 3}.items():
+            with sinks.phase(name):
+                seconds += took
+        sinks.log(1, {"train/loss": 1.0})
+    [row] = rows_of(run)
+    assert row["perf/step_time"] == 5.0 == sum(phase_seconds(row).values())
+    assert (row["perf/train_time"], row["perf/launch_time"]) == (3.0, 8.0)
 
 
 def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
