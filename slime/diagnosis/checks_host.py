@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -39,7 +40,7 @@ _WEIGHT, _STATES = 2, 12
 
 
 def host(case: Case, look: Look) -> None:
-    """Cores, memory, open files."""
+    """Cores, memory, packages that are compiled, open files."""
     look.note(f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free")
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     if len(folder.encode()) > _LONGEST_FOLDER and (case.config is None or joined_cluster(case.config) is None):
@@ -47,6 +48,15 @@ def host(case: Case, look: Look) -> None:
             f"{folder} has {len(folder.encode())} characters, of which Ray's sockets leave room for {_LONGEST_FOLDER}"
         )
         look.found(known.TEMPORARY_FOLDER, detail, source="TMPDIR")
+    torch = importlib.util.find_spec("torch") if sys.dont_write_bytecode else None
+    if torch is not None and torch.origin and not Path(importlib.util.cache_from_source(torch.origin)).exists():
+        packages = Path(torch.origin).parents[1]
+        look.found(
+            known.BYTECODE,
+            f"PYTHONDONTWRITEBYTECODE is set, and the packages in {packages} are not compiled",
+            f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {packages}",
+            is_fatal=False,
+        )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises the soft one by itself
     if hard == resource.RLIM_INFINITY:
         return

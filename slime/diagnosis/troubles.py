@@ -38,6 +38,14 @@ OPEN_FILES = Trouble(
     ("ulimit -n 65536", "a lower --sglang-server-concurrency"),
     "a limit of 256 open files",
 )
+BYTECODE = Trouble(
+    "bytecode",
+    "a launch takes a minute longer than on other hosts, each time",
+    "PYTHONDONTWRITEBYTECODE is set, and the packages were installed without bytecode, so that every process compiles"
+    " torch, transformers, Ray and the engine again.",
+    ("unset PYTHONDONTWRITEBYTECODE", "python -m compileall -q -j 0 FOLDER_OF_THE_PACKAGES, once"),
+    "that variable, and a torch without its __pycache__",
+)
 TEMPORARY_FOLDER = Trouble(
     "temporary-folder",
     "Ray does not start: “AF_UNIX path length cannot exceed 107 bytes”",
@@ -411,8 +419,8 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
         BATCH_EQUATION, PARALLEL_LAYOUT, CONTEXT_LENGTH, COLOCATE_ASYNC, STALE_WEIGHTS, NO_CONTRAST, NCCL_TIMEOUT,
     ),
     "Host, GPUs, network": (
-        OPEN_FILES, SHARED_MEMORY, TEMPORARY_FOLDER, DISK_ROOM, FOLDER, TORCH_WITHOUT_GPU, NCCL_INTERFACE, INFINIBAND,
-        HOSTNAME, PROXY, PORTS, GPUS_MISSING, RAY_UNREACHABLE,
+        OPEN_FILES, SHARED_MEMORY, BYTECODE, TEMPORARY_FOLDER, DISK_ROOM, FOLDER, TORCH_WITHOUT_GPU, NCCL_INTERFACE,
+        INFINIBAND, HOSTNAME, PROXY, PORTS, GPUS_MISSING, RAY_UNREACHABLE,
     ),
     "Model and engine": (
         MODEL_DIRECTORY, HUB, MODEL_UNKNOWN, MODEL_FLAGS, MISSING_SHARDS, QUANTISED_WEIGHTS, IGNORE_LIST,

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ def plain_host(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("NCCL_", "RAY_", "WANDB_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
 
 
 class Fault:
@@ -122,6 +124,7 @@ provokes("ray-unreachable")(lambda f: f.add("--ray-address", "127.0.0.1:9"))
 provokes("ray-unreachable")(lambda f: f.patch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265"))
 provokes("temporary-folder")(lambda f: f.patch.setenv("RAY_TMPDIR", f"/{'long' * 25}"))
 provokes("open-files")(lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256)))
+
 provokes("check-broken")(lambda f: f.patch.setattr("slime.preflight.num_cpus", lambda: int("many")))
 provokes("memory-host")(lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7))
 provokes("memory-colocated")(lambda f: f.add("--gpu-memory-gb", 1))
@@ -153,6 +156,12 @@ def _old_plugin(folder: Path) -> Path:
     code = "def reward(args, sample): return float(sample.response == sample.label)\n"
     path.write_text(f"from slime.utils.types import Sample\n\n{code}")
     return path
+
+
+@provokes("bytecode")
+def packages_that_each_process_compiles(f: Fault) -> None:
+    f.patch.setattr(sys, "dont_write_bytecode", True)
+    f.patch.setattr(checks_host.importlib.util, "cache_from_source", lambda _: str(f.folder / "none.pyc"))
 
 
 @provokes("memory-training")
