@@ -8,7 +8,8 @@ reward. What a large model would take is slept: an answer decodes for so long as
 for --train-seconds. Lengths are log-normal (median 1,000 tokens, so that the longest of 64 is about eight times that)
 and grow by a half during the run, or those of a run that was recorded, step by step (--lengths: a JSON list of lists,
 from whose beginning it goes on at its end), at --tokens-per-second for each of 64 slots. All runs are of one process,
-one after the other, with the same seed; every second ratio is against lock step.
+one after the other, with the same seed; every second ratio is against lock step. The pace is that while as many
+rollouts are under way as may be (`benchmarks.pace`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pace import between, num_rollouts
 from recipes import arithmetic
 from slime.samples.types import Sample
 
 PROMPTS, SAMPLES = 16, 4
 _MEDIAN, _SIGMA, _LONGEST, _GROWTH = 1000.0, 0.9, 8192, 0.5
 _DIGIT = "7"
-#: How they are called → flags besides those that all have.
-MODES: dict[str, tuple[str, list[str]]] = {
-    "lock step": ("train", []),
-    "1 ahead": ("train_async", []),
-    "1 ahead, in flight": ("train_async", ["--update-weights-in-flight"]),
-    "2 ahead, in flight": ("train_async", ["--async-buffer-size", "2", "--update-weights-in-flight"]),
-    "4 ahead, in flight": ("train_async", ["--async-buffer-size", "4", "--update-weights-in-flight"]),
+#: How they are called → rollouts ahead, whether pushes are in flight.
+MODES: dict[str, tuple[int, bool]] = {
+    "lock step": (0, False),
+    "1 ahead": (1, False),
+    "1 ahead, in flight": (1, True),
+    "2 ahead, in flight": (2, True),
+    "4 ahead, in flight": (4, True),
 }
 
 
@@ -81,14 +83,17 @@ def digit_share(args: Any, sample: Sample, **_: Any) -> float:
 
 
 def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train in one mode; the rows of its metrics."""
+    """Train in one mode; the rows of its metrics, those of rollouts behind ``steps`` included."""
     from slime.cli import train
 
-    entry, own = MODES[name]
+    ahead, in_flight = MODES[name]
+    own = ["--async-buffer-size", str(ahead)] if ahead else []
+    own += ["--update-weights-in-flight"] if in_flight else []
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl")]
     words += ["--input-key", "prompt", "--label-key", "label", "--rollout-shuffle", "--rollout-max-response-len", "6"]
     words += ["--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES), "--seed", str(seed)]
-    words += ["--num-steps-per-rollout", "1", "--num-rollout", str(steps), "--lr", "3e-3", "--fp32", "--use-tis"]
+    words += ["--num-steps-per-rollout", "1", "--num-rollout", str(num_rollouts(steps, ahead))]
+    words += ["--lr", "3e-3", "--fp32", "--use-tis"]
     words += ["--lr-decay-style", "constant", "--no-journal", "--rollout-num-gpus", "1", "--no-colocate"]
     words += ["--custom-generate-function-path", "benchmarks.async_gain.generate_slowly"]
     words += ["--custom-megatron-before-train-step-hook-path", "benchmarks.async_gain.train_slowly"]
@@ -96,26 +101,29 @@ def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
     words += ["--sglang-server-concurrency", str(PROMPTS * SAMPLES)]
     path = folder / name.replace(" ", "-").replace(",", "")
     words += ["--output-dir", str(folder), "--run-name", path.name, *own]
-    (train.main if entry == "train" else train.main_async)(words)
+    (train.main_async if ahead else train.main)(words)
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def row_of(rows: list[dict[str, Any]], rate: float, train_seconds: float, target: float) -> dict[str, float]:
-    """What came of a mode: the first two steps are warm-up for the pace."""
+def row_of(
+    rows: list[dict[str, Any]], num_steps: int, ahead: int, rate: float, train_seconds: float, target: float
+) -> dict[str, float]:
+    """What came of a mode."""
     steps = [row for row in rows if "rollout/raw_reward" in row]
-    seconds = steps[-1]["time"] - steps[1]["time"]
-    per_step = seconds / (len(steps) - 2)
+    measured, seconds = between(steps, num_steps, ahead)
+    per_step = seconds / len(measured)
     begin = steps[0]["time"] - steps[0]["perf/step_time"]
     rewards = [row["rollout/raw_reward"] for row in steps]
     smooth = [statistics.mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
     reached = next((row["time"] - begin for row, mean in zip(steps, smooth) if mean >= target), math.nan)
-    decoded = sum(length_of(i) for i in range(2 * PROMPTS * SAMPLES, len(steps) * PROMPTS * SAMPLES)) / rate
+    answers = PROMPTS * SAMPLES
+    decoded = sum(length_of(i) for i in range((num_steps - len(measured)) * answers, num_steps * answers)) / rate
     return {
         "steps per hour": 3600 / per_step,
         "seconds to the reward": reached,
-        "last reward": smooth[-1],
-        "staleness": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in steps),
-        "slots idle": 1 - decoded / (PROMPTS * SAMPLES * seconds),
+        "last reward": smooth[num_steps - 1],
+        "staleness": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in measured),
+        "slots idle": 1 - decoded / (answers * seconds),
         "trainer idle": 1 - train_seconds / per_step,
     }
 
@@ -141,6 +149,8 @@ def main() -> None:
         found = {
             mode: row_of(
                 run(mode, folder, options.steps, options.seed),
+                options.steps,
+                MODES[mode][0],
                 options.tokens_per_second,
                 options.train_seconds,
                 options.reward,

@@ -1,12 +1,13 @@
 """Answers of recorded lengths on half of the GPUs, training on the others, against taking turns on all of them.
 
     python -m benchmarks.gpu.long_tail --gpus 2 --shape qwen3-4b
-    python -m benchmarks.gpu.long_tail --gpus 2 --engine embedded --shape tiny --prompts 2 --samples 2 --steps 3 \\
+    python -m benchmarks.gpu.long_tail --gpus 2 --engine embedded --shape tiny --prompts 2 --samples 2 --steps 4 \\
         --lock-steps 2 --least 4 --most 32 --scale 0.02
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th recorded answer had,
 times --scale, between --least and --most. Every way has the same lengths in the same order. The pace is that of the
-steps behind the first, in which kernels are compiled and the rollouts end that an asynchronous run begins with.
+steps behind those that an asynchronous run begins with, while as many rollouts are under way as may be
+(`benchmarks.pace`): it generates --ahead rollouts more than it has --steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks.gpu.report import Report, Row, at_least
 from benchmarks.gpu.setting import ROOT, make_model, named_share, new_run_parser, run_training, workspace
+from benchmarks.pace import between, num_rollouts
 from slime.samples.types import Sample
 
 WAYS = ("turns", "async")
@@ -39,7 +41,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=256)
     parser.add_argument("--most", type=int, default=8192)
     parser.add_argument("--ahead", type=int, default=2, help="--async-buffer-size (default: 2)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.steps <= max(1, args.ahead) or args.lock_steps < 2:
+        parser.error(f"nothing to measure: at least 2 --lock-steps, and more --steps than --ahead {args.ahead} and 1")
+    return args
 
 
 @cache
@@ -58,11 +63,15 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     )
 
 
+def lengths_of(recorded: Path, scale: float, least: int, most: int) -> list[int]:
+    """Tokens of each answer, in order."""
+    steps = json.loads(recorded.read_text())
+    return [int(min(most, max(least, length * scale))) for step in steps for length in step]
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    recorded = [length for step in json.loads(args.lengths.read_text()) for length in step]
-    lengths = [int(min(args.most, max(args.least, length * args.scale))) for length in recorded]
-    os.environ[_TOLD] = json.dumps(lengths)
+    os.environ[_TOLD] = json.dumps(lengths_of(args.lengths, args.scale, args.least, args.most))
     args.new_tokens = args.most
     report = Report("long tail", args)
     paces: dict[str, float] = {}
@@ -78,8 +87,10 @@ def measure(args: argparse.Namespace, folder: Path, model: Path, way: str, paces
     half = str(args.gpus // 2)
     more = ["--custom-generate-function-path", "benchmarks.gpu.long_tail.generate", "--use-tis"]
     own = argparse.Namespace(**vars(args))
+    ahead = 0 if way == "turns" else args.ahead
+    steps = args.lock_steps if way == "turns" else args.steps
+    own.steps = num_rollouts(steps, ahead)
     if way == "turns":
-        own.steps = args.lock_steps
         more += ["--colocate", "--actor-num-gpus-per-node", str(args.gpus)]
     else:
         more += ["--rollout-num-gpus", half, "--actor-num-gpus-per-node", half, "--update-weights-in-flight"]
@@ -87,17 +98,15 @@ def measure(args: argparse.Namespace, folder: Path, model: Path, way: str, paces
     script = "train.py" if way == "turns" else "train_async.py"
     more += ["--max-tokens-per-gpu", str(args.most + 512), *args.more.split()]
     rows = [row for row in run_training(script, own, model, folder, more).rows if "perf/step_time" in row]
-    found = shares(rows, args.gpus)
+    found = shares(*between(rows, steps, ahead), args.gpus)
     paces[way] = found["steps per hour"]
     if len(paces) == len(WAYS):
         found["goals"] = [at_least("steps per hour, asynchronous ÷ turns", paces["async"] / paces["turns"], 1.5)]
-    return {"shape": str(args.model or args.shape), "ahead": args.ahead if way == "async" else 0, **found, "raw": rows}
+    return {"shape": str(args.model or args.shape), "ahead": ahead, **found, "raw": rows}
 
 
-def shares(rows: Sequence[dict[str, Any]], gpus: int) -> Row:
-    """Pace, and how much of it each side was idle, of the steps behind the first."""
-    steps = rows[1:] or rows
-    seconds = rows[-1]["time"] - rows[0]["time"] if len(rows) > 1 else rows[0]["perf/step_time"]
+def shares(steps: Sequence[dict[str, Any]], seconds: float, gpus: int) -> Row:
+    """Pace, and how much of it each side was idle."""
     per_step = seconds / len(steps)
     at_work = sum(row["perf/train_time"] for row in steps)
 

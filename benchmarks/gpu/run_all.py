@@ -83,8 +83,9 @@ CASES = [
     Case("weight-sync-4b-fp8-1-to-1", 2, 90, 240,
          "weight_sync --shape qwen3-4b --way apart --served fp8-block --verify",
          "weight_sync --shape tiny --way apart --rounds 2 --served fp8-block --verify", _FEW_GRAPHS),
-    Case("long-tail-4b", 2, 480, 570, "long_tail --gpus 2 --shape qwen3-4b --prompts 8 --steps 6 --lock-steps 2",
-         "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 3 --lock-steps 2 --least 4 --most 32"
+    Case("long-tail-4b", 2, 480, 570,
+         "long_tail --gpus 2 --shape qwen3-4b --prompts 8 --samples 4 --steps 6 --lock-steps 2 --ahead 3",
+         "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 4 --lock-steps 2 --least 4 --most 32"
          " --scale 0.02", "--cuda-graph-max-bs 192"),
     Case("long-run-0.6b-async", 2, 240, 540, "long_run --shape qwen3-0.6b --ways async",
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async", "--cuda-graph-max-bs 128"),

@@ -1,0 +1,37 @@
+"""The pace of a run that generates ahead is told of its middle."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks.gpu.long_tail import RECORDED
+from benchmarks.pace import between, num_rollouts
+from benchmarks.waves import ends
+
+_MODEL = {"prompts": 4, "samples": 2, "fixed": 4.0, "per_cached": 45.0, "caches": 900_000, "train_fixed": 2.0}
+_ANSWERS = {"train_per_token": 50.0, "prompt_tokens": 120, "lengths": RECORDED, "scale": 1.0, "least": 64, "most": 2048}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_neither_what_begins_together_nor_what_is_behind_the_steps_counts(ahead: int) -> None:
+    """Steps that take ten seconds, but for those of both ends."""
+    steps, first = 7, max(1, ahead)
+    seconds = [99.0] * first + [10.0] * (steps - first) + [1.0] * ahead
+    assert len(seconds) == num_rollouts(steps, ahead)
+    rows = [{"step": i + 1, "time": sum(seconds[: i + 1])} for i in range(len(seconds))]
+    chosen, took = between(rows, steps, ahead)
+    assert [row["step"] for row in chosen] == list(range(first + 1, steps + 1))
+    assert took / len(chosen) == 10.0
+    with pytest.raises(ValueError, match="the pace is that of those behind the first"):
+        between(rows[:first], steps, ahead)
+
+
+def test_a_run_that_goes_on_is_slower_than_one_told_up_to_its_end() -> None:
+    args = argparse.Namespace(**_MODEL, **_ANSWERS, ahead=3)
+    ended = ends(args, 7, 7)
+    far = ends(args, 43, num_rollouts(43, 3))
+    assert far[0] == ended[0], "until rollouts are missing it is the same run"
+    assert (far[-1] - far[2]) / 40 > (ended[-1] - ended[0]) / 6
+    assert (far[-1] - far[2]) / 40 < ended[-1] / 7, "and faster than one that is told from its launch"
