@@ -95,6 +95,7 @@ def was_skipped(driver: Driver, newest: Path) -> None:
     assert newest.with_name("iter_0000002.damaged").is_dir()
 
 
+@pytest.mark.full  # what is loaded instead is in tests/unit/test_checkpoint_skipped.py
 def test_a_flipped_byte_costs_the_steps_of_one_checkpoint_and_no_samples(
     world: World, start_held: StartHeld, hold: Path, unbroken: dict[str, torch.Tensor]
 ) -> None:

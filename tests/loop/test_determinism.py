@@ -39,11 +39,13 @@ def test_same_seed_same_metrics(once: RunResult, again: RunResult) -> None:
         assert row == once.steps()[step]
 
 
+@pytest.mark.full  # the engine's part of it is in tests/unit/test_embedded_scheduler.py
 @pytest.mark.parametrize("rollout_id", range(ROLLOUTS))
 def test_batching_changes_no_sample(once: RunResult, two_at_a_time: RunResult, rollout_id: int) -> None:
     assert two_at_a_time.tokens(rollout_id) == once.tokens(rollout_id)
 
 
+@pytest.mark.full
 def test_batching_changes_no_metric(once: RunResult, two_at_a_time: RunResult) -> None:
     assert len(two_at_a_time.steps()) == ROLLOUTS
     for step, row in two_at_a_time.steps().items():

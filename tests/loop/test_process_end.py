@@ -80,6 +80,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, sc
     assert "Traceback" not in driver.stderr
 
 
+@pytest.mark.full  # how such a mistake is told is in tests/first_hour/test_cannot_learn.py
 def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -> None:
     """Also what is still being written when it happens."""
     (hold / "raise-1").touch()

@@ -197,9 +197,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "supervised, cp2": ("supervised", 2, CP2, 1),
     "supervised, dp3, one at a time": ("supervised", 3, STATIC | {"micro_batch_size": 1}, 3),
 }
+#: Whose parts are among the others.
+RARE = ("tp2", "pp2, virtual stages", "two at a time, dp3", "tp2 x pp2", "cp2 x dp2", "experts, tp2+sp x ep2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in RARE)) for name in LAYOUTS])
 def test_a_dump_trains_alike_at_every_layout(
     ranks: Pools, kinds: dict[str, Kind], alone: Alone, layout: str, tmp_path: Path
 ) -> None:

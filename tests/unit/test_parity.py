@@ -67,12 +67,14 @@ MOE = {"qwen3_moe", "glm4_moe", "deepseek_v3"}
 
 
 def _cases() -> Iterator[Any]:
-    """One family at all layouts, all families at two; the other pairs belong to ``make test-full``."""
+    """One family at all layouts, all families at one, and latent attention at context parallelism besides; the other
+    pairs belong to ``make test-full``."""
     for family in FAMILIES:
         for layout in LAYOUTS:
             if "EP2" in layout and family not in MOE:
                 continue
-            always = layout in ("TP2+SP", "CP2") or (family == "qwen3_moe" and not LAYOUTS[layout].rare)
+            everything = family == "qwen3_moe" and not LAYOUTS[layout].rare
+            always = layout == "TP2+SP" or (layout, family) == ("CP2", "deepseek_v3") or everything
             yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
 
 

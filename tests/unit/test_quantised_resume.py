@@ -45,7 +45,7 @@ quantise_directory(source, target, INT4) if way == "there" else dequantise_direc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["there", "back"])
+@pytest.mark.parametrize("way", ["there", pytest.param("back", marks=pytest.mark.full)])
 def test_a_conversion_that_was_killed_goes_on(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama", shards=4), tmp_path / "small"
     source, target = plain, small
@@ -91,7 +91,10 @@ def _dies_at(number: int, work: Callable[[], object]) -> bool:
         os._exit(0)
 
 
-@pytest.mark.parametrize("has_older", [False, True], ids=["", "over an older one"])
+@pytest.mark.parametrize(
+    "has_older",
+    [pytest.param(False, id="alone", marks=pytest.mark.full), pytest.param(True, id="over an older one")],
+)
 def test_a_conversion_may_be_killed_between_any_two_steps(has_older: bool, tmp_path: Path) -> None:
     plain, small, whole = make_plain(tmp_path / "plain", "llama", shards=2), tmp_path / "small", tmp_path / "whole"
     fp8 = Quantisation("fp8", Fp8((16, 16)), ("lm_head",))
