@@ -111,6 +111,7 @@ def row_of(
     """What came of a mode."""
     steps = [row for row in rows if "rollout/raw_reward" in row]
     measured, seconds = between(steps, num_steps, ahead)
+    steps = steps[:num_steps]
     per_step = seconds / len(measured)
     begin = steps[0]["time"] - steps[0]["perf/step_time"]
     rewards = [row["rollout/raw_reward"] for row in steps]
@@ -121,7 +122,7 @@ def row_of(
     return {
         "steps per hour": 3600 / per_step,
         "seconds to the reward": reached,
-        "last reward": smooth[num_steps - 1],
+        "last reward": smooth[-1],
         "staleness": statistics.mean(row.get("rollout/staleness/mean", 0.0) for row in measured),
         "slots idle": 1 - decoded / (answers * seconds),
         "trainer idle": 1 - train_seconds / per_step,
