@@ -21,18 +21,19 @@ def between(rows: Rows, steps: int, ahead: int) -> tuple[Rows, float]:
     """The steps that tell the pace, and the seconds that they took.
 
     The first step is left out, in which kernels are compiled, or all whose rollouts began together, and whatever
-    is behind ``steps``. Rollouts that began together go on ending together, so that the rest had best be a multiple
-    of ``ahead``.
+    is behind ``steps``. Rollouts that began together go on ending together, in waves of ``ahead``: of the rest, as
+    many whole ones as there are.
 
     Args:
         rows: of a run's metrics, one for each step; "time" is when the step was over.
         steps: those that are measured and those before them.
         ahead: rollouts under way besides the one that is trained.
     Raises:
-        ValueError: no step is left.
+        ValueError: there is no whole wave.
     """
     first = max(1, ahead)
-    chosen = rows[first:steps]
+    done = min(len(rows), steps)
+    chosen = rows[first : done - done % first]
     if not chosen:
-        raise ValueError(f"{min(len(rows), steps)} steps, but the pace is that of those behind the first {first}")
+        raise ValueError(f"{done} steps, but the pace is that of {first} or more behind the first {first}")
     return chosen, chosen[-1]["time"] - rows[first - 1]["time"]

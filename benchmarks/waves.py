@@ -29,12 +29,12 @@ class _Answer:
     cached: int
 
 
-def ends(args: argparse.Namespace, num_steps: int, num_rollouts: int) -> list[float]:
+def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
     """Seconds from the beginning of the first rollout to the end of each step.
 
     Args:
         args: what the command line gives.
-        num_rollouts: at least ``num_steps``; then no other begins.
+        begun: rollouts of the run, at least ``num_steps``.
     """
     lengths = lengths_of(args.lengths, args.scale, args.least, args.most)
     size = args.prompts * args.samples
@@ -42,7 +42,7 @@ def ends(args: argparse.Namespace, num_steps: int, num_rollouts: int) -> list[fl
     waiting: list[_Answer] = []
 
     def begin(rollout: int) -> None:
-        if rollout < num_rollouts:
+        if rollout < begun:
             left[rollout] = size
             chosen = (lengths[i % len(lengths)] for i in range(rollout * size, (rollout + 1) * size))
             waiting.extend(_Answer(rollout, length, args.prompt_tokens) for length in chosen)
@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=256)
     parser.add_argument("--most", type=int, default=8192)
     args = parser.parse_args()
+    if args.ahead < 1:
+        parser.error("--ahead is the number of rollouts under way besides the one that is trained: 1 or more")
     print("steps end after", ", ".join(f"{end:.0f}" for end in ends(args, args.steps, args.steps)), "s")
     waves = 20 * args.ahead
     far = ends(args, args.ahead + waves, num_rollouts(args.ahead + waves, args.ahead))

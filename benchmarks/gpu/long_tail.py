@@ -5,7 +5,8 @@
         --lock-steps 2 --least 4 --most 32 --scale 0.02
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th recorded answer had,
-times --scale, between --least and --most. Every way has the same lengths in the same order. The pace is that of the
+times --scale, between --least and --most. Every way generates the same lengths in the same order, and trains on groups
+in the order in which they end. The pace is that of the
 steps behind those that an asynchronous run begins with, while as many rollouts are under way as may be
 (`benchmarks.pace`): it generates --ahead rollouts more than it has --steps.
 """
@@ -42,8 +43,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=8192)
     parser.add_argument("--ahead", type=int, default=2, help="--async-buffer-size (default: 2)")
     args = parser.parse_args(argv)
-    if args.steps <= max(1, args.ahead) or args.lock_steps < 2:
-        parser.error(f"nothing to measure: at least 2 --lock-steps, and more --steps than --ahead {args.ahead} and 1")
+    if args.ahead < 1 or args.steps < 2 * args.ahead or args.lock_steps < 2:
+        parser.error("nothing to measure: --ahead from 1 on, at least twice as many --steps, and 2 --lock-steps")
     return args
 
 
@@ -98,11 +99,15 @@ def measure(args: argparse.Namespace, folder: Path, model: Path, way: str, paces
     script = "train.py" if way == "turns" else "train_async.py"
     more += ["--max-tokens-per-gpu", str(args.most + 512), *args.more.split()]
     rows = [row for row in run_training(script, own, model, folder, more).rows if "perf/step_time" in row]
-    found = shares(*between(rows, steps, ahead), args.gpus)
+    told = {"shape": str(args.model or args.shape), "ahead": ahead, "raw": rows}
+    try:
+        found = shares(*between(rows, steps, ahead), args.gpus)
+    except ValueError as error:  # the time of --budget ended it: its rows tell something all the same
+        return {"error": str(error), **told}
     paces[way] = found["steps per hour"]
     if len(paces) == len(WAYS):
         found["goals"] = [at_least("steps per hour, asynchronous ÷ turns", paces["async"] / paces["turns"], 1.5)]
-    return {"shape": str(args.model or args.shape), "ahead": ahead, **found, "raw": rows}
+    return {**found, **told}
 
 
 def shares(steps: Sequence[dict[str, Any]], seconds: float, gpus: int) -> Row:

@@ -35,6 +35,8 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 _TORCH_SECONDS = 60.0
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
+#: Packages whose compilation takes seconds.
+_LARGE = ("torch", "transformers", "ray", "sglang")
 #: Bytes of a parameter in a checkpoint: the weights, and what Adam and mixed precision keep of it.
 _WEIGHT, _STATES = 2, 12
 
@@ -48,13 +50,12 @@ def host(case: Case, look: Look) -> None:
             f"{folder} has {len(folder.encode())} characters, of which Ray's sockets leave room for {_LONGEST_FOLDER}"
         )
         look.found(known.TEMPORARY_FOLDER, detail, source="TMPDIR")
-    torch = importlib.util.find_spec("torch") if sys.dont_write_bytecode else None
-    if torch is not None and torch.origin and not Path(importlib.util.cache_from_source(torch.origin)).exists():
-        packages = Path(torch.origin).parents[1]
+    if os.environ.get("PYTHONDONTWRITEBYTECODE") and (names := _not_compiled()):
+        folder = " ".join(sorted({str(path.parents[1]) for path in names.values()}))
         look.found(
             known.BYTECODE,
-            f"PYTHONDONTWRITEBYTECODE is set, and the packages in {packages} are not compiled",
-            f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {packages}",
+            f"PYTHONDONTWRITEBYTECODE is set, and {', '.join(names)} are not compiled",
+            f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
             is_fatal=False,
         )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises the soft one by itself
@@ -64,6 +65,15 @@ def host(case: Case, look: Look) -> None:
     if hard < wanted:
         detail = f"a process may open {hard} files, and about {wanted} are wanted for the requests under way"
         look.found(known.OPEN_FILES, detail, is_fatal=False)
+
+
+def _not_compiled() -> dict[str, Path]:
+    """Large packages that are here without bytecode, and where each begins."""
+    specs = {name: importlib.util.find_spec(name) for name in _LARGE}
+    begin = {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
+    return {
+        name: path for name, path in begin.items() if not Path(importlib.util.cache_from_source(str(path))).exists()
+    }
 
 
 def _requests(config: Config) -> int:

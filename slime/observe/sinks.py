@@ -114,7 +114,7 @@ class Sinks:
             logged.append(metrics_row(first_step, saved, self._run.stage))
         self._alarms = AlarmWatch(logged)
         self._timer.forget_all_but("launch")
-        self._step_start = now()
+        self._step_start, self._log_seconds = now(), 0.0
 
     def rewind(self, next_step: int) -> None:
         """Drop this stage's rows from `next_step` on; `begin` does it."""

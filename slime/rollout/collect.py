@@ -203,7 +203,7 @@ class Collector:
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):
                 continue
-            for sample in run.samples:
+            for sample in run.samples if run.was_prompt else ():
                 self.runner.state.before[sample.index] += sample.response_length
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run

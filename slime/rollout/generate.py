@@ -65,7 +65,7 @@ class GenerateState:
         counts: events worth a metric, e.g. "prompt_too_long".
         templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
-        before: by sample index, response tokens that were there when the rollout took a sample up.
+        before: by sample index, response tokens that came out of the journal.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
 

@@ -89,6 +89,7 @@ class GroupRun:
         order: counts the draws of this rollout.
         drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
         is_restored: it came out of the journal.
+        was_prompt: what it has is all out of the journal: it was drawn as a prompt.
     """
 
     executions: list[Execution]
@@ -96,6 +97,7 @@ class GroupRun:
     drawn_as: int = 0
     is_noted: bool = False
     is_restored: bool = False
+    was_prompt: bool = False
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
@@ -117,7 +119,7 @@ class GroupRun:
         for execution, ours in zip(run.executions, self.executions):
             is_prompt = not ours.prompt.response_length
             execution.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
-        run.is_restored = True
+        run.is_restored, run.was_prompt = True, not any(sample.response_length for sample in self.samples)
         return run
 
     @property

@@ -43,7 +43,7 @@ from slime.config.config import Config
 from slime.files import bring_to_disk, json_safe
 from slime.hook_loading import fingerprint
 from slime.log import get_logger, tell
-from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
 
 logger = get_logger(__name__)
 
@@ -85,7 +85,8 @@ class Journal:
         folder: of its files; made when something is written.
         made_with: what samples depend on; files that were written with something else are removed.
     Attributes:
-        num_restored: groups that `restore` has found since the last call of `metrics`.
+        num_restored: groups that were drawn as prompts and that `restore` has found finished since the last call of
+            `metrics`.
         newest_version: of the weights that sampled what is in it; 0 where there is nothing.
     """
 
@@ -186,7 +187,7 @@ class Journal:
                     once=f"gone in {self._folder}",
                 )  # fmt: skip
                 continue
-            self.num_restored += place.kind is Kind.FINISHED
+            self.num_restored += place.kind is Kind.FINISHED and any(s.status is SampleStatus.PENDING for s in drawn)
             return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
         return drawn, False
 

@@ -159,7 +159,7 @@ def throughput_metrics(
     """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together.
 
     Args:
-        before: by sample index, response tokens that were there before: of the journal, or of a partial rollout.
+        before: by sample index, response tokens that nobody generates now: they came out of the journal.
     """
     if not samples or seconds <= 0:
         return {}

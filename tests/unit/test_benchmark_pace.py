@@ -22,10 +22,11 @@ def test_neither_what_begins_together_nor_what_is_behind_the_steps_counts(ahead:
     assert len(seconds) == num_rollouts(steps, ahead)
     rows = [{"step": i + 1, "time": sum(seconds[: i + 1])} for i in range(len(seconds))]
     chosen, took = between(rows, steps, ahead)
-    assert [row["step"] for row in chosen] == list(range(first + 1, steps + 1))
+    whole = (steps - first) // first * first
+    assert [row["step"] for row in chosen] == list(range(first + 1, first + whole + 1))
     assert took / len(chosen) == 10.0
-    with pytest.raises(ValueError, match="the pace is that of those behind the first"):
-        between(rows[:first], steps, ahead)
+    with pytest.raises(ValueError, match=f"the pace is that of {first} or more behind the first {first}"):
+        between(rows[: 2 * first - 1], steps, ahead)
 
 
 def test_a_run_that_goes_on_is_slower_than_one_told_up_to_its_end() -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +53,7 @@ def plain_host(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("NCCL_", "RAY_", "WANDB_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
 class Fault:
@@ -160,7 +159,7 @@ def _old_plugin(folder: Path) -> Path:
 
 @provokes("bytecode")
 def packages_that_each_process_compiles(f: Fault) -> None:
-    f.patch.setattr(sys, "dont_write_bytecode", True)
+    f.patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     f.patch.setattr(checks_host.importlib.util, "cache_from_source", lambda _: str(f.folder / "none.pyc"))
 
 

@@ -386,14 +386,12 @@ def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
     assert metrics["perf/non_generation_time/max"] == 1.0
 
 
-def test_throughput_counts_what_this_rollout_has_generated() -> None:
-    samples = [
-        sample(0, 1.0, length=30),
-        sample(1, 1.0, length=10),
-        sample(2, 1.0, length=20, loss_mask=[0] * 15 + [1] * 5),
-    ]
+def test_throughput_leaves_out_what_came_out_of_the_journal() -> None:
+    masks = [[1] * 30, [0] * 4 + [1] * 6, [0] * 15 + [1] * 5]
+    samples = [sample(i, 1.0, length=len(mask), loss_mask=mask) for i, mask in enumerate(masks)]
     metrics = throughput_metrics(samples, seconds=2.0, num_gpus=1, before={0: 30, 2: 15})
-    assert metrics["perf/tokens_per_gpu_per_sec"] == metrics["perf/effective_tokens_per_gpu_per_sec"] == 7.5
+    assert metrics["perf/tokens_per_gpu_per_sec"] == (10 + 5) / 2
+    assert metrics["perf/effective_tokens_per_gpu_per_sec"] == (6 + 5) / 2
     assert metrics["perf/longest_sample_tokens_per_sec"] == 5.0, "that which was generated as a whole"
     all_known = throughput_metrics(samples, seconds=0.1, num_gpus=1, before={0: 30, 1: 10, 2: 20})
     assert all_known == {

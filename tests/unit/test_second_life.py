@@ -36,8 +36,9 @@ class Life:
 
     async def collect(self, rollout_id: int, newest: int | None = 1, target: int = 2, draw_size: int = 2) -> Collected:
         with self.client.beside() as client:
+            self.state = make_state(client, tokenizer=self.tokenizer)
             collector = Collector(
-                GroupRunner(make_state(client, tokenizer=self.tokenizer), FakeRewards(), rollout_id=rollout_id),
+                GroupRunner(self.state, FakeRewards(), rollout_id=rollout_id),
                 self.source,
                 target=target,
                 draw_size=draw_size,
@@ -51,6 +52,26 @@ class Life:
 
     def indices(self, found: Collected) -> list[int]:
         return [run.index for run in found.chosen]
+
+
+def test_only_what_comes_out_of_the_journal_was_there_before(tmp_path: Path) -> None:
+    """What an earlier rollout of this life has put back is in the journal, too, but was drawn with all that it has: its
+    tokens count when it is trained on."""
+
+    async def main() -> None:
+        life = Life(tmp_path, [0], set())
+        await life.collect(0, target=1, draw_size=3)
+        assert not life.state.before and life.journal.metrics() == {}
+        surplus = await life.collect(1, target=1, draw_size=1)
+        assert life.indices(surplus) == [1] and not life.state.before and life.journal.metrics() == {}
+
+        second = Life(tmp_path, [0], set())
+        found = await second.collect(0, target=2, draw_size=2)
+        assert not second.client.calls and second.journal.metrics() == {"rollout/num_restored_groups": 2}
+        assert second.state.before == {s.index: s.response_length for run in found.chosen for s in run.samples}
+        assert all(second.state.before.values())
+
+    asyncio.run(main())
 
 
 async def two_at_once(life: Life) -> tuple[Collected, Collected]:
