@@ -118,7 +118,8 @@ def row_of(
     smooth = [statistics.mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
     reached = next((row["time"] - begin for row, mean in zip(steps, smooth) if mean >= target), math.nan)
     answers = PROMPTS * SAMPLES
-    decoded = sum(length_of(i) for i in range((num_steps - len(measured)) * answers, num_steps * answers)) / rate
+    drawn = range((measured[0]["step"] - 1) * answers, measured[-1]["step"] * answers)
+    decoded = sum(length_of(i) for i in drawn) / rate
     return {
         "steps per hour": 3600 / per_step,
         "seconds to the reward": reached,

@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.gpu.long_tail import RECORDED, lengths_of
+from benchmarks.gpu.long_tail import add_lengths, lengths_of
 from benchmarks.pace import num_rollouts
 
 _TOKENS_AT_A_TIME = 8
@@ -33,10 +32,10 @@ def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
     """Seconds from the beginning of the first rollout to the end of each step.
 
     Args:
-        args: what the command line gives.
+        args: of `parse_args`.
         begun: rollouts of the run, at least ``num_steps``.
     """
-    lengths = lengths_of(args.lengths, args.scale, args.least, args.most)
+    lengths = lengths_of(args)
     size = args.prompts * args.samples
     left: Counter[int] = Counter()
     waiting: list[_Answer] = []
@@ -72,7 +71,7 @@ def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
     return found
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4)
@@ -84,13 +83,15 @@ def main() -> None:
     parser.add_argument("--train-fixed", type=float, default=2.0, help="seconds of a step, push included")
     parser.add_argument("--train-per-token", type=float, default=50.0, help="µs more for each token of its answers")
     parser.add_argument("--prompt-tokens", type=int, default=120)
-    parser.add_argument("--lengths", type=Path, default=RECORDED)
-    parser.add_argument("--scale", type=float, default=4.0)
-    parser.add_argument("--least", type=int, default=256)
-    parser.add_argument("--most", type=int, default=8192)
-    args = parser.parse_args()
+    add_lengths(parser)
+    args = parser.parse_args(argv)
     if args.ahead < 1:
         parser.error("--ahead is the number of rollouts under way besides the one that is trained: 1 or more")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     print("steps end after", ", ".join(f"{end:.0f}" for end in ends(args, args.steps, args.steps)), "s")
     waves = 20 * args.ahead
     far = ends(args, args.ahead + waves, num_rollouts(args.ahead + waves, args.ahead))

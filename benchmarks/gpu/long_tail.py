@@ -6,9 +6,8 @@
 
 Weights are random, so that answers would not end: sample i is asked for as many tokens as the i-th recorded answer had,
 times --scale, between --least and --most. Every way generates the same lengths in the same order, and trains on groups
-in the order in which they end. The pace is that of the
-steps behind those that an asynchronous run begins with, while as many rollouts are under way as may be
-(`benchmarks.pace`): it generates --ahead rollouts more than it has --steps.
+in the order in which they end. The pace is that of the steps behind those that an asynchronous run begins with, while
+as many rollouts are under way as may be (`benchmarks.pace`): it generates --ahead rollouts more than it has --steps.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=8192, steps=8)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lock-steps", type=int, default=3, help="steps where GPUs are taken in turns (default: 3)")
-    parser.add_argument("--lengths", type=Path, default=RECORDED, help="a JSON list of lists of tokens per answer")
-    parser.add_argument("--scale", type=float, default=4.0, help="of recorded lengths (default: 4)")
-    parser.add_argument("--least", type=int, default=256)
-    parser.add_argument("--most", type=int, default=8192)
+    add_lengths(parser)
     parser.add_argument("--ahead", type=int, default=2, help="--async-buffer-size (default: 2)")
     args = parser.parse_args(argv)
     if args.ahead < 1 or args.steps < 2 * args.ahead or args.lock_steps < 2:
@@ -64,15 +60,23 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     )
 
 
-def lengths_of(recorded: Path, scale: float, least: int, most: int) -> list[int]:
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """What `lengths_of` asks for."""
+    parser.add_argument("--lengths", type=Path, default=RECORDED, help="a JSON list of lists of tokens per answer")
+    parser.add_argument("--scale", type=float, default=4.0, help="of recorded lengths (default: 4)")
+    parser.add_argument("--least", type=int, default=256)
+    parser.add_argument("--most", type=int, default=8192)
+
+
+def lengths_of(args: argparse.Namespace) -> list[int]:
     """Tokens of each answer, in order."""
-    steps = json.loads(recorded.read_text())
-    return [int(min(most, max(least, length * scale))) for step in steps for length in step]
+    steps = json.loads(args.lengths.read_text())
+    return [int(min(args.most, max(args.least, length * args.scale))) for step in steps for length in step]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    os.environ[_TOLD] = json.dumps(lengths_of(args.lengths, args.scale, args.least, args.most))
+    os.environ[_TOLD] = json.dumps(lengths_of(args))
     args.new_tokens = args.most
     report = Report("long tail", args)
     paces: dict[str, float] = {}

@@ -28,7 +28,7 @@ from slime.rollout.execution import GroupRunner
 from slime.rollout.failed_groups import too_many_failed, why_failed
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.group_run import Activity, GroupRun, key_left_with
-from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.rollout.journal import Journal, Kind, drawn_as, is_prompt
 from slime.rollout.returned import wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import ANY_VERSION, Sample, Versions
@@ -204,7 +204,7 @@ class Collector:
             if self._is_stale(run) and not self._takes_stale(run):
                 continue
             for sample in run.samples if run.was_prompt else ():
-                self.runner.state.before[sample.index] += sample.response_length
+                self.runner.state.from_journal[sample.index] += sample.response_length
             task = asyncio.create_task(self.runner.run(run))
             self._tasks[task] = run
             task.add_done_callback(self._finished.put_nowait)
@@ -221,7 +221,9 @@ class Collector:
         if self._journal is not None and drawn:
             key = key_left_with(drawn) or drawn_as(drawn)
             found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._restorable)
-            run = run.restored(found) if found is not drawn else run
+            if found is not drawn:
+                run = run.restored(found)
+                run.was_prompt = is_prompt(drawn)
             run.drawn_as, run.is_noted = key, is_noted
         return run
 

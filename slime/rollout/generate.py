@@ -65,7 +65,7 @@ class GenerateState:
         counts: events worth a metric, e.g. "prompt_too_long".
         templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
-        before: by sample index, response tokens that came out of the journal.
+        from_journal: by sample index, response tokens that nobody generated in this rollout.
         progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
     """
 
@@ -86,7 +86,7 @@ class GenerateState:
     templated: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     logged: dict[str, float] = field(default_factory=dict)
-    before: Counter[int | None] = field(default_factory=Counter)
+    from_journal: Counter[int | None] = field(default_factory=Counter)
     progress: Callable[[], dict[str, float]] = dict
     waits: Callable[[], str] = str
 

@@ -89,7 +89,7 @@ class GroupRun:
         order: counts the draws of this rollout.
         drawn_as: see `slime.rollout.journal.drawn_as`; is_noted: the journal has it as it is.
         is_restored: it came out of the journal.
-        was_prompt: what it has is all out of the journal: it was drawn as a prompt.
+        was_prompt: it was drawn as a prompt: all that it has came out of the journal.
     """
 
     executions: list[Execution]
@@ -119,7 +119,7 @@ class GroupRun:
         for execution, ours in zip(run.executions, self.executions):
             is_prompt = not ours.prompt.response_length
             execution.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
-        run.is_restored, run.was_prompt = True, not any(sample.response_length for sample in self.samples)
+        run.is_restored = True
         return run
 
     @property

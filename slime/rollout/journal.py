@@ -43,7 +43,7 @@ from slime.config.config import Config
 from slime.files import bring_to_disk, json_safe
 from slime.hook_loading import fingerprint
 from slime.log import get_logger, tell
-from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
+from slime.samples.types import ANY_VERSION, Sample, Versions
 
 logger = get_logger(__name__)
 
@@ -187,7 +187,7 @@ class Journal:
                     once=f"gone in {self._folder}",
                 )  # fmt: skip
                 continue
-            self.num_restored += place.kind is Kind.FINISHED and any(s.status is SampleStatus.PENDING for s in drawn)
+            self.num_restored += place.kind is Kind.FINISHED and is_prompt(drawn)
             return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
         return drawn, False
 
@@ -391,6 +391,12 @@ def drawn_as(drawn: Sequence[Sample]) -> int:
     """A number that tells a group of other data from this one."""
     told = orjson.dumps([json_safe([s.index, s.prompt, s.label, s.tokens[: s.prompt_length]]) for s in drawn])
     return xxhash.xxh3_64_intdigest(told)
+
+
+def is_prompt(drawn: Iterable[Sample]) -> bool:
+    """Whether nothing of a group was generated when it was drawn: what the journal has of it is of an earlier life, and
+    not what this one has put back."""
+    return not any(sample.response_length for sample in drawn)
 
 
 # -- files ---------------------------------------------------------------------------------------------------

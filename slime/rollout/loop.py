@@ -258,7 +258,7 @@ class RolloutLoop:
 
             def measure(samples: list[Sample]) -> dict[str, float]:
                 num_gpus = self.config.cluster.rollout_num_gpus
-                throughput = throughput_metrics(samples, seconds, num_gpus, state.before)
+                throughput = throughput_metrics(samples, seconds, num_gpus, state.from_journal)
                 return rollout_metrics(output.samples, self.args) | throughput
 
             return await finish_rollout(self.config, self.args, rollout_id, output, seconds, measure)

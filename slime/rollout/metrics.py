@@ -7,7 +7,6 @@ import statistics
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from slime.config.estimators import those_where
@@ -154,12 +153,12 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
 
 
 def throughput_metrics(
-    samples: Sequence[Sample], seconds: float, num_gpus: int, before: Mapping[int | None, int] = MappingProxyType({})
+    samples: Sequence[Sample], seconds: float, num_gpus: int, from_journal: Mapping[int | None, int]
 ) -> dict[str, float]:
     """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together.
 
     Args:
-        before: by sample index, response tokens that nobody generates now: they came out of the journal.
+        from_journal: by sample index, response tokens that nobody generated in this rollout.
     """
     if not samples or seconds <= 0:
         return {}
@@ -168,14 +167,14 @@ def throughput_metrics(
     for sample in samples:
         tokens[sample.index] += sample.response_length
         effective[sample.index] += sample.effective_response_length
-    made = {index: max(0, count - before.get(index, 0)) for index, count in tokens.items()}
+    made = {index: max(0, count - from_journal.get(index, 0)) for index, count in tokens.items()}
     trained = sum(min(made[index], count) for index, count in effective.items())
     metrics: dict[str, float] = {
         "perf/rollout_time": seconds,
         "perf/tokens_per_gpu_per_sec": sum(made.values()) / seconds / max(1, num_gpus),
         "perf/effective_tokens_per_gpu_per_sec": trained / seconds / max(1, num_gpus),
     }
-    whole = [sample for sample in samples if not before.get(sample.index)]
+    whole = [sample for sample in samples if not from_journal.get(sample.index)]
     longest = max(whole, key=lambda sample: sample.response_length, default=None)
     if longest is not None:
         metrics["perf/longest_sample_tokens_per_sec"] = longest.response_length / seconds

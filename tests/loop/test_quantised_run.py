@@ -55,7 +55,7 @@ def test_engines_hold_int4_and_the_trainer_does_not(run: Run, models: dict[str, 
     assert "quantization_config" not in read_hf_config(exported)
 
 
-@pytest.mark.full
+@pytest.mark.full  # what fake quantisation computes is in tests/unit/test_engine_weights.py
 def test_with_fake_quantisation_trainer_and_engine_agree_on_every_token(
     run: Run, models: dict[str, Path], quantised: Path
 ) -> None:

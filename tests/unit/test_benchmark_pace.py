@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from benchmarks.gpu.long_tail import RECORDED
 from benchmarks.pace import between, num_rollouts
-from benchmarks.waves import ends
-
-_MODEL = {"prompts": 4, "samples": 2, "fixed": 4.0, "per_cached": 45.0, "caches": 900_000, "train_fixed": 2.0}
-_ANSWERS = {"train_per_token": 50.0, "prompt_tokens": 120, "lengths": RECORDED, "scale": 1.0, "least": 64, "most": 2048}
+from benchmarks.waves import ends, parse_args
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -30,7 +24,7 @@ def test_neither_what_begins_together_nor_what_is_behind_the_steps_counts(ahead:
 
 
 def test_a_run_that_goes_on_is_slower_than_one_told_up_to_its_end() -> None:
-    args = argparse.Namespace(**_MODEL, **_ANSWERS, ahead=3)
+    args = parse_args(["--prompts", "4", "--samples", "2", "--ahead", "3", "--scale", "1"])
     ended = ends(args, 7, 7)
     far = ends(args, 43, num_rollouts(43, 3))
     assert far[0] == ended[0], "until rollouts are missing it is the same run"

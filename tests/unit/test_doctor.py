@@ -123,7 +123,6 @@ provokes("ray-unreachable")(lambda f: f.add("--ray-address", "127.0.0.1:9"))
 provokes("ray-unreachable")(lambda f: f.patch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265"))
 provokes("temporary-folder")(lambda f: f.patch.setenv("RAY_TMPDIR", f"/{'long' * 25}"))
 provokes("open-files")(lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256)))
-
 provokes("check-broken")(lambda f: f.patch.setattr("slime.preflight.num_cpus", lambda: int("many")))
 provokes("memory-host")(lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7))
 provokes("memory-colocated")(lambda f: f.add("--gpu-memory-gb", 1))

@@ -378,7 +378,7 @@ def test_distribution() -> None:
 
 def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
     samples = [sample(0, 1.0, length=30, non_generation_time=1.0), sample(1, 1.0, length=10, loss_mask=[0] * 10)]
-    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=4)
+    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=4, from_journal={})
     assert metrics["perf/tokens_per_gpu_per_sec"] == 5.0
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 3.75
     assert metrics["perf/longest_sample_tokens_per_sec"] == 15.0
@@ -389,11 +389,11 @@ def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
 def test_throughput_leaves_out_what_came_out_of_the_journal() -> None:
     masks = [[1] * 30, [0] * 4 + [1] * 6, [0] * 15 + [1] * 5]
     samples = [sample(i, 1.0, length=len(mask), loss_mask=mask) for i, mask in enumerate(masks)]
-    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=1, before={0: 30, 2: 15})
+    metrics = throughput_metrics(samples, seconds=2.0, num_gpus=1, from_journal={0: 30, 2: 15})
     assert metrics["perf/tokens_per_gpu_per_sec"] == (10 + 5) / 2
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == (6 + 5) / 2
     assert metrics["perf/longest_sample_tokens_per_sec"] == 5.0, "that which was generated as a whole"
-    all_known = throughput_metrics(samples, seconds=0.1, num_gpus=1, before={0: 30, 1: 10, 2: 20})
+    all_known = throughput_metrics(samples, seconds=0.1, num_gpus=1, from_journal={0: 30, 1: 10, 2: 20})
     assert all_known == {
         "perf/rollout_time": 0.1,
         "perf/tokens_per_gpu_per_sec": 0.0,

@@ -61,15 +61,15 @@ def test_only_what_comes_out_of_the_journal_was_there_before(tmp_path: Path) -> 
     async def main() -> None:
         life = Life(tmp_path, [0], set())
         await life.collect(0, target=1, draw_size=3)
-        assert not life.state.before and life.journal.metrics() == {}
+        assert not life.state.from_journal and life.journal.metrics() == {}
         surplus = await life.collect(1, target=1, draw_size=1)
-        assert life.indices(surplus) == [1] and not life.state.before and life.journal.metrics() == {}
+        assert life.indices(surplus) == [1] and not life.state.from_journal and life.journal.metrics() == {}
 
         second = Life(tmp_path, [0], set())
         found = await second.collect(0, target=2, draw_size=2)
         assert not second.client.calls and second.journal.metrics() == {"rollout/num_restored_groups": 2}
-        assert second.state.before == {s.index: s.response_length for run in found.chosen for s in run.samples}
-        assert all(second.state.before.values())
+        assert second.state.from_journal == {s.index: s.response_length for run in found.chosen for s in run.samples}
+        assert all(second.state.from_journal.values())
 
     asyncio.run(main())
 
