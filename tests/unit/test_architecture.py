@@ -21,7 +21,6 @@ from tests.support.import_graph import (
 )
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
@@ -226,22 +225,6 @@ def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
 )
 def test_a_question_which_engine_it_is_is_found(code: str) -> None:
     assert list(asked_which_engine(ast.parse(code))) == [1]
-
-
-def test_files_are_short() -> None:
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
-    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
-
-
-def test_functions_are_short() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {(node.end_lineno or 0) - node.lineno + 1} lines"
-        for path in FILES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
-    ]
-    assert found == []
 
 
 def test_names_say_what_is_inside() -> None:
