@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,45 @@ def test_what_cannot_be_started_is_the_programs_failure_and_no_walls(walls: str)
     assert ran.status == 127 and ran.output == "/no/such/folder: No such file or directory\n"
     ran = asyncio.run(sandbox.python("print('half a character: \ud83d')"))
     assert ran.status == 1 and "SyntaxError" in ran.output
+
+
+@pytest.fixture
+def interpreter_in_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A virtual environment below /tmp, as of a clone that lies there; this process's interpreter for the test."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="a clone ü ") as folder:
+        os.chmod(folder, 0o755)
+        venv.create(folder, symlinks=True)
+        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
+        monkeypatch.setattr(sys, "prefix", folder)
+        monkeypatch.setattr(sys, "exec_prefix", folder)
+        yield Path(folder)
+
+
+def test_an_interpreter_below_tmp_starts(walls: str, interpreter_in_tmp: Path) -> None:
+    code = "import sys, tempfile\nprint(sys.prefix)\nprint(tempfile.TemporaryFile('w').write('kept'))"
+    ran = python(walls, code)
+    assert (ran.status, ran.output) == (0, f"{interpreter_in_tmp}\n4\n")
+
+
+@with_namespaces
+@pytest.mark.parametrize("readable", [["{}/a/b", "{}"], ["{}", "{}/a/b"], ["{}/a", "/tmp"]])
+def test_readable_folders_are_shown_wherever_they_lie(readable: list[str], tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "a" / "b").mkdir(parents=True)
+        (Path(folder) / "a" / "c").write_text("here")
+        for path in (folder, f"{folder}/a", f"{folder}/a/b"):
+            os.chmod(path, 0o755)
+        sandbox = Sandbox(LIMITS, walls="namespaces", readable=[path.format(folder) for path in readable])
+        code = f"import tempfile\nprint(open('{folder}/a/c').read(), tempfile.TemporaryFile('w').write('kept'))"
+        assert asyncio.run(sandbox.python(code)).output == "here 4\n"
+
+
+def test_an_interpreter_that_does_not_start_is_no_failure_of_the_program(
+    walls: str, interpreter_in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "_python_folders", list)
+    with pytest.raises(UserError, match="does not start in a sandbox"):
+        python(walls, "print(1)")
 
 
 def test_a_folder_that_is_not_there_takes_no_walls_away() -> None:

@@ -207,6 +207,7 @@ class Keeper:
         """Process 1 of the namespaces: when it ends, the kernel ends all of them."""
         try:
             walls.die_with(os.getppid())
+            os.umask(0o022)  # another user looks through the folders that are made here
             walls.build_root(self.request["scratch"], self.request, self.uid)
             pid = os.fork()
             if pid == 0:
@@ -250,7 +251,8 @@ class Keeper:
             os.chdir(at)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
                 signal.signal(number, signal.SIG_DFL)
-            at, environ = request["command"][0], {"HOME": home, "TMPDIR": "/tmp" if apart else home}
+            at = request["command"][0]
+            environ = {"HOME": home, "TMPDIR": "/tmp" if apart and os.access("/tmp", os.W_OK) else home}
             os.execvpe(at, request["command"], environ | request["environ"])
         except BaseException as error:
             said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

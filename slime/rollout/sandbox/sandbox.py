@@ -128,6 +128,7 @@ class Sandbox:
             raise UserError(f"a sandbox has no walls {walls!r}", fix='pass "best", "namespaces" or "plain"')
         self._ways = ["namespaces", "plain"] if walls == "best" else [walls]
         self._slots = asyncio.Semaphore(at_once or num_cpus())
+        self._python_starts = False
 
     async def python(self, code: str, *, files: Mapping[str, str] | None = None) -> Ran:
         """Run Python code with this process's interpreter and its packages.
@@ -135,9 +136,25 @@ class Sandbox:
         Args:
             files: name → text of files that lie beside it.
         Raises:
-            UserError: no sandbox can be made here.
+            UserError: no sandbox can be made here, or this interpreter does not start in one.
         """
-        return await self.run([sys.executable, "-B", "main.py"], files={**(files or {}), "main.py": code})
+        if not self._python_starts:
+            await self._check_interpreter()
+        return await self._run_code(code, files or {})
+
+    async def _run_code(self, code: str, files: Mapping[str, str]) -> Ran:
+        return await self.run([sys.executable, "-B", "main.py"], files={**files, "main.py": code})
+
+    async def _check_interpreter(self) -> None:
+        """An interpreter that cannot start would make every program look wrong, and every reward 0."""
+        ran = await self._run_code("print('started')", {})
+        if (ran.status, ran.output) != (0, "started\n"):
+            raise UserError(
+                f"{sys.executable} does not start in a sandbox",
+                why=ran.text.strip() or f"its status was {ran.status}",
+                fix="name the folders it needs with Sandbox(readable=…), or raise the limits",
+            )
+        self._python_starts = True
 
     async def run(
         self,

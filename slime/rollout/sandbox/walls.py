@@ -144,8 +144,6 @@ def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
     _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
     store = _folder(f"{scratch}/.store")
     _mount("tmpfs", store, "tmpfs", _NOSUID | _NODEV, f"mode=755,size={size},nr_inodes={max(1024, size >> 12)}")
-    for path in dict.fromkeys([*SYSTEM, *request["readable"]]):
-        _show(scratch, path)
     _folder(f"{scratch}/dev")
     for name in _DEVICES:
         _bind(f"/dev/{name}", f"{scratch}/dev/{name}")
@@ -154,6 +152,10 @@ def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
     for name, place in (("tmp", "tmp"), ("shm", "dev/shm"), ("work", request["home"].lstrip("/"))):
         os.chown(_folder(f"{store}/{name}"), uid, uid if os.geteuid() == 0 else -1)
         _bind(f"{store}/{name}", f"{scratch}/{place}")
+    # After the writable folders, which would hide what is shown below them, and parents before their children.
+    shown: list[str] = []
+    for path in sorted({*SYSTEM, *request["readable"]}, key=os.path.realpath):
+        _show(scratch, path, shown)
     for place, folder in request["folders"].items():
         _bind(folder, scratch + place)
     try:
@@ -193,17 +195,26 @@ def _bind(source: str, target: str) -> None:
     _mount(source, target, None, _BIND | _RECURSIVE)
 
 
-def _show(root: str, path: str) -> None:
-    """A path of the host, to be read below ``root``; links lead where they led."""
+def _show(root: str, path: str, shown: list[str]) -> None:
+    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` holds it; links lead where
+    they led."""
     if not os.path.exists(path):
         return
     real = os.path.realpath(path)
-    if not os.path.lexists(root + real):
+    if not any(is_below(real, folder) for folder in shown):
         _bind(real, root + real)
+        if is_below(root, real):  # the copy of what is put together here
+            call("umount2", (root + root).encode(), _DETACH)
         _read_only(root + real)
+        shown.append(real)
     if path != real and not os.path.lexists(root + path):
         _folder(os.path.dirname(root + path))
         os.symlink(real, root + path)
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or lies in it."""
+    return os.path.commonpath((path, folder)) == folder
 
 
 def _read_only(path: str, recursive: bool = True) -> None:
