@@ -35,6 +35,14 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENC
     raise AssertionError(f"not within {seconds:.0f} s: {what}")
 
 
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process exists and has not ended; one that waits to be reaped has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class World:
     """Model and data of the demo, and the flags of a run on them: two steps of a second, once it is up."""
@@ -181,11 +189,9 @@ class Driver:
         """Command lines of what it started and is still there."""
         alive = []
         for process in self._family:
-            try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if is_running(process):
                     alive.append(" ".join(process.cmdline())[:200])
-            except psutil.NoSuchProcess:
-                continue
         return alive
 
     def ports(self) -> set[int]:
