@@ -68,15 +68,24 @@ class Session:
 
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
         self.config, self.signals, self._resuming = config, signals, resuming
-        self.run = RunFolder.create(config, resuming=resuming)
-        if not resuming or goes_back(config):  # it begins elsewhere than where the run stood
+        self.run, self._locks = RunFolder.claim(config, resuming=resuming)
+        try:
+            self._set_up()
+        except BaseException as error:  # nobody else would say how this run ended
+            self.run.set_state("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            self._locks.close()
+            raise
+
+    def _set_up(self) -> None:
+        config = self.config
+        if not self._resuming or goes_back(config):  # it begins elsewhere than where the run stood
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
         self.sinks = Sinks(config, self.run)
         self.cluster = Cluster(
             config,
             self.run.path,
-            should_stop=signals.requested,
+            should_stop=self.signals.requested,
             on_progress=self.sinks.progress,
             on_push=self._pushed,
         )
@@ -89,8 +98,8 @@ class Session:
         self._beside: _Beside | None = None
         self._restarts, self._begins_again = 0, False
         self._state, self._was_launched = "failed", False
-        signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
-        signals.blocks, signals.gives_up = self._who_blocks_the_end, self._give_up
+        self.signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
+        self.signals.blocks, self.signals.gives_up = self._who_blocks_the_end, self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
         self.watchman = Watchman(limit, self.run.logs / "driver.log", self._end_without_hearing)
 
@@ -134,6 +143,7 @@ class Session:
         finally:
             self.sinks.close(self._state)
             try_to_write_report(self.run)
+            self._locks.close()
 
     # -- steps -----------------------------------------------------------------------------------------
 

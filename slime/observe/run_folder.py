@@ -24,6 +24,8 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ logger = get_logger(__name__)
 
 #: What a crash folder keeps of each log, and of how many.
 _LOG_BYTES, _MOST_LOGS = 64 << 10, 64
+_READERS_SECONDS = 0.5
 _REPORTED_PACKAGES = ("slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router")
 
 
@@ -104,58 +107,68 @@ class RunFolder:
     # -- creation ------------------------------------------------------------------------------------
 
     @staticmethod
-    def create(config: Config, resuming: bool = False) -> RunFolder:
-        """Make the folder of this run, or open it again to continue.
+    def claim(config: Config, *, resuming: bool = False) -> tuple[RunFolder, ExitStack]:
+        """Make the folder of this run, or open it again to continue. A launch that is refused changes nothing.
 
         Args:
-            config: gives ``--output-dir``, ``--run-name`` and ``--stage``.
+            config: gives ``--output-dir``, ``--run-name``, ``--stage`` and ``--save``.
             resuming: a checkpoint is being continued, so an existing folder (or stage) is what we want.
 
+        Returns:
+            The folder, and its lock and that of ``--save``, until they are closed.
+
         Raises:
-            UserError: the folder (or this stage in it) exists and we are not resuming, or it cannot be written.
+            UserError: another live process writes to one of them, the folder (or this stage in it) exists and we are
+                not resuming, or it cannot be written.
         """
         observe = config.observe
         run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
-        try:
-            run._claim(resuming)
-            if run.config_path.exists() and run.config_path.stat().st_size:
-                run._keep_old_config()
-            config.save(run.config_path)
-            run.logs.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the run folder {run.path}",
-                why=error.strerror or str(error),
-                fix="pass --output-dir with a directory you can write to",
-            ) from error
-        run.set_state("running")
-        return run
+        if not resuming:
+            run._check_unused()
+        with ExitStack() as locks:
+            locks.enter_context(run.lock())
+            if not resuming:
+                run._check_unused()  # of two launches at once, the other one may have had the lock
+            if config.checkpoint.save is not None:
+                locks.enter_context(lock_folder(Path(config.checkpoint.save)))
+            try:
+                if run.config_path.exists() and run.config_path.stat().st_size:
+                    run._keep_old_config()
+                config.save(run.config_path)
+                run.logs.mkdir(exist_ok=True)
+                run.set_state("running")
+            except OSError as error:
+                raise _cannot_write(run.path, error) from error
+            return run, locks.pop_all()
 
-    def _claim(self, resuming: bool) -> None:
-        existed = self.path.is_dir() and any(self.path.iterdir())
-        self.path.mkdir(parents=True, exist_ok=True)
-        if resuming:
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep every other process from writing here. A process that does not hold the lock changes nothing in the
+        folder.
+
+        Raises:
+            UserError: another live process holds it, or the folder cannot be written.
+        """
+        return lock_folder(self.path)
+
+    def _check_unused(self) -> None:
+        entries = {entry.name for entry in self.path.iterdir()} - {".lock"} if self.path.is_dir() else set()
+        if not entries or self._was_never_launched():
             return
-        if self._was_never_launched():
-            return
-        if existed and self.stage is None:
+        if self.stage is None:
             raise UserError(
                 f"the run folder {self.path} exists already",
                 why="a run never writes over the results of another one",
                 fix="pass another --run-name, or set --load to its checkpoint directory to continue that run",
             )
-        if existed and not any(self.path.glob("config*.json")):
+        if not any(self.path.glob("config*.json")):
             raise UserError(
                 f"{self.path} is not a run folder", why="it has no config.json", fix="pass another --run-name"
             )
-        try:  # creation is the claim: of two runs that start at once, one gets the folder
-            self.config_path.touch(exist_ok=False)
-        except FileExistsError as error:
-            name = f"stage '{self.stage}'" if self.stage else "a run"
+        if self.config_path.exists():
             raise UserError(
-                f"the run folder {self.path} already has {name}",
+                f"the run folder {self.path} already has stage '{self.stage}'",
                 fix="pass another --stage or --run-name, or set --load to its checkpoint directory to continue it",
-            ) from error
+            )
 
     def _was_never_launched(self) -> bool:
         """An earlier try under this name ended before anything ran, for want of data, GPUs, a model that loads: the
@@ -174,30 +187,6 @@ class RunFolder:
         history = self.path / "history"
         history.mkdir(exist_ok=True)
         shutil.copyfile(self.config_path, history / f"{self.config_path.stem}.{stamp}.json")
-
-    def lock(self) -> int:
-        """Make sure that no other process logs into this folder; holds until the returned descriptor is closed.
-
-        Raises:
-            UserError: another live process holds it.
-        """
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 200).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise UserError(
-                f"another process is writing to {self.path}",
-                why=f"it is {holder}" if holder else "it holds the lock",
-                fix="wait for it or stop it, or pass another --run-name",
-            ) from error
-        except OSError as error:  # file systems without locks: carry on, and say so
-            logger.warning("no lock on %s: %s", self.path, error.strerror)
-            return descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
-        return descriptor
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -282,6 +271,58 @@ class RunFolder:
                 continue
             folder.mkdir(exist_ok=True)
             (folder / path.name).write_bytes(_end_of(path))
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold ``folder/.lock``, which names this process; the folder is made where there is none.
+
+    Raises:
+        UserError: another live process holds it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    try:
+        try:
+            _take_lock(descriptor)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            raise UserError(
+                f"another process is writing to {folder}",
+                why=f"it is {holder}" if holder else "it holds the lock",
+                fix="wait for it or stop it, or write to another folder (--run-name, --save)",
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("no lock on %s: %s", folder, error.strerror)
+        else:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take_lock(descriptor: int) -> None:
+    """Waits for readers, who look for an instant whether the lock is held."""
+    end = time.monotonic() + _READERS_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write to the folder {folder}",
+        why=error.strerror or str(error),
+        fix="pass --output-dir and --save with directories you can write to",
+    )
 
 
 def _written(path: Path) -> float:

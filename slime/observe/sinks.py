@@ -18,7 +18,6 @@ Example (what a driver does):
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -67,25 +66,19 @@ def _named_seconds(times: Mapping[str, float]) -> float:
 
 
 class Sinks:
-    """All sinks of a run, the driver's phases, and the lock on the run folder.
+    """All sinks of a run, and the driver's phases. Whoever makes them holds the lock on the run folder.
 
     Args:
         console: where progress is shown; by default stderr.
 
     Raises:
-        UserError: another process writes to this run folder, or W&B is asked for and not installed.
+        UserError: W&B is asked for and not installed.
     """
 
     def __init__(self, config: Config, run: RunFolder, console: Console | None = None) -> None:
         self._run = run
-        self._lock = run.lock()
         self._tracing = config.observe.trace
-        try:
-            self._console, self._sinks = _make(config, run, console)
-        except BaseException as error:  # nobody else would say how this run ended
-            run.set_state("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
-            os.close(self._lock)
-            raise
+        self._console, self._sinks = _make(config, run, console)
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
         self._alarms = AlarmWatch()
         self._step_start = now()
@@ -202,7 +195,6 @@ class Sinks:
                 end()
             except OSError as problem:  # a full disk, of which the run may be dying: that error must come through
                 logger.error("could not finish the run folder: %s", problem)
-        os.close(self._lock)
 
     def __enter__(self) -> Sinks:
         return self

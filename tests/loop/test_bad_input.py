@@ -227,7 +227,7 @@ def test_exports_would_replace_what_must_not_be_lost(refuse: Callable[..., str],
 
 def test_a_file_system_that_refuses(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *world.flags("refused", "--output-dir", "/proc/outputs")]) == 2
-    assert "cannot write the run folder /proc/outputs/refused" in capsys.readouterr().err
+    assert "cannot write to the folder /proc/outputs/refused" in capsys.readouterr().err
 
 
 def test_an_existing_run_folder_is_refused_and_left_alone(

@@ -234,7 +234,7 @@ EXCERPTS = (
     Excerpt(
         "read-only",
         "",
-        "cannot write the run folder /mnt/outputs/x\n  why: Read-only file system\n  fix: pass --output-dir",
+        "cannot write to the folder /mnt/outputs/x\n  why: Read-only file system\n  fix: pass --output-dir",
     ),
     Excerpt("read-only", "trainer-0", f"{_TRACEBACK}OSError: [Errno 30] Read-only file system: '/mnt/x'\n"),
     Excerpt("permission", "rollout", f"{_TRACEBACK}PermissionError: [Errno 13] Permission denied: '/root/cache'\n"),

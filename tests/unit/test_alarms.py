@@ -15,9 +15,9 @@ from slime.errors import UserError
 from slime.files import read_lines
 from slime.observe.alarms import CHECKS, AlarmWatch, find_alarms
 from slime.observe.report import write_report
-from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from tests.support.metrics_page import documented_names
+from tests.support.run_folders import create_run
 
 
 def step(number: int, low: float = 0.0, high: float = 1.0, flat: float = 0.5, **others: Any) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def test_rewards_that_never_come_are_all_that_is_said() -> None:
 
 def test_console_metrics_and_page_say_it(tmp_path: Path) -> None:
     config = make_config(output_dir=str(tmp_path), run_name="flat")
-    run = RunFolder.create(config)
+    run = create_run(config)
     console = Console(record=True, width=400, force_terminal=False, file=(tmp_path / "out").open("w"))
     with Sinks(config, run, console) as sinks:
         sinks.begin(0, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from slime.rollout.rewards.pool import RewardPool
 from slime.samples.types import Sample
 from tests.support.embedded_models import save_tiny_model
 from tests.support.processes import wait_until
+from tests.support.run_folders import held
 
 ROWS = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}]
 SAMPLE = Sample(prompt="1+1=", response="2", label="2", metadata={"bonus": 3})
@@ -200,9 +200,9 @@ def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
     """As the driver of a run does."""
-    descriptor = folder.lock()
+    descriptor = held(folder)
     yield
-    os.close(descriptor)
+    descriptor.close()
 
 
 def test_nothing_that_an_earlier_run_was_given_is_written_over(tmp_path: Path, commands: list[list[str]]) -> None:

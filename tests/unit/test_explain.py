@@ -26,6 +26,7 @@ from slime.diagnosis.reading import read_log
 from slime.host import slime_command
 from slime.observe.run_folder import RunFolder
 from tests.support.log_excerpts import EXCERPTS, HEALTHY, Excerpt
+from tests.support.run_folders import held
 
 FLAGS = {
     "engine": {"rollout_engine": "sglang", "sglang_mem_fraction_static": 0.8, "sglang_server_concurrency": 512},
@@ -239,11 +240,11 @@ def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(
 
 def test_a_run_that_goes_on_is_left_in_peace(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "running")
-    descriptor = RunFolder(folder).lock()
+    descriptor = held(RunFolder(folder))
     try:
         found = explain(folder)
     finally:
-        os.close(descriptor)
+        descriptor.close()
     assert (found.state, found.findings) == ("running", ())
 
 

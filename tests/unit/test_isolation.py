@@ -23,13 +23,13 @@ from slime.files import read_lines
 from slime.hook_loading import FunctionHangs
 from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.observe.recorder import Recorder
-from slime.observe.run_folder import RunFolder
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.returned import check_values
 from slime.samples.types import Sample
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer
+from tests.support.run_folders import create_run
 
 ME = f"{__name__}."
 SEEN: list[str] = []
@@ -255,7 +255,7 @@ def rollout(folder: Path, source: DataSource | None = None, **flags: Any) -> tup
     """The batch, and the file of failures."""
     given = {"num_rollout": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 8, "rm_type": "random"}
     config = make_config(**{**given, "rollout_max_failed_fraction": 1.0, "output_dir": str(folder), **flags})
-    run = RunFolder.create(config)
+    run = create_run(config)
 
     async def main() -> RolloutFnTrainOutput:
         async with FakeEngine() as engine:

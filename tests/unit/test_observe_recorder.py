@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.files import HIDDEN, dump_line, json_safe, read_lines, without_secrets, write_atomically
 from slime.observe.recorder import Recorder, TokenTexts, run_lengths, sample_record, segments, spread
-from slime.observe.run_folder import RunFolder
 from slime.observe.trace import span
 from slime.samples.batch import TrainedTokens
 from slime.samples.types import Group, Sample
+from tests.support.run_folders import create_run
 
 
 def decode(ids: list[int]) -> str:
@@ -117,7 +117,7 @@ def test_spread_keeps_whole_groups_within_the_limit(count: int, size: int, limit
 def recorder(tmp_path: Path) -> Recorder:
     config = make_config(output_dir=str(tmp_path), run_name="r", stage="rl", rollout_batch_size=4, num_rollout=1,
                          prompt_data="d", hf_checkpoint="m")  # fmt: skip
-    return Recorder(RunFolder.create(config).path, config, decode, max_samples=8)
+    return Recorder(create_run(config).path, config, decode, max_samples=8)
 
 
 def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> None:

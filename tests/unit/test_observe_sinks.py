@@ -35,6 +35,7 @@ from slime.observe.jsonl_sink import JsonlSink
 from slime.observe.run_data import rows_by_stage
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from tests.support.run_folders import create_run
 
 
 def config_for(directory: Path, **flags: Any) -> Config:
@@ -52,7 +53,7 @@ def rows_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
     config = config_for(tmp_path, stage="grpo")
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         sinks.begin(0, 2)
         sinks.log(0, {"eval/arithmetic": 0.25})
@@ -77,7 +78,7 @@ def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.Monke
     for asks in (sinks_module, phases_module):
         monkeypatch.setattr(asks, "now", lambda: seconds)
     config = config_for(tmp_path)
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         for name, took in {
             "train_wait": 1, "train": 6, "generation_wait": 2, "evaluation_wait": 3, "evaluate": 20
@@ -96,7 +97,7 @@ def test_every_second_of_a_step_has_a_name(tmp_path: Path, monkeypatch: pytest.M
     seconds = 0.0
     for asks in (sinks_module, phases_module):
         monkeypatch.setattr(asks, "now", lambda: seconds)
-    run = RunFolder.create(config := config_for(tmp_path))
+    run = create_run(config := config_for(tmp_path))
     worked = {"rollout": 4.0, "data_preprocess": 0.5, "train": 2.75, "actor_train": 2.5, "update_weights": 0.25}
     with Sinks(config, run, quiet()) as sinks:
         for name, took in {"rollout": 6, "train": 3, "update_weights": 2}.items():
@@ -114,7 +115,7 @@ def test_a_step_that_is_done_again_has_no_time_of_the_one_that_was_lost(
     seconds = 0.0
     for asks in (sinks_module, phases_module):
         monkeypatch.setattr(asks, "now", lambda: seconds)
-    run = RunFolder.create(config := config_for(tmp_path))
+    run = create_run(config := config_for(tmp_path))
     with Sinks(config, run, quiet()) as sinks:
         sinks._log_seconds = 7.0  # of the step before, which is done again, too
         with suppress(RuntimeError), sinks.phase("train"):
@@ -134,7 +135,7 @@ def test_a_step_that_is_done_again_has_no_time_of_the_one_that_was_lost(
 
 def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         sinks.log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 0.1})
     (row,) = rows_of(run)
@@ -144,14 +145,14 @@ def test_nan_and_infinity_become_null_with_their_names(tmp_path: Path) -> None:
 
 def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     sft = config_for(tmp_path, stage="sft")
-    with Sinks(sft, RunFolder.create(sft), quiet()) as sinks:
+    with Sinks(sft, create_run(sft), quiet()) as sinks:
         sinks.log(5, {"train/loss": 1.0})
     config = config_for(tmp_path, stage="grpo")
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         for step in range(4):
             sinks.log(step, {"train/loss": 1.0 + step})
-    run = RunFolder.create(config, resuming=True)
+    run = create_run(config, resuming=True)
     with Sinks(config, run, quiet()) as sinks:
         sinks.begin(2, 4)  # the checkpoint was made after two rollouts
         sinks.log(3, {"train/loss": 30.0})
@@ -173,12 +174,12 @@ def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
 
 def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_there(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         sinks.log(1, {"train/loss": 1.0})
         sinks.log(2, {"eval/a": 0.5})
     for _ in range(2):  # the second time it is there
-        run = RunFolder.create(config, resuming=True)
+        run = create_run(config, resuming=True)
         with Sinks(config, run, quiet()) as sinks:
             sinks.begin(2, 4, saved={"train/loss": 2.0})
     assert [(row["step"], row["train/loss"]) for row in rows_of(run) if "train/loss" in row] == [(1, 1.0), (2, 2.0)]
@@ -187,7 +188,7 @@ def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_th
 def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path) -> None:
     """In every sink, and for whoever goes on; times of phases stay with the step that is under way."""
     config, console = config_for(tmp_path), quiet()
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, console) as sinks:
         sinks.begin(0, 4)
         for step in (1, 2, 3):
@@ -207,7 +208,7 @@ def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path)
     ]  # fmt: skip
     assert merged[0]["nonfinite"] == ["eval/b"]
     for start, kept in ((1, [1, 2, 1]), (0, [])):  # from a checkpoint behind it, and from none
-        run = RunFolder.create(config, resuming=True)
+        run = create_run(config, resuming=True)
         with Sinks(config, run, quiet()) as sinks:
             sinks.begin(start + (start > 0), 4)
         assert [row["step"] for row in rows_of(run)] == kept
@@ -219,18 +220,18 @@ def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path)
 
 def test_a_fresh_begin_drops_what_an_attempt_without_checkpoint_logged(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         sinks.log(0, {"eval/a": 0.1})
         sinks.log(1, {"train/loss": 1.0})
-    with Sinks(config, RunFolder.create(config, resuming=True), quiet()) as sinks:
+    with Sinks(config, create_run(config, resuming=True), quiet()) as sinks:
         sinks.begin(0, 4)
         sinks.log(0, {"eval/a": 0.2})
     assert [(row["step"], row["eval/a"]) for row in rows_of(run)] == [(0, 0.2)]
 
 
 def test_a_line_cut_by_a_crash_is_removed_before_the_next_is_written(tmp_path: Path) -> None:
-    run = RunFolder.create(config_for(tmp_path))
+    run = create_run(config_for(tmp_path))
     run.metrics_path.write_text('{"step": 0}\n{"step": 1, "train/lo')
     sink = JsonlSink(run)
     sink.log(1, {"train/loss": 2.0})
@@ -239,7 +240,7 @@ def test_a_line_cut_by_a_crash_is_removed_before_the_next_is_written(tmp_path: P
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder.create(config_for(tmp_path))
+    run = create_run(config_for(tmp_path))
     sink = JsonlSink(run)
     sink.log(1, {"train/loss": 2.0})
     real_write, calls = os.write, []
@@ -262,7 +263,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder.create(config_for(tmp_path))
+    run = create_run(config_for(tmp_path))
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -270,12 +271,11 @@ def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(tmp_path: Path, m
     monkeypatch.setattr(RunFolder, "set_state", full)
     with pytest.raises(KeyError, match="the reason"), Sinks(config_for(tmp_path), run, quiet()):
         raise KeyError("the reason")
-    os.close(run.lock())  # it was given back
 
 
 def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    run = RunFolder.create(config)
+    run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
         for step in (1, 2):
             sinks.log(step, {"rollout/raw_reward": step / 4, "train/loss": -step})
@@ -287,18 +287,18 @@ def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
 
 def test_tensorboard_can_be_turned_off_and_named(tmp_path: Path) -> None:
     off = config_for(tmp_path, run_name="off", use_tensorboard=False)
-    run = RunFolder.create(off)
+    run = create_run(off)
     Sinks(off, run, quiet()).close()
     assert not run.tensorboard.exists()
     named = config_for(tmp_path, run_name="named", tb_project_name="math", tb_experiment_name="one")
-    run = RunFolder.create(named)
+    run = create_run(named)
     Sinks(named, run, quiet()).close()
     assert list((run.tensorboard / "math" / "one").iterdir())
 
 
 def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp_path: Path) -> None:
     config = config_for(tmp_path, run_name="a")
-    run = RunFolder.create(config)
+    run = create_run(config)
     sinks = Sinks(config, run, quiet())
     with pytest.raises(ValueError), sinks.phase("rollout"):
         raise ValueError
@@ -307,25 +307,17 @@ def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp
     sinks.close("finished")
     assert run.state() == "stopped"
     config = config_for(tmp_path, run_name="b")
-    run = RunFolder.create(config)
+    run = create_run(config)
     with pytest.raises(RuntimeError), Sinks(config, run, quiet()):
         raise RuntimeError
     assert run.state() == "failed"
-
-
-def test_the_lock_is_released_by_close(tmp_path: Path) -> None:
-    config = config_for(tmp_path)
-    run = RunFolder.create(config)
-    with Sinks(config, run, quiet()), pytest.raises(UserError, match="another process"):
-        Sinks(config, run, quiet())
-    Sinks(config, run, quiet()).close()
 
 
 def test_wandb_offline_run_continues_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = config_for(tmp_path, use_wandb=True, wandb_mode="offline", use_tensorboard=False, wandb_group="g")
-    run = RunFolder.create(config)
+    run = create_run(config)
     for resuming in (False, True):
         with Sinks(config, run, quiet()) as sinks:
             sinks.log(int(resuming) + 1, {"train/loss": 1.0})
@@ -340,7 +332,7 @@ def test_use_wandb_without_wandb_says_how_to_get_it(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = config_for(tmp_path, use_wandb=True)
     with pytest.raises(UserError, match="needs the package wandb") as error:
-        Sinks(config, RunFolder.create(config), quiet())
+        Sinks(config, create_run(config), quiet())
     assert "slime-rl[wandb]" in error.value.fix
 
 
@@ -585,7 +577,7 @@ def test_a_wandb_run_that_is_asked_for_is_resumed_also_by_a_folder_that_had_anot
     fake = MagicMock()
     fake.Settings = SimpleNamespace
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    run = RunFolder.create(config_for(tmp_path, use_wandb=True))
+    run = create_run(config_for(tmp_path, use_wandb=True))
     ids = []
     for asked in (None, "theirs", None):
         WandbSink(config_for(tmp_path, use_wandb=True, wandb_run_id=asked), run)
@@ -603,6 +595,6 @@ def test_a_wandb_server_is_taken_wherever_the_key_comes_from(
     fake.Settings = SimpleNamespace
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = config_for(tmp_path, use_wandb=True, wandb_host=asked, **key)
-    WandbSink(config, RunFolder.create(config))
+    WandbSink(config, create_run(config))
     assert fake.init.call_args.kwargs["settings"].base_url == asked
     assert fake.login.called is bool(key)

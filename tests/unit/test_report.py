@@ -34,6 +34,7 @@ from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_r
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.page_files import PAGE, one_file
 from slime.observe.watch.rows import reward_of
+from tests.support.run_folders import held
 from tests.support.watched_runs import make_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
@@ -289,9 +290,9 @@ def live_run(folder: Path) -> RunFolder:
 
 def test_the_page_of_a_run_that_goes_on_loads_itself_anew(tmp_path: Path) -> None:
     run = live_run(tmp_path / "x")
-    lock = run.lock()
+    lock = held(run)
     assert '<html lang="en" data-live>' in write_report(run.path).read_text()
-    os.close(lock)
+    lock.close()
     assert '<html lang="en">' in write_report(run.path).read_text()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from slime.observe.run_data import read_run
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.server import Runs
 from tests.support.browser import NAMES, Tab, chromium, tab, texts
+from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, write_lines
 from tests.support.watching import browse
 
@@ -282,7 +282,7 @@ def test_the_file_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path) -> No
     """And what is unfolded stays so, where one was reading."""
     run = make_run(tmp_path / "run", rollouts=3)
     (run / "run.json").write_bytes(orjson.dumps({"stages": {"": {"state": "running", "started": 1.0, "ended": None}}}))
-    lock = RunFolder(run).lock()
+    lock = held(RunFolder(run))
     path = write_report(run)
 
     async def what(page: Tab) -> None:
@@ -303,7 +303,7 @@ def test_the_file_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path) -> No
         assert await page.run("scrollY") == 300
 
     visit(what)
-    os.close(lock)
+    lock.close()
     assert "data-live" not in write_report(run).read_text().partition("<style>")[0]
 
 

@@ -15,7 +15,6 @@ from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.hook_loading import call_user_function, failures_of, load_function, user_frames, user_function
 from slime.observe.report import write_report
-from slime.observe.run_folder import RunFolder
 from slime.prompts.source import make_source, save_source
 from slime.rollout.collect import Collector
 from slime.rollout.execution import GroupRunner
@@ -28,6 +27,7 @@ from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.prompt_fixtures import make_tokenizer
+from tests.support.run_folders import create_run
 
 CODE = """\
 import orjson
@@ -196,7 +196,7 @@ def test_what_our_code_raises_keeps_its_kind_and_tells_who_called(file: Path) ->
 
 
 def test_the_crash_folder_and_the_report_have_them(file: Path, tmp_path: Path) -> None:
-    run = RunFolder.create(make_config(output_dir=str(tmp_path), run_name="mine"))
+    run = create_run(make_config(output_dir=str(tmp_path), run_name="mine"))
     with pytest.raises(UserError) as caught:
         user_function(f"{file}:fails")()
     folder = run.write_crash(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.server import Runs
 from tests.support.browser import NAMES, Tab, chromium, texts
+from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 from tests.support.watching import browse
 
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
 
     stages = {"": {"state": "running", "started": 1.0, "ended": None}}
     (folder / "run.json").write_bytes(orjson.dumps({"name": "run", "stages": stages}))
-    lock = RunFolder(folder).lock()
+    lock = held(RunFolder(folder))
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place, width=390, height=800, dark=True)
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
         await page.until("document.querySelectorAll('figure[data-title=Reward] circle').length === 4")  # by itself
 
     browse([folder], what)
-    os.close(lock)
+    lock.close()
 
 
 CHARTS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -15,6 +14,7 @@ from slime.observe.run_folder import RunFolder
 from slime.observe.watch.rows import Query
 from slime.observe.watch.server import Runs
 from tests.support.browser import Tab, chromium
+from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, write_lines
 from tests.support.watching import browse
 
@@ -103,7 +103,7 @@ def test_a_view_that_could_not_be_drawn_is_tried_again_and_a_folded_list_stays_s
     folder = make_run(tmp_path / "run", rollouts=1)
     stages = {"": {"state": "running", "started": 1.0, "ended": None}}
     (folder / "run.json").write_bytes(orjson.dumps({"name": "run", "stages": stages}))
-    lock = RunFolder(folder).lock()
+    lock = held(RunFolder(folder))
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place)
@@ -121,4 +121,4 @@ def test_a_view_that_could_not_be_drawn_is_tried_again_and_a_folded_list_stays_s
         assert await page.run("document.querySelector('#runs details').open") is False
 
     browse([folder], what)
-    os.close(lock)
+    lock.close()

@@ -32,6 +32,7 @@ from slime.observe.watch.folders import runs_below
 from slime.observe.watch.index import SampleIndex, path_key
 from slime.observe.watch.lanes import timeline
 from slime.observe.watch.server import Runs, application
+from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -309,10 +310,10 @@ def test_a_run_that_goes_on_is_running_as_long_as_somebody_holds_it(tmp_path: Pa
     folder = make_run(tmp_path / "run", rollouts=1)
     stages = {"": {"state": "running", "started": 1.0, "ended": None}}
     (folder / "run.json").write_bytes(orjson.dumps({"name": "run", "stages": stages}))
-    lock = RunFolder(folder).lock()
+    lock = held(RunFolder(folder))
     runs = Runs([folder])
     assert [stage.summary["state"] for _, stage in runs.all().values()] == ["running"]
-    os.close(lock)
+    lock.close()
     runs.look()
     assert [stage.summary["state"] for _, stage in runs.all().values()] == ["interrupted"]
     runs.close()
