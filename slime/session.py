@@ -33,6 +33,7 @@ from slime.observe.first_step import first_step_lines
 from slime.observe.report import try_to_write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
+from slime.output import tolerant_output
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
 from slime.pushes import PushLog
@@ -416,7 +417,7 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     for finding in at_start(config):
         logger.warning("%s; try %s (slime doctor tells more)", finding.detail, finding.advice[0])
-    with StopSignals() as signals:
+    with tolerant_output(), StopSignals() as signals:
         session = Session(config, signals, resuming=resuming or plan.is_resume or _saves_where_it_loads(config))
         try:
             try:

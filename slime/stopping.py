@@ -1,6 +1,7 @@
 """What SIGTERM, SIGHUP and Ctrl-C mean to a run, from before Ray starts until its folder is closed.
 
-    SIGTERM, SIGHUP      the step under way ends, or is given up while it is generated; then what was trained is saved
+    SIGHUP               the terminal is gone, and the run goes on without it
+    SIGTERM              the step under way ends, or is given up while it is generated; then what was trained is saved
     another one          nothing: `timeout` and schedulers send it to a process and to its group, and it is under way
     Ctrl-C               the same where training would be lost; otherwise the run is left at once
     another one          the run is left at once, without a save that is not finished
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from slime.log import get_logger
+from slime.output import lose_terminal
 
 logger = get_logger(__name__)
 
@@ -62,7 +63,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            handlers = {signal.SIGTERM: self._on_stop, signal.SIGHUP: self._on_stop, signal.SIGINT: self._on_ctrl_c}
+            handlers = {signal.SIGTERM: self._on_stop, signal.SIGHUP: self._on_hang_up, signal.SIGINT: self._on_ctrl_c}
             for number, handler in handlers.items():
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
@@ -97,7 +98,7 @@ class StopSignals:
         self._ending = True
 
     def end_program(self) -> NoReturn:
-        """Exit status 0 after SIGTERM or SIGHUP, that of Ctrl-C after it."""
+        """Exit status 0 after SIGTERM, that of Ctrl-C after it."""
         raise KeyboardInterrupt if self._interrupted else SystemExit(0)
 
     def end_if_asked(self) -> None:
@@ -123,14 +124,15 @@ class StopSignals:
         """Wait for one of the signals; false at the end of the context."""
         while True:
             numbers = set(os.read(pipe, 64))
-            if not numbers or numbers & set(self._before):
+            if not numbers or numbers & (set(self._before) - {signal.SIGHUP}):
                 return bool(numbers)
 
     # -- handlers --------------------------------------------------------------------------------------
 
+    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+        lose_terminal()
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _let_go_of_the_terminal()
         if self._asked.is_set():
             return
         self._asked.set()
@@ -149,16 +151,3 @@ class StopSignals:
             logger.warning("Ctrl-C: %s is saved first; press it again to leave without", lost)
             return
         raise KeyboardInterrupt
-
-
-def _let_go_of_the_terminal() -> None:
-    """It is going, or gone: what is written to it would fail. Files and pipes are left as they are."""
-    for descriptor in (0, 1, 2):
-        try:
-            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
-        except OSError:  # closed
-            continue
-        if is_device:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor)
-            os.close(null)

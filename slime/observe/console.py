@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +173,8 @@ class ConsoleSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervised, self._clock = supervised, clock
-        self._console = console or Console(stderr=True)
+        # FORCE_COLOR, which notebooks set, makes no terminal of a pipe: its live table would be printed again and again.
+        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._name, self._total = name, total_steps
         self._done = 0
         self._phase: str | None = None
@@ -189,7 +191,7 @@ class ConsoleSink:
         self._last_eval: dict[str, float] = {}
         self._alarms: dict[str, tuple[int, Alarm]] = {}
         self._live: Live | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
                 console=self._console, get_renderable=self.render, refresh_per_second=4, redirect_stdout=True
             )

@@ -121,7 +121,6 @@ def test_ctrl_c_while_ray_starts(begin: Callable[..., Driver]) -> None:
 @pytest.mark.parametrize(
     ("number", "status"),
     [
-        pytest.param(signal.SIGHUP, 0, id="hangup", marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.full),
     ],
 )
@@ -135,6 +134,30 @@ def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(
     check_stopped(driver, status)
     assert (driver.path / "checkpoints" / "iter_0000000").is_dir() and (driver.path / "model").is_dir()
     assert f" resume {driver.path}\n" in driver.stderr
+
+
+def test_output_that_is_lost_and_a_terminal_that_closes_end_no_run(world: World, hold: Path) -> None:
+    """stdout is a full device, the reader of stderr goes away in the first rollout, and the terminal in the second."""
+    for rollout_id in (0, 1):
+        (hold / f"hold-{rollout_id}").touch()
+    reader, writer = os.pipe()
+    with open("/dev/full", "w") as full:
+        flags = world.flags("unread", "--custom-rm-path", "tests.support.hold.reward", "--save", "{run}/checkpoints")
+        path = world.outputs / "unread"
+        driver = start(flags, path, streams=(full.fileno(), writer), SLIME_TEST_HOLD=str(hold))
+    os.close(writer)
+    with driver, open(reader, "rb") as stderr:
+        wait_held(driver, hold, 0)
+        stderr.close()
+        (hold / "hold-0").unlink()
+        wait_held(driver, hold, 1)
+        driver.signal(signal.SIGHUP, group=True)
+        (hold / "hold-1").unlink()
+        assert driver.end() == 0
+        assert state_of(driver) == "finished" and driver.steps() == [1, 2]
+        log = (driver.path / "logs" / "driver.log").read_text()
+        assert log.count("stderr cannot be written any more (Broken pipe): the run goes on") == 1
+        assert "Traceback" not in log
 
 
 @pytest.mark.full

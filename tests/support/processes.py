@@ -245,11 +245,20 @@ def shared_memory() -> set[str]:
     return stale
 
 
-def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path = ROOT, **env: str) -> Driver:
+def start(
+    flags: list[str],
+    path: Path,
+    script: str = "train.py",
+    *,
+    cwd: Path = ROOT,
+    streams: tuple[int, int] | None = None,
+    **env: str,
+) -> Driver:
     """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file.
 
     Args:
         script: or "slime", for its commands.
+        streams: descriptors of stdout and stderr instead.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -262,8 +271,8 @@ def start(flags: list[str], path: Path, script: str = "train.py", *, cwd: Path =
     with open(output, "w") as stderr:
         process = subprocess.Popen(
             [sys.executable, *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]), *flags],
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
+            stdout=streams[0] if streams else subprocess.DEVNULL,
+            stderr=streams[1] if streams else stderr,
             text=True,
             cwd=cwd,
             env=environment,

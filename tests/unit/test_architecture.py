@@ -33,6 +33,8 @@ FLOORS = (
         "user_calls",
         "hook_loading",
         "log",
+        "output",
+        "output",
         "host",
         "garbage",
         "footprint",

@@ -413,6 +413,20 @@ def test_time_to_go_counts_evaluations() -> None:
     assert sink.eta() == pytest.approx(2 * (3.0 + 40.0 / 10))
 
 
+@pytest.mark.parametrize("variable", [{"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}, {}])
+def test_a_pipe_gets_plain_lines_whatever_the_environment_says(
+    variable: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sink = ConsoleSink("x", 4)
+    sink.log(1, STEP)
+    sink.close()
+    said = sys.stderr.getvalue()
+    assert "step 1/4" in said and "\x1b" not in said and said.count("step 1/4") == 1
+
+
 def test_live_table_on_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     now = 0.0

@@ -1,0 +1,83 @@
+"""Output that nobody reads ends no run: a closed pipe, a full disk under a log, a terminal that is gone."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class _Tolerant:
+    """A text stream of which the file descriptor leads nowhere from the first write on that fails."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        _lead_nowhere(self._stream.fileno())
+        with suppress(OSError):
+            self._stream.flush()  # what was not written yet
+        _say(f"{self._name} cannot be written any more ({error.strerror})")
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _say(what: str) -> None:
+    logger.warning("%s: the run goes on, and what it says is in its logs alone", what)
+
+
+def lose_terminal() -> None:
+    """Write no more to a terminal that has been closed. Files and pipes are left as they are."""
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):  # closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                _lead_nowhere(descriptor)
+    _say("the terminal was closed")
+
+
+@contextmanager
+def tolerant_output() -> Iterator[None]:
+    """In this block a write to stdout or stderr that fails raises nothing. It is logged once."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before):
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or one without a descriptor
+            stream.fileno()
+            setattr(sys, name, _Tolerant(stream, name))
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Tolerant):
+                stream.flush()
+        sys.stdout, sys.stderr = before
