@@ -173,7 +173,7 @@ class ConsoleSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervised, self._clock = supervised, clock
-        # FORCE_COLOR, which notebooks set, makes no terminal of a pipe: its live table would be printed again and again.
+        # FORCE_COLOR, which notebooks set, makes no terminal of a pipe: each state of the table would be a new line.
         self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._name, self._total = name, total_steps
         self._done = 0
