@@ -6,8 +6,8 @@ the names in which they were sent, and each rank answers for the slice that it h
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
     trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`). Whatever goes wrong is
-reported as text: an exception would end the engine.
+Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and by ``mark``
+(`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an exception would end the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import traceback
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.engines.sglang import load_marks
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
+from slime.models import FAMILIES
+from slime.models.fused_loading import fused_place
 from slime.models.ignore_list import FUSED
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
 SIZE = "weight_shape"
 #: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
+#: Layers that SGLang concatenates as it loads them, of all families.
+_CONCATENATED = tuple(fused for family in FAMILIES for fused in family.fused)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     Args:
         named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
             "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
-            "fingerprint": the same tensors and ``"method"``, of `FINGERPRINTS`; "open" and "close": no more.
+            "mark": no more; the tensors of the last layout are those that will be sent;
+            "fingerprint": some of these tensors and ``"method"``, of `FINGERPRINTS`; the answer also names what was
+            marked and is not loaded; "open" and "close": no more.
     """
     try:
         [(_, raw)] = named_tensors
@@ -109,15 +117,22 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
+        if action == "mark":
+            return {"marked": load_marks.mark(model, _held(model, _shapes.get(model, {})))}
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
+#: By model, the tensors that pushes send.
+_shapes: weakref.WeakKeyDictionary[nn.Module, dict[str, list[int]]] = weakref.WeakKeyDictionary()
+
+
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
     """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong to no name."""
     tree = Tree(model)
+    _shapes[model] = shapes
     slices: dict[str, list[int] | None] = {}
     touched = set()
     for name, shape in shapes.items():
@@ -133,9 +148,16 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
 def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
     if method not in FINGERPRINTS:
         raise ValueError(f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}")
-    tree, take = Tree(model), FINGERPRINTS[method]
+    take = FINGERPRINTS[method]
+    fingerprints = {name: take(tensor) for name, tensor in _held(model, shapes).items()}
+    return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
+
+
+def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """What this rank holds of the tensors."""
+    tree = Tree(model)
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
-    return {"fingerprints": {name: take(held.tensor) for name, held in found.items() if held is not None}}
+    return {name: held.tensor for name, held in found.items() if held is not None}
 
 
 class Tree:
@@ -165,7 +187,7 @@ class Tree:
             number = int(expert.group(2))
             return self._expert(ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4)))
         if projection not in FUSED:
-            return None
+            return self._concatenated(owner, leaf, shape)
         fused, part = FUSED[projection]
         parameter = f"{parent}.{fused}.{leaf}"
         if parameter not in self.parameters:
@@ -197,6 +219,20 @@ class Tree:
         size = int(tensor.shape[dims[0]])
         start = _tp_rank(module) * size
         return Held(tensor, dims[0], start, start + size, name)
+
+    def _concatenated(self, owner: str, leaf: str, shape: tuple[int, ...]) -> Held | None:
+        """The first or the last part of a parameter that SGLang makes of several when it loads them. Such parameters
+        are whole on every rank."""
+        place = fused_place(_CONCATENATED, owner)
+        tensor = None if place is None else self.parameters.get(f"{place[0]}.{leaf}")
+        if place is None or tensor is None or tensor.dim() != len(shape) or not shape:
+            return None
+        module, part, count = place
+        rows, all_rows = shape[0], tensor.shape[0]
+        if tuple(tensor.shape[1:]) != shape[1:] or rows > all_rows or part not in (0, count - 1):
+            return None
+        begin = 0 if part == 0 else all_rows - rows
+        return Held(tensor[begin : begin + rows], 0, 0, rows, f"{module}.{leaf}")
 
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
