@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -105,5 +106,6 @@ def fused_place(fused: Sequence[FusedLoad], module: str) -> tuple[str, int, int]
     return None
 
 
+@lru_cache(maxsize=256)
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(re.escape("{layer}"), r"(\d+)"))

@@ -60,7 +60,7 @@ class EngineCheck(Protocol):
     def digest(self) -> Digest: ...
 
     def begin(self, timeout: float) -> None:
-        """Before a transfer: engines start to count what they load."""
+        """Before a transfer, behind `open_layers`: engines start to count what they load."""
 
     def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
         """After a transfer: what the engines have loaded of it, and whether it is as sent.
@@ -160,7 +160,7 @@ class SliceCheck:
         self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]],
         opens: bool = False,
     ) -> None:  # fmt: skip
-        self._engines = engines
+        self._engines, self._opens = engines, opens
         self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
@@ -175,7 +175,8 @@ class SliceCheck:
         )
 
     def begin(self, timeout: float) -> None:
-        self._ranks.ask({"action": "mark"}, timeout)
+        if not self._opens:  # layers are marked as they are opened
+            self._ranks.ask({"action": "mark"}, timeout)
 
     def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
         lines: list[str] = []

@@ -33,8 +33,7 @@ class Receipt:
     Attributes:
         version: of the weights that the engines now have.
         num_tensors, nbytes: sent, in the engine's dtype.
-        seconds: by phase: "pause", "mark", "transfer", "flush", "check", "continue", "total", in some "reset", "open",
-            "close".
+        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total", in some "reset", "open", "close".
         transport: how.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.

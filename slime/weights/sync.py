@@ -5,7 +5,7 @@
     receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
     sync.close()
 
-    push():  pause ─► mark ─► transfer in flat buckets ─► flush caches ─► count, compare fingerprints ─► continue
+    push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
 Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and every rank gets the same
 receipt or raises the same error. By broadcast each pipeline stage sends its own layers, in turn, from one rank of it;
@@ -256,8 +256,8 @@ class WeightSync:
 
     @property
     def _push_seconds(self) -> float:
-        """Seconds that a push may take, all phases together: pause, reset, open, mark, transfer, flush, check,
-        close, continue."""
+        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush, check, close,
+        continue."""
         return 6 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
@@ -308,9 +308,8 @@ class WeightSync:
         if self._opens:
             with self._phase("open", version, seconds):
                 self._check.open_layers(self._control_seconds)
-        with self._phase("mark", version, seconds):
-            self._check.begin(self._control_seconds)
         with self._phase("transfer", version, seconds):
+            self._check.begin(self._control_seconds)
             self._send(tensors, version)
             sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
         with self._phase("flush", version, seconds):

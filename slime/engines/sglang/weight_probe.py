@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _STORE_SECONDS = 60.0
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
+_SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight\w*)")
 #: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer share it, and no
 #: kernel reads it. It is not compared.
 SIZE = "weight_shape"
@@ -90,9 +91,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     Args:
         named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
             "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
-            "mark": no more; the tensors of the last layout are those that will be sent;
+            "mark" and "open": no more; the tensors of the last layout, which will be sent, are marked;
             "fingerprint": some of these tensors and ``"method"``, of `FINGERPRINTS`; the answer also names what was
-            marked and is not loaded; "open" and "close": no more.
+            marked and is not loaded; "close": no more.
     """
     try:
         [(_, raw)] = named_tensors
@@ -111,14 +112,14 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
         action = request["action"]
         if action == "open":
-            return {"layers": open_layers(model)}
+            return {"layers": open_layers(model), "marked": _mark(model)}
         if action == "close":
             return {"layers": close_layers(model)}
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
         if action == "mark":
-            return {"marked": load_marks.mark(model, _held(model, _shapes.get(model, {})))}
+            return {"marked": _mark(model)}
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
@@ -151,6 +152,10 @@ def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -
     take = FINGERPRINTS[method]
     fingerprints = {name: take(tensor) for name, tensor in _held(model, shapes).items()}
     return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
+
+
+def _mark(model: nn.Module) -> int:
+    return load_marks.mark(model, _held(model, _shapes.get(model, {})))
 
 
 def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
@@ -191,7 +196,7 @@ class Tree:
         fused, part = FUSED[projection]
         parameter = f"{parent}.{fused}.{leaf}"
         if parameter not in self.parameters:
-            return None
+            return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
         if tensor.dim() == 1 and leaf == "weight_scale":  # one for each projection, the same on every rank
@@ -244,13 +249,21 @@ class Tree:
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
+    def _shared_expert(self, name: str) -> Held | None:
+        """Of a shared expert that SGLang stacks behind the routed ones, as it does for DeepSeek-V3."""
+        found = _SHARED_EXPERT.fullmatch(name)
+        module = None if found is None else self.modules.get(f"{found[1]}.experts")
+        if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
+            return None
+        begin, count = _routed_experts(module, 0)
+        behind = begin + count
+        held = self.experts(ExpertRun(f"{found[1]}.experts", behind, behind, found[2], found[3]), num_shared=1)
+        return None if held is None else _of_one(held)
+
     def _expert(self, run: ExpertRun) -> Held | None:
         """Of a run of one."""
         held = self.experts(run)
-        if held is None or held.first == held.stop:
-            return None
-        size = int(held.target.shape[held.axis])
-        return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
+        return None if held is None or held.first == held.stop else _of_one(held)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
         """None also for a part that is cut along two axes: `Held` has one."""
@@ -263,18 +276,22 @@ class Tree:
         whole = size == shape[held.axis]
         return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
 
-    def experts(self, run: ExpertRun) -> HeldExperts | None:
+    def experts(self, run: ExpertRun, num_shared: int = 0) -> HeldExperts | None:
         """This rank's part of a run, possibly nothing of it; None when its form is not known.
 
         SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
         gate is above, or below where `_gate_half` says so. Of quantised weights the numbers and scales of groups may
         lie turned over, and a tensor's one scale is a column, or alone.
+
+        Args:
+            num_shared: shared experts behind the routed ones that the run may reach to.
         """
         module, leaf = self.modules.get(run.owner), f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
         stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
         if module is None or stacked is None or stacked.dim() > 3 or (stacked.dim() < 3 and run.leaf == "weight"):
             return None
         begin, count = _routed_experts(module, int(stacked.shape[0]))
+        count += num_shared
         first = min(max(run.first, begin), begin + count)
         stop = max(first, min(run.last + 1, begin + count))
         part = stacked.detach()[first - begin : stop - begin]
@@ -292,6 +309,12 @@ class Tree:
         axis = 2 if half is None else 1
         start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
         return HeldExperts(part, *place, axis, start, name)
+
+
+def _of_one(held: HeldExperts) -> Held:
+    """The first expert of a run."""
+    size = int(held.target.shape[held.axis])
+    return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:

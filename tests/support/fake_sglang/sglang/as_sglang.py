@@ -105,7 +105,7 @@ class SGLangUpdater:
                 loader(self.models[rank], content)
             finally:
                 dist.is_initialized, dist.get_rank = real
-        if len(contents[0]) > 1 or action == "mark":  # not only looked at
+        if len(contents[0]) > 1 or action in ("mark", "open"):  # not only looked at
             for model in self.models:
                 _take_back(model, store)
 
