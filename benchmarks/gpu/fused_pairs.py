@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import engine, make_model, new_parser, workspace
 from slime.config import make_config
 
 LARGE = 512 << 20
-#: The first holds everything; the second is smaller than a pair of this shape; with the third, boundaries fall anywhere.
+#: The first holds everything, the second is smaller than a pair, and with the third boundaries fall anywhere.
 SIZES = (LARGE, 1_200_000, 5_000_000)
 #: Of the same weights, scored twice by the same engine.
 SAME = 1e-3

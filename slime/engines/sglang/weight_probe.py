@@ -192,7 +192,7 @@ class Tree:
             number = int(expert.group(2))
             return self._expert(ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4)))
         if projection not in FUSED:
-            return self._concatenated(owner, leaf, shape)
+            return self._concatenated(owner, leaf, shape) or self._shared_expert(name)
         fused, part = FUSED[projection]
         parameter = f"{parent}.{fused}.{leaf}"
         if parameter not in self.parameters:
