@@ -15,6 +15,7 @@ size without `slime.models.fused_loading`: the receipt must name the halves.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +87,11 @@ def push_at_each_size(
     wanted = Weights(backend, seed=1)
     others = Weights(backend, seed=2)
 
+    versions = itertools.count()
+
     def bring(weights: Weights, size: int, together: bool = True) -> tuple[Any, list[set[str]], list[tuple[str, ...]]]:
         weights.put()
-        return push(place, backend, url, flags, size, together)
+        return push(backend, url, flags, size, next(versions), together)
 
     found: Row = {"pushes": []}
     for size in sizes:
@@ -120,7 +123,7 @@ def push_at_each_size(
 
 
 def push(
-    place: ranks.Place, backend: Any, url: str, flags: dict[str, Any], size: int, together: bool
+    backend: Any, url: str, flags: dict[str, Any], size: int, version: int, together: bool
 ) -> tuple[Any, list[set[str]], list[tuple[str, ...]]]:
     """The receipt, the names in each bucket, and the groups that must not be split."""
     from slime.weights import distributed, ipc, shared_memory_transport
@@ -130,7 +133,7 @@ def push(
     config = make_config(
         **flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1, update_weight_buffer_size=size
     )
-    sync = WeightSync(config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world)
+    sync = WeightSync(config, backend.model_chunks, backend.hf_config, start_version=version)
     buckets: list[set[str]] = []
     modules = (ipc, shared_memory_transport, distributed)
     pack: Callable[..., Any] = ipc.pack

@@ -300,6 +300,7 @@ def test_a_mark_stays_until_its_tensor_is_loaded(shape: list[int], dtype: torch.
 
     held = {"one": made(), "other": made(), "empty": torch.zeros(0, 3, dtype=dtype)}
     marks = LoadMarks(held)
+    marks.set()
     assert len(marks) == 2 and marks.untouched() == ["one", "other"]
     held["one"].copy_(made())
     assert marks.untouched() == ["other"]
@@ -308,10 +309,29 @@ def test_a_mark_stays_until_its_tensor_is_loaded(shape: list[int], dtype: torch.
 
 
 def test_marks_are_of_the_last_push() -> None:
-    model, weight = torch.nn.Linear(2, 2), torch.zeros(3)
+    model = torch.nn.Linear(2, 2)
+    weight = torch.zeros(3)
     assert load_marks.untouched(model) == []
-    assert load_marks.mark(model, {"w": weight}) == 1 and load_marks.untouched(model) == ["w"]
-    assert load_marks.mark(model, {}) == 0 and load_marks.untouched(model) == []
+    for names in (["w"], ["v", "w"], []):
+        load_marks.forget(model)
+        found = dict.fromkeys(names, weight)
+        assert load_marks.mark(model, lambda found=found: found, keep=True) == len(names)
+        assert load_marks.untouched(model) == names
+        assert load_marks.untouched(model) == []  # they are read once
+
+
+def test_places_are_found_again_where_parameters_have_moved() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def mark() -> list[str]:
+        load_marks.mark(model, lambda: {"weight": model.weight}, keep=True)
+        return load_marks.untouched(model)
+
+    assert mark() == ["weight"] and model.weight[0].isnan().all()
+    old = model.weight.data
+    model.weight.data = torch.zeros(2, 2)
+    old.zero_()
+    assert mark() == ["weight"] and model.weight[0].isnan().all() and not old.any()
 
 
 @pytest.mark.usefixtures("sglang_stand_in")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -32,49 +32,70 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadMarks:
-    """Marks in the memory of tensors.
+    """Places for marks in the memory of tensors.
 
     Args:
         held: by name, what a process holds of the tensors that will be sent. Tensors without a number are left out.
     """
 
     def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
-        self._places: dict[torch.dtype, dict[str, torch.Tensor]] = defaultdict(dict)
+        self._places: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in held.items():
             if tensor.numel():
-                self._places[tensor.dtype][name] = _first_numbers(tensor)
-        for dtype, places in self._places.items():
-            words = list(places.values())
-            mark = torch.full((_MARK_BYTES,), _mark(dtype), dtype=words[0].dtype, device=words[0].device)
-            torch._foreach_copy_(words, [mark[: len(one)] for one in words])
+                place = _first_numbers(tensor)
+                self._places[tensor.dtype, len(place)][name] = place
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
 
+    def set(self) -> None:
+        """Overwrite every place."""
+        for (dtype, length), places in self._places.items():
+            words = list(places.values())
+            mark = torch.full((length,), _mark(dtype), dtype=words[0].dtype, device=words[0].device)
+            torch._foreach_copy_(words, [mark] * len(words))
+
     def untouched(self) -> list[str]:
         """Names of the tensors that still have their mark."""
         found = []
-        for dtype, places in self._places.items():
-            words = torch.cat(list(places.values())).cpu() == _mark(dtype)
-            parts = words.split([len(place) for place in places.values()])
-            found += [name for name, is_marked in zip(places, parts, strict=True) if is_marked.all()]
+        for (dtype, _), places in self._places.items():
+            is_marked = (torch.stack(list(places.values())).cpu() == _mark(dtype)).all(dim=1)
+            found += [name for name, marked in zip(places, is_marked.tolist(), strict=True) if marked]
         return found
 
 
 #: By model, from the start of a transfer to its check.
-_marks: weakref.WeakKeyDictionary[nn.Module, LoadMarks] = weakref.WeakKeyDictionary()
+_set: weakref.WeakKeyDictionary[nn.Module, LoadMarks] = weakref.WeakKeyDictionary()
+#: By model, where its parameters were when the places were found. To find ten thousand of them takes seconds.
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], LoadMarks]] = weakref.WeakKeyDictionary()
 
 
-def mark(model: nn.Module, held: Mapping[str, torch.Tensor]) -> int:
-    """Mark what will be sent; returns how many tensors that are."""
-    marks = LoadMarks(held)
-    _marks[model] = marks
+def mark(model: nn.Module, find: Callable[[], Mapping[str, torch.Tensor]], *, keep: bool) -> int:
+    """Mark what will be sent; returns how many tensors that are.
+
+    Args:
+        find: what the process holds of it; called if the model's parameters are not where they were.
+        keep: remember the places for the next push; not those in layers that are only opened for one.
+    """
+    where = [parameter.data_ptr() for parameter in model.parameters()]
+    known = _found.get(model)
+    marks = known[1] if known is not None and known[0] == where else LoadMarks(find())
+    if keep:
+        _found[model] = where, marks
+    _set[model] = marks
+    marks.set()
     return len(marks)
 
 
+def forget(model: nn.Module) -> None:
+    """Other tensors will be sent from now on."""
+    _found.pop(model, None)
+
+
 def untouched(model: nn.Module) -> list[str]:
-    """Names that were marked last and have not been loaded since; [] where nothing is marked."""
-    marks = _marks.get(model)
+    """Names that were marked and have not been loaded since; [] where nothing is marked. Marks are read once: they
+    would keep the memory of layers that were only opened for the transfer."""
+    marks = _set.pop(model, None)
     return [] if marks is None else marks.untouched()
 
 

@@ -112,14 +112,14 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
         action = request["action"]
         if action == "open":
-            return {"layers": open_layers(model), "marked": _mark(model)}
+            return {"layers": open_layers(model), "marked": _mark(model, keep=False)}
         if action == "close":
             return {"layers": close_layers(model)}
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
         if action == "mark":
-            return {"marked": _mark(model)}
+            return {"marked": _mark(model, keep=True)}
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
@@ -134,6 +134,7 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
     """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong to no name."""
     tree = Tree(model)
     _shapes[model] = shapes
+    load_marks.forget(model)
     slices: dict[str, list[int] | None] = {}
     touched = set()
     for name, shape in shapes.items():
@@ -154,8 +155,8 @@ def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -
     return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
 
 
-def _mark(model: nn.Module) -> int:
-    return load_marks.mark(model, _held(model, _shapes.get(model, {})))
+def _mark(model: nn.Module, *, keep: bool) -> int:
+    return load_marks.mark(model, lambda: _held(model, _shapes.get(model, {})), keep=keep)
 
 
 def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
