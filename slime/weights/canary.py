@@ -69,7 +69,9 @@ class Canary:
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
         assert config.checkpoint.hf_checkpoint is not None
         hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
-        spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
+        family = family_of(hf_config, config.checkpoint.model_name)
+        spec = family.model_spec(hf_config)
+        self._fuses = bool(family.fused)
         context = config.rollout.rollout_max_context_len or math.inf
         self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
         self.expected: Sequence[float] = ()
@@ -191,9 +193,10 @@ class Canary:
             )
             if loaded < sent or not sent:
                 seen = f"{loaded} of {sent} tensors are known to be loaded" if sent else "nothing was counted"
+                what = "a tensor, or half of a pair that it fuses," if self._fuses else "a tensor"
                 found.append(
                     (
-                        f"the engine dropped a tensor, or half of a pair that it fuses ({seen})",
+                        f"the engine dropped {what} ({seen})",
                         "the trainer's log names the tensors that are not compared after pushes",
                     )
                 )

@@ -147,7 +147,7 @@ def counted(sent: int, loaded: int, checked: int) -> dict[str, float]:
     return {f"perf/update_weights/{what}_tensors": float(number) for what, number in numbers.items()}
 
 
-DROPPED, CHANGED, LOST = "dropped a tensor, or half of a pair", "arrived changed", "lost when the engine released"
+DROPPED, CHANGED, LOST = "dropped a tensor", "arrived changed", "lost when the engine released"
 ROPE, BACKEND, QUANTISATION = "config.json or rope", "the attention backend", "quantisation"
 
 
@@ -177,6 +177,15 @@ def test_causes_are_in_order_and_without_those_that_are_excluded(
     assert places == sorted(places)
     assert ("--check-weight-update-equal" in caught.value.fix) is (CHANGED in causes)
     assert ("--no-offload-rollout" in caught.value.fix) is (LOST in causes)
+
+
+def test_a_torn_pair_is_a_cause_where_engines_fuse_pairs(models: dict[str, Path]) -> None:
+    for shape, fuses in (("deepseek_v3", True), ("llama", False)):
+        canary = canary_of(Fleet(moved(3, 1.0)), models[shape], EXPECTED)
+        canary.pushed = counted(9, 7, 3)
+        with pytest.raises(UserError) as caught:
+            canary.check("a weight push")
+        assert ("half of a pair that it fuses" in caught.value.why) is fuses
 
 
 def test_quantisation_is_a_cause_of_quantised_models_alone(config_json: Callable[..., str]) -> None:
