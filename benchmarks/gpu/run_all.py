@@ -68,6 +68,8 @@ CASES = [
          "generation --shape tiny --in-flight 4 --new-tokens 8 --rounds 1", ""),
     Case("weight-sync-4b", 1, 90, 240, "weight_sync --shape qwen3-4b", "weight_sync --shape tiny --rounds 2",
          _FEW_GRAPHS),
+    Case("fused-pairs", 1, 120, 420, "fused_pairs",
+         "fused_pairs --shape tiny-deepseek --buffer-bytes 8000000 30000 60000", "--mem-fraction-static 0.3"),
     Case("colocated-step-4b", 1, 240, 540, "colocated_step --shape qwen3-4b --steps 3",
          f"colocated_step {_TINY_RUN} --steps 2", ""),
     Case("long-run-0.6b", 1, 240, 540, "long_run --shape qwen3-0.6b --ways colocated",

@@ -41,7 +41,25 @@ _QWEN3_30B_A3B = {
     "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
 }  # fmt: skip
+#: As DeepSeek-V3: latent attention with compressed queries, a dense layer, then experts with a shared one. The widths
+#: of the latents are the real ones, for which attention kernels are made.
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 512,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1,
+    "moe_intermediate_size": 512, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "hidden_act": "silu", "initializer_range": 0.05,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek-v3-4-layers": _DEEPSEEK_V3,
+    "tiny-deepseek": {
+        **_DEEPSEEK_V3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "qwen3-0.6b": {
         **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     },

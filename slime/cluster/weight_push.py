@@ -102,9 +102,9 @@ class WeightPush:
             return trainers.update_weights([])[0]
         metrics, canary.expected = trainers.update_weights(canary.tokens)
         self._to_engines()  # without their caches they answer nothing
-        return metrics | self._check_canary("a weight push")
+        return metrics | self._check_canary("a weight push", metrics)
 
-    def _check_canary(self, event: str) -> dict[str, float]:
+    def _check_canary(self, event: str, pushed: dict[str, float] | None = None) -> dict[str, float]:
         """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
         engines, canary = self._engines, self._canary
         if canary is None:
@@ -114,6 +114,7 @@ class WeightPush:
             if not engines.table.policy:
                 return {}
             canary.fleet = engines.fleet
+            canary.pushed = pushed
             return canary.check(event)
 
         return engines.again_without_dead(check, "the check of the canary")

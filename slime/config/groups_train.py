@@ -234,7 +234,7 @@ class SyncConfig:
     update_weight_transport: Literal["nccl", "disk"] = flag("nccl", serves=("push", "engine"))
     """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
-    """Bytes per bucket."""
+    """Bytes per bucket; one for a larger tensor, or for tensors that engines fuse, is as large as these."""
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("push", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.models.decoder import decoder_spec, moe_layer_freq, mtp_layers, sigmoid_router
+from slime.models.fused_loading import FusedLoad
 from slime.models.layouts import COLUMN, LATENT, REPLICATED
 from slime.models.spec import ModelSpec, Width, refuse, require, rotary_settings
 from slime.models.table import (
@@ -137,6 +138,14 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+#: The two projections down to the latents read the same input, so SGLang computes them with one matrix.
+_FUSED_DOWN_PROJECTIONS = FusedLoad(
+    fused=HF_ATTENTION + "fused_qkv_a_proj_with_mqa",
+    parts=(HF_ATTENTION + "q_a_proj", HF_ATTENTION + "kv_a_proj_with_mqa"),
+    source="SGLang 0.5.12 to 0.5.16: do_load_weights of models/deepseek_common/deepseek_weight_loader.py",
+    when=_has_query_rank,
+)
+
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
     model_types=("deepseek_v3",),
@@ -144,4 +153,5 @@ DEEPSEEK_V3 = ModelFamily(
     rules=OUTER_RULES + _ATTENTION_RULES + MLP_RULES + MOE_RULES,
     make_spec=_spec,
     ignored=COMPUTED_BUFFERS + MTP_LAYERS,
+    fused=(_FUSED_DOWN_PROJECTIONS,),
 )

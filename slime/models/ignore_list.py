@@ -78,6 +78,7 @@ def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, 
         if rule.tied_to is not None:
             tied |= {name.removesuffix(".weight"): shape for name, shape in zip(rule.hf_names, rule.shapes(spec))}
     kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
+    groups = family.load_groups(spec)
     found = []
     for name, shape in [*family.hf_tensors(spec), *surplus]:
         if len(shape) != 2 or not name.endswith(".weight"):
@@ -87,7 +88,8 @@ def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, 
             kinds[kind] = _is_linear(family, kind)
         module = name.removesuffix(".weight")
         if module not in tied:  # some checkpoints have it all the same
-            found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], _kernel(module)))
+            kernel = groups.fused_module(module) or _kernel(module)
+            found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], kernel))
     layers = [Matrix(module, (shape[0], shape[1]), True, module, is_tied=True) for module, shape in tied.items()]
     return found + layers
 

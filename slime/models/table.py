@@ -28,6 +28,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
+from slime.models.fused_loading import FusedLoad, LoadGroups
 from slime.models.layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB, ParamMapping, VocabParallel
 from slime.models.spec import HfConfig, ModelSpec, Width, check_trainable, read_hf_config
 
@@ -178,6 +179,7 @@ class ModelFamily:
         ignored: regular expressions (full match) of Hugging Face tensors that this family does not use; counted,
             not loaded. A group named ``mtp_layer`` must be the number of one of the layers for multi-token prediction
             that follow the decoder's.
+        fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them together.
     """
 
     name: str
@@ -186,6 +188,7 @@ class ModelFamily:
     rules: tuple[Rule, ...]
     make_spec: Callable[[dict[str, Any]], ModelSpec]
     ignored: tuple[str, ...] = ()
+    fused: tuple[FusedLoad, ...] = ()
 
     def describe(self, hf_config: HfConfig) -> ModelSpec:
         """Architecture facts from a config (dict, transformers config, file or directory).
@@ -204,6 +207,10 @@ class ModelFamily:
         spec = self.describe(hf_config)
         check_trainable(spec)
         return spec
+
+    def load_groups(self, spec: ModelSpec) -> LoadGroups:
+        """Which tensors of this model an engine must be given in one load call."""
+        return LoadGroups(self.fused, spec)
 
     def parameters(
         self, spec: ModelSpec, layers: Iterable[int], *, first: bool = True, last: bool = True

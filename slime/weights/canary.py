@@ -62,18 +62,25 @@ class Canary:
         expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as engines compute with
             them; set with each.
         fleet: the engines that are asked; may be replaced.
+        pushed: `slime.weights.receipt.Receipt.metrics` of the push that was just before, whose findings rule causes
+            out; None after anything else.
     """
 
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
         assert config.checkpoint.hf_checkpoint is not None
         hf_config = read_hf_config(config.checkpoint.hf_checkpoint)
-        spec = family_of(hf_config, config.checkpoint.model_name).model_spec(hf_config)
+        family = family_of(hf_config, config.checkpoint.model_name)
+        spec = family.model_spec(hf_config)
+        self._fuses = bool(family.fused)
         context = config.rollout.rollout_max_context_len or math.inf
         self.tokens = canary_tokens(spec.vocab_size, int(min(_NUM_TOKENS, context - 1)))
         self.expected: Sequence[float] = ()
         self.fleet = fleet
+        self.pushed: Mapping[str, float] | None = None
+        self._releases = config.cluster.offload_rollout
         infos = fleet.get("/server_info", _SECONDS)
         quantisation = Quantisation.read(hf_config)
+        self._quantised = quantisation is not None
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
         self._rounds_activations = is_fp8 and not all(map(is_embedded, infos))
         self._rounding_error: float | None = None  # mean difference in nats, which that makes
@@ -105,7 +112,9 @@ class Canary:
         wrong = [number for number, difference in enumerate(found) if not self._allows(difference)]
         if wrong and self._judges:
             worst = max(wrong, key=lambda number: found[number].mean)
-            raise self._error(event, worst, found[worst], said[worst], len(wrong))
+            at = found[worst].at
+            numbers = f"trainer {self.expected[at]:.4f}, engine {said[worst][at]:.4f}"
+            raise self._error(event, worst, found[worst], numbers, len(wrong))
         if self._rounds_activations and self._rounding_error is None:
             self._rounding_error = max(difference.mean for difference in found)
             logger.info("the engines' FP8 kernels move the canary's log-probs by %.3f", self._rounding_error)
@@ -148,26 +157,81 @@ class Canary:
         return max(rounding, _TIMES_ROUNDED * self._rounding_error)
 
     def _error(
-        self, event: str, engine: int, difference: Difference, said: Sequence[float], num_wrong: int
+        self,
+        event: str,
+        engine: int,
+        difference: Difference,
+        numbers: str,
+        num_wrong: int,
     ) -> UserError:
-        at, kind = difference.at, "largest" if self._in_float32 else "mean"
+        at_first = difference.first > self._tolerance
+        kind = "largest" if self._in_float32 else "mean"
         where = (
             "the first token differs already, which sees no other: an embedding, norm, scale, projection or expert"
-            if difference.first > self._tolerance
+            if at_first
             else "the first token, which sees no other, agrees: attention, positions (rope) or cache"
         )
+        causes = self._causes(at_first)
+        fixes = ["slime align with the run's flags ranks the causes", *(fix for _, fix in causes)]
+        fixes += ["--no-check-canary goes on regardless"]
         return UserError(
             f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the trainer with the same"
-            f" weights: they differ by {difference.mean:.2g} on average, most at position {at + 1} of the canary, by"
-            f" {difference.largest:.2g} (trainer {self.expected[at]:.4f}, engine {said[at]:.4f});"
+            f" weights: they differ by {difference.mean:.2g} on average, most at position {difference.at + 1} of the"
+            f" canary, by {difference.largest:.2g} ({numbers});"
             f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self.fleet.urls)} engines differ",
-            why=f"{where}. Known causes: buffers (rotary tables, scales) lost when the engine released memory, a"
-            " config.json or rope other than the trainer's, the attention backend, quantisation",
-            fix="1. slime align with the run's flags ranks the causes  2. --check-weight-update-equal compares all"
-            " weights  3. --no-offload-rollout tells whether a release loses something  4. compare rope and norm"
-            " settings of --hf-checkpoint with the engine's log  5. another --sglang-attention-backend or"
-            " --attention-backend  6. --no-check-canary goes on regardless",
+            why=f"{where}. Possible causes, likeliest first: {'; '.join(cause for cause, _ in causes)}",
+            fix="  ".join(f"{number}. {fix}" for number, fix in enumerate(fixes, start=1)),
         )
+
+    def _causes(self, at_first: bool) -> list[tuple[str, str]]:
+        """Causes that nothing has excluded, with what to do; the likeliest first."""
+        found: list[tuple[str, str]] = []
+        pushed = self.pushed
+        if pushed is not None:
+            sent, loaded, compared = (
+                int(pushed.get(f"perf/update_weights/{what}_tensors", 0)) for what in ("sent", "loaded", "checked")
+            )
+            if loaded < sent or not sent:
+                seen = f"{loaded} of {sent} tensors are known to be loaded" if sent else "nothing was counted"
+                what = "a tensor, or half of a pair that it fuses," if self._fuses else "a tensor"
+                found.append(
+                    (
+                        f"the engine dropped {what} ({seen})",
+                        "the trainer's log names the tensors that are not compared after pushes",
+                    )
+                )
+            if compared < sent or not sent:
+                found.append(
+                    (
+                        f"weights that arrived changed ({compared} of {sent} fingerprints compared)",
+                        "--check-weight-update-equal compares all weights",
+                    )
+                )
+        if self._releases:
+            found.append(
+                (
+                    "buffers (rotary tables, scales) lost when the engine released memory",
+                    "--no-offload-rollout tells whether a release loses something",
+                )
+            )
+        if at_first:
+            found.append(
+                (
+                    "a config.json other than the trainer's (norm, activation, router)",
+                    "compare the settings of --hf-checkpoint with the engine's log",
+                )
+            )
+        else:
+            found += [
+                (
+                    "a config.json or rope other than the trainer's",
+                    "compare rope and norm settings of --hf-checkpoint with the engine's log",
+                ),
+                ("the attention backend", "another --sglang-attention-backend or --attention-backend"),
+            ]
+        if self._quantised or self._rounds_activations:
+            found.append(("quantisation", "the same run with a --hf-checkpoint of plain weights"))
+        return found
 
 
 @dataclass(frozen=True)

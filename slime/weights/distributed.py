@@ -22,7 +22,7 @@ import torch
 
 from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet, is_local
-from slime.engines.wire.buckets import Bucket, BufferPair, pack
+from slime.engines.wire.buckets import Bucket, BufferPair, Together, pack
 from slime.engines.wire.process_group import ExternalGroup, address_towards
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -59,6 +59,7 @@ class DistributedTransport(Transport):
             bytes need.
         stage: the pipeline stage that this rank sends for; the group has its number in its name.
         await_turn: returns when engines may be sent to; called with the first bucket packed.
+        together: tensors that must share a bucket.
     Raises:
         EngineError: an engine did not join; names it and what it said.
     """
@@ -73,7 +74,9 @@ class DistributedTransport(Transport):
         timeout: float,
         stage: int = 0,
         await_turn: Callable[[], None] = lambda: None,
+        together: Together | None = None,
     ) -> None:
+        self._together = together
         self.name = f"{backend} broadcast"
         self._fleet, self._buffer_size, self._dtype, self._timeout = fleet, buffer_size, dtype, timeout
         self._backend, self._ranks = backend, list(ranks_per_engine or [1] * len(fleet.urls))
@@ -91,7 +94,7 @@ class DistributedTransport(Transport):
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
                 if num_tensors == 0:
                     self._await_turn()
                     if self._is_broken:

@@ -31,6 +31,21 @@ Digest = Callable[[str, torch.Tensor], Any]
 """(name, tensor) → what is compared with the engines."""
 
 
+@dataclass(frozen=True)
+class HeldWeights:
+    """What engines hold after a transfer.
+
+    Attributes:
+        wrong: one line per tensor and engine that is not as sent.
+        dropped: (name, where) of each tensor that was sent and that an engine, or a rank of it, has not loaded.
+        loaded: number of tensors that every engine is known to have loaded; None if they cannot say.
+    """
+
+    wrong: list[str]
+    dropped: list[tuple[str, str]]
+    loaded: int | None
+
+
 class EngineCheck(Protocol):
     """Says what a tensor's digest is on the trainer's side, and asks the engines for theirs.
 
@@ -44,12 +59,16 @@ class EngineCheck(Protocol):
     @property
     def digest(self) -> Digest: ...
 
-    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
-        """One line per tensor and engine that is not as sent.
+    def begin(self, timeout: float) -> None:
+        """Before a transfer, behind `open_layers`: engines start to count what they load."""
+
+    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+        """After a transfer: what the engines have loaded of it, and whether it is as sent.
 
         Args:
-            sent: name → `digest`.
-            complete: all names that were sent, in a full check, where what else an engine holds is an error too.
+            sent: name → `digest`, of some of the tensors.
+            names: of all tensors that were sent.
+            full: what else an engine holds is an error too.
         """
 
     def open_layers(self, timeout: float) -> None:
@@ -106,11 +125,17 @@ class WholeTensorCheck:
         self._fleet = fleet
         self.digest: Digest = whole_tensor_digest
 
-    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
-        body = {"action": "fingerprint", "names": None if complete is not None else list(sent)}
+    def begin(self, timeout: float) -> None: ...
+
+    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+        body = {"action": "fingerprint", "names": None if full else list(sent)}
         answers = self._fleet.post("/weights_checker", body, timeout)
-        held = {url: answer["fingerprints"] for url, answer in zip(self._fleet.urls, answers, strict=True)}
-        return compare(sent, held, complete)
+        by_url = dict(zip(self._fleet.urls, answers, strict=True))
+        held = {url: answer["fingerprints"] for url, answer in by_url.items()}
+        dropped = [(name, url) for url, answer in by_url.items() for name in answer.get("missing", ()) if name in names]
+        counts = [answer.get("loaded") for answer in answers]
+        loaded = None if None in counts else min(counts, default=None)
+        return HeldWeights(compare(sent, held, names if full else None), dropped, loaded)
 
     def open_layers(self, timeout: float) -> None: ...
 
@@ -135,7 +160,7 @@ class SliceCheck:
         self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]],
         opens: bool = False,
     ) -> None:  # fmt: skip
-        self._engines = engines
+        self._engines, self._opens = engines, opens
         self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
@@ -149,24 +174,33 @@ class SliceCheck:
             name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name)
         )
 
-    def wrong(self, sent: Mapping[str, Any], complete: Collection[str] | None, timeout: float) -> list[str]:
-        lines = []
+    def begin(self, timeout: float) -> None:
+        if not self._opens:  # layers are marked as they are opened
+            self._ranks.ask({"action": "mark"}, timeout)
+
+    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+        lines: list[str] = []
+        dropped: list[tuple[str, str]] = []
         shapes = {name: self._shapes[name] for name in sent}
         answers = self._ranks.ask({"action": "fingerprint", "tensors": shapes, "method": self._method}, timeout)
         for engine, slices, ranks in zip(self._engines, self._slices, answers, strict=True):
             for number, (held, answer) in enumerate(zip(slices, ranks, strict=True)):
                 where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
+                untouched = set(answer["untouched"]) & set(names)
+                dropped += [(name, where) for name in sorted(untouched)]
                 for name, expected in sent.items():
                     part = held.get(name)
-                    if part is None:
+                    if part is None or name in untouched:
                         continue
                     there, wanted = answer["fingerprints"].get(name, "nothing"), expected[slice_key(part)]
                     if there != wanted:
                         lines.append(f"{name} differs on {where} (sent {wanted[:8]}…, holds {there[:8]}…)")
-        if complete is not None:
+        if full:
             for engine, others in zip(self._engines, self._others, strict=True):
                 lines += [f"{name} on {engine.url} was never sent" for name in others]
-        return lines
+        # nothing reads the size of a packed weight
+        countable = sum(name.endswith(SIZE) or self._is_held_everywhere(name) for name in names)
+        return HeldWeights(lines, dropped, countable - len({name for name, _ in dropped}))
 
     def close(self) -> None:
         self._ranks.close()
@@ -176,6 +210,9 @@ class SliceCheck:
 
     def close_layers(self, timeout: float) -> None:
         self._ranks.ask({"action": "close"}, timeout)
+
+    def _is_held_everywhere(self, name: str) -> bool:
+        return all(any(rank.get(name) is not None for rank in ranks) for ranks in self._slices)
 
     def _is_whole(self, name: str) -> bool:
         """On every engine the ranks' slices make up the whole tensor."""

@@ -29,7 +29,7 @@ from torch.multiprocessing import reductions
 
 from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, BufferPair, dtype_of, pack
+from slime.engines.wire.buckets import Bucket, BufferPair, Together, dtype_of, pack
 from slime.errors import UserError
 from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -46,6 +46,7 @@ class IpcTransport(Transport):
         buffer_size: bytes per bucket; two are held during a push.
         dtype: of the engines' floating-point weights.
         in_runs: experts come in runs, which only our own loader inside the engines understands.
+        together: tensors that must share a bucket.
     Raises:
         UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot be shared.
     """
@@ -60,7 +61,9 @@ class IpcTransport(Transport):
         buffer_size: int,
         dtype: torch.dtype,
         in_runs: bool = False,
+        together: Together | None = None,
     ) -> None:
+        self._together = together
         self._fleet, self._engines, self._group, self._in_runs = fleet, engines, group, in_runs
         self._buffer_size, self._dtype = buffer_size, dtype
         self._buffers = BufferPair(buffer_size, _own_device())
@@ -101,7 +104,7 @@ class IpcTransport(Transport):
         """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves nothing held."""
         self._failure = None
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
                 yield bucket, self._gather(handle_of(bucket.buffer))
             for number in (0, 1):
                 self._wait_for_readers(number)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,6 +38,9 @@ class Receipt:
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.
         zeros: of a push of quantised weights, matrices that are all zeros on the trainer's side.
+        loaded: tensors that every engine is known to have loaded. Fewer than were sent where an engine holds some in a
+            form that is not known; a tensor that an engine is known to have dropped is an error. None if engines
+            cannot say.
     """
 
     version: int
@@ -47,6 +51,7 @@ class Receipt:
     checked: tuple[str, ...] = ()
     full: bool = False
     zeros: tuple[str, ...] = ()
+    loaded: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,12 +61,17 @@ class Receipt:
         return Receipt(**words | {name: tuple(words[name]) for name in ("checked", "zeros")})
 
     def metrics(self) -> dict[str, float]:
+        loaded = {}
+        if self.loaded is not None:
+            loaded["perf/update_weights/sent_tensors"] = float(self.num_tensors)
+            loaded["perf/update_weights/loaded_tensors"] = float(self.loaded)
         phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}
         return {
             "perf/update_weights_time": self.seconds["total"],
             "perf/weight_version": float(self.version),
             "perf/update_weights_wire_bytes": float(self.nbytes),
             "perf/update_weights/checked_tensors": float(len(self.checked)),
+            **loaded,
             **phases,
         }
 
@@ -69,34 +79,45 @@ class Receipt:
         rate = self.nbytes / max(self.seconds["transfer"], 1e-9) / 1e9
         sent = f"{self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB by {self.transport}"
         speed = f"{self.seconds['total']:.2f} s ({rate:.1f} GB/s)"
-        return f"weights version {self.version}: {sent} in {speed}, {len(self.checked)} fingerprints compared"
+        loaded = "" if self.loaded is None else f"{self.loaded} known to be loaded, "
+        return f"weights version {self.version}: {sent} in {speed}, {loaded}{len(self.checked)} fingerprints compared"
 
 
 @dataclass
 class Sampler:
-    """Chooses which tensors of a push are fingerprinted: a window that moves on with every push.
+    """Chooses which tensors of a push are fingerprinted.
 
-    The window takes tensors until its time is used up, always at least one, so that after enough pushes each tensor
-    has had its turn whatever its size.
+    Every push takes one tensor of each kind (the same name in another layer, or of another expert) and one member of
+    each group that engines fuse, another one each time. The rest of the time goes to a window that moves on with every
+    push. The window takes tensors until the time is used up, always at least one, so that after enough pushes each
+    tensor has had its turn whatever its size.
 
     Attributes:
         share: of the last push's duration that may be spent here.
         floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
         digest: what is kept of a tensor; its fingerprint, or those of the slices that the engines have.
+        always: lists of names; every push takes one of each.
     """
 
     share: float = 0.1
     floor: float = 0.05
     digest: Callable[[str, torch.Tensor], Any] = lambda name, tensor: fingerprint(tensor)
+    always: Sequence[Sequence[str]] = ()
     fingerprints: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     _cursor: int = 0
     _left: float = 0.0
     _full: bool = False
+    _pushes: int = 0
+    _chosen: set[str] = field(default_factory=set)
+    _chosen_seconds: float = 0.0  # that the chosen ones of the last push took
 
     def begin(self, last_push_seconds: float, full: bool) -> None:
         self.fingerprints, self.names = {}, []
-        self._full, self._left = full, max(self.floor, self.share * last_push_seconds) / 2
+        self._full = full
+        self._left = max(self.floor, self.share * last_push_seconds) / 2 - self._chosen_seconds
+        self._chosen = {names[self._pushes % len(names)] for names in self.always}
+        self._chosen_seconds = 0.0
         self._taken_up_to = self._cursor
 
     def observe(self, name: str, tensor: torch.Tensor) -> None:
@@ -104,15 +125,34 @@ class Sampler:
         position = len(self.names)
         self.names.append(name)
         started = time.perf_counter()
-        due = position >= self._cursor and (self._left > 0 or position == self._cursor)
-        if self._full or due:
-            self.fingerprints[name] = self.digest(name, tensor)
-            self._left -= time.perf_counter() - started
+        due = self._full or (position >= self._cursor and (self._left > 0 or position == self._cursor))
+        if not due and name not in self._chosen:
+            return
+        self.fingerprints[name] = self.digest(name, tensor)
+        spent = time.perf_counter() - started
+        if due:
+            self._left -= spent
             self._taken_up_to = position + 1
+        else:
+            self._chosen_seconds += spent
 
     def end(self) -> None:
         """The push arrived: the next one samples on from here."""
         self._cursor = self._taken_up_to if self._taken_up_to < len(self.names) else 0
+        self._pushes += 1
+
+
+def kinds_of(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ only in their numbers, together.
+
+    Example:
+        >>> kinds_of(["model.norm.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"])
+        [['model.norm.weight'], ['model.layers.0.mlp.weight', 'model.layers.1.mlp.weight']]
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return list(kinds.values())
 
 
 def compare(

@@ -19,7 +19,7 @@ from slime.engines.api import WEIGHT_LOADER, is_embedded
 from slime.engines.fleet import EngineFleet, is_local
 from slime.engines.kinds import engine_of
 from slime.engines.sglang.quantised_routes import QuantisedRoute, quantised_route
-from slime.engines.wire.buckets import dtype_name, dtype_of
+from slime.engines.wire.buckets import Together, dtype_name, dtype_of
 from slime.errors import UserError
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, named_dtype, read_hf_config
@@ -125,6 +125,7 @@ def open_transport(
     group: dist.ProcessGroup | None,
     stage: int | None,
     await_turn: Callable[[], None],
+    together: Together,
 ) -> Transport:
     """This rank's part of the way.
 
@@ -133,13 +134,14 @@ def open_transport(
         group: of all trainer ranks on CPU, for "ipc"; None for one rank alone.
         stage: the pipeline stage that this rank sends for.
         await_turn: returns when it may.
+        together: tensors that engines must be given in one load call. Files are one load call by themselves.
     Raises:
         UserError: the disk transport has no directory; memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
     """
     flags, size = config.sync, config.sync.update_weight_buffer_size
     if route.kind == "ipc":
-        return IpcTransport(fleet, engines, group, size, route.dtype, route.in_runs)
+        return IpcTransport(fleet, engines, group, size, route.dtype, route.in_runs, together)
     assert fleet is not None and stage is not None
     if route.kind == "disk":
         if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
@@ -150,12 +152,14 @@ def open_transport(
         keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
         return DiskTransport(fleet, flags.update_weight_disk_dir, route.dtype, assets, keep)
     if route.kind == "shm":
-        return SharedMemoryTransport(fleet, size, route.dtype)
+        return SharedMemoryTransport(fleet, size, route.dtype, together)
     await_turn()
     ranks = [engine.num_ranks if route.asks_ranks else 1 for engine in engines]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = 60.0 * config.cluster.distributed_timeout_minutes
-    return DistributedTransport(fleet, size, route.dtype, backend, ranks, timeout, stage=stage, await_turn=await_turn)
+    return DistributedTransport(
+        fleet, size, route.dtype, backend, ranks, timeout, stage=stage, await_turn=await_turn, together=together
+    )
 
 
 def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slime.engines.fleet import EngineFleet
-from slime.engines.wire.buckets import Bucket, pack
+from slime.engines.wire.buckets import Bucket, Together, pack
 from slime.engines.wire.shared_memory import Segment, SegmentPool, remove_stale
 from slime.weights.transport import NamedTensors, Observer, Transferred, Transport, deadline_for
 
@@ -20,12 +20,16 @@ class SharedMemoryTransport(Transport):
         fleet: engines on this host.
         buffer_size: bytes per bucket.
         dtype: of the engines' floating-point weights.
+        together: tensors that must share a bucket.
     """
 
     name = "shared memory"
 
-    def __init__(self, fleet: EngineFleet, buffer_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, fleet: EngineFleet, buffer_size: int, dtype: torch.dtype, together: Together | None = None
+    ) -> None:
         remove_stale()
+        self._together = together
         self._fleet, self._buffer_size, self._dtype = fleet, buffer_size, dtype
         self._pool = SegmentPool(count=2)
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # segment number → engines' answers
@@ -34,7 +38,7 @@ class SharedMemoryTransport(Transport):
         num_tensors = nbytes = 0
         self._pool.rewind()  # nothing is read between pushes
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate):
+            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
                 for name, tensor in bucket.tensors():
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)

@@ -5,7 +5,7 @@
     receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
     sync.close()
 
-    push():  pause ─► transfer in flat buckets ─► flush caches ─► compare fingerprints ─► continue
+    push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
 Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and every rank gets the same
 receipt or raises the same error. By broadcast each pipeline stage sends its own layers, in turn, from one rank of it;
@@ -34,18 +34,21 @@ from slime.engines.api import EngineError
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
+from slime.models.fused_loading import LoadGroups
 from slime.models.quantised import Quantisation
 from slime.models.spec import HfConfig, read_hf_config
 from slime.weights.distributed import JOIN_SECONDS, LEAVE_SECONDS, own_address
 from slime.weights.engine_check import (
+    Digest,
     EngineCheck,
     SliceCheck,
+    SliceDigest,
     WholeTensorCheck,
     digest_from_json,
     digest_to_json,
 )
 from slime.weights.quantised_push import Export, QuantisedExport
-from slime.weights.receipt import Receipt, Sampler, WeightMismatch
+from slime.weights.receipt import Receipt, Sampler, WeightMismatch, kinds_of
 from slime.weights.route import Route, find_route, open_transport
 from slime.weights.trainer_ranks import StageError, TrainerRanks
 from slime.weights.transport import EngineSlots, NamedTensors, Transferred, Transport, deadline_for
@@ -81,6 +84,7 @@ class WeightSync:
         self.version = start_version
         self._model_chunks, self._hf_config = model_chunks, hf_config
         self._exporter: Export | None = None
+        self._groups = LoadGroups()
         self._quantisation = Quantisation.read(read_hf_config(hf_config))
         self._ranks = TrainerRanks(rank, world_size)
         self._stage_seconds: list[float] = []  # that each pipeline stage may take to send
@@ -137,6 +141,7 @@ class WeightSync:
             own_stage=len(route.sources) > 1,
             in_runs=route.in_runs,
         )
+        self._groups = exporter.family.load_groups(exporter.spec)
         self._exporter = self._as_stored(exporter, route)
         # both collective, hence outside of the block below
         contents = _StageContents.of(self._exporter, with_shapes=route.asks_ranks)
@@ -149,7 +154,7 @@ class WeightSync:
                 self._fleet = EngineFleet([engine.url for engine in engines])
             if stage is not None or route.kind == "ipc":
                 self._transport = open_transport(
-                    route, self.config, engines, self._fleet, gloo, stage, self._await_turn
+                    route, self.config, engines, self._fleet, gloo, stage, self._await_turn, self._groups.members
                 )
             if stage is not None:
                 self._ranks.report(asdict(contents))
@@ -164,8 +169,15 @@ class WeightSync:
         nbytes = connected.value["nbytes"]
         self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
         share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
-        self._sampler = Sampler(share, floor, digest_from_json(connected.value["digest"]))
+        digest = digest_from_json(connected.value["digest"])
+        self._sampler = Sampler(share, floor, digest, self._always_compared(contents.names, digest))
         return True
+
+    def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
+        """Lists of names, of each of which every push compares one: kinds of tensors, and groups that engines fuse."""
+        if isinstance(digest, SliceDigest):
+            names = [name for name in names if digest.slices.get(name)]
+        return kinds_of(names) + [list(group) for group in self._groups.among(names) if set(group) <= set(names)]
 
     def _as_stored(self, exporter: HfExporter, route: Route) -> Export:
         """The exporter, or what engines of quantised weights hold of its tensors.
@@ -246,7 +258,7 @@ class WeightSync:
     def _push_seconds(self) -> float:
         """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush, check, close,
         continue."""
-        return 5 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
+        return 6 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
         """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
@@ -297,12 +309,13 @@ class WeightSync:
             with self._phase("open", version, seconds):
                 self._check.open_layers(self._control_seconds)
         with self._phase("transfer", version, seconds):
+            self._check.begin(self._control_seconds)
             self._send(tensors, version)
             sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
         with self._phase("flush", version, seconds):
             fleet.flush_cache(self._control_seconds)
         with self._phase("check", version, seconds):
-            self._compare(version, sent, verify_all)
+            loaded = self._compare(version, sent, verify_all)
         if self._opens:
             with self._phase("close", version, seconds):
                 self._check.close_layers(deadline_for(sent.amount.nbytes))
@@ -317,7 +330,7 @@ class WeightSync:
         full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
-        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros)
+        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros, loaded)
 
     def _pause(self, fleet: EngineFleet) -> None:
         """Pause all, or leave none paused; those that a push before this one left half-way stay so."""
@@ -332,15 +345,27 @@ class WeightSync:
                 logger.warning("not every engine could be continued after a failed pause", exc_info=True)
             raise
 
-    def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> None:
+    def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> int | None:
+        """Number of tensors that the engines are known to have loaded.
+
+        Raises:
+            WeightMismatch: they do not hold what was sent.
+        """
         assert self._check is not None
         unsent = sorted(set(self._names) - set(sent.names))
         if unsent:
             raise WeightMismatch(version, [f"{name} was not sent" for name in unsent])
-        complete = sent.names if verify_all else None
-        wrong = self._check.wrong(sent.fingerprints, complete, deadline_for(sent.amount.nbytes))
+        limit = deadline_for(sent.amount.nbytes)
+        held = self._check.compare(sent.fingerprints, set(sent.names), verify_all, limit)
+        wrong = [self._dropped(name, where) for name, where in held.dropped] + held.wrong
         if wrong:
             raise WeightMismatch(version, wrong)
+        return held.loaded
+
+    def _dropped(self, name: str, where: str) -> str:
+        others = [other for other in self._groups.members(name) if other != name]
+        paired = f" (SGLang loads it only together with {', '.join(others)})" if others else ""
+        return f"{name} was sent and not loaded by {where}{paired}"
 
     @contextmanager
     def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:

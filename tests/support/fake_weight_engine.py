@@ -35,6 +35,7 @@ class FakeWeightEngine:
         refuse_from: do not take part in the next broadcast of a group whose name ends so.
         fail: path → message: answer it with success=false.
         delay: path → seconds before it is answered.
+        loads: names that each load call brought.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -54,6 +55,8 @@ class FakeWeightEngine:
         self.refuse_from = ""
         self.updating = ""
         self._groups: dict[str, ExternalGroup] = {}
+        self.loads: list[set[str]] = []
+        self._brought: set[str] = set()
 
     def __enter__(self) -> FakeWeightEngine:
         self._loop = asyncio.new_event_loop()
@@ -96,6 +99,7 @@ class FakeWeightEngine:
     def _handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/pause_generation":
             self.paused = True
+            self._brought = set()
         elif path == "/continue_generation":
             self.paused = False
         elif path == "/update_weights_from_tensor":
@@ -131,7 +135,10 @@ class FakeWeightEngine:
         return {}
 
     def _load(self, tensors: Any, body: dict[str, Any]) -> None:
-        for name, tensor in tensors:
+        pairs = list(tensors)
+        self.loads.append({name for name, _ in pairs})
+        self._brought |= self.loads[-1]
+        for name, tensor in pairs:
             assert self.tensors[name].shape == tensor.shape and self.tensors[name].dtype == tensor.dtype, name
             self.tensors[name].copy_(tensor)
         self.versions.append(body["weight_version"])
@@ -147,5 +154,7 @@ class FakeWeightEngine:
             if self.corrupt is not None:
                 self.corrupt(self.tensors)
             names = list(self.tensors) if body["names"] is None else body["names"]
-            return {"fingerprints": {name: fingerprint(self.tensors[name]) for name in names if name in self.tensors}}
+            found = {name: fingerprint(self.tensors[name]) for name in names if name in self.tensors}
+            missing = sorted(set(self.tensors) - self._brought)
+            return {"fingerprints": found, "loaded": len(self._brought), "missing": missing}
         return {}

@@ -28,7 +28,7 @@ Engines = Sequence[EngineSlots]
 
 def sync_of(info: Any, model: Path, flags: dict[str, Any]) -> WeightSync:
     """Built on weights that differ from the checkpoint's, in the same way on every layout."""
-    backend = backend_of(info, model, update_weight_buffer_size=20_000, **flags)
+    backend = backend_of(info, model, **{"update_weight_buffer_size": 20_000, **flags})
     with torch.no_grad():
         for chunk in backend.model_chunks:
             for parameter in chunk.parameters():

@@ -142,6 +142,58 @@ def test_in_float32_one_token_is_enough(models: dict[str, Path], at: int, by: fl
     assert 0 < canary.check("a weight push")[LARGEST] < 1e-3
 
 
+def counted(sent: int, loaded: int, checked: int) -> dict[str, float]:
+    numbers = {"sent": sent, "loaded": loaded, "checked": checked}
+    return {f"perf/update_weights/{what}_tensors": float(number) for what, number in numbers.items()}
+
+
+DROPPED, CHANGED, LOST = "dropped a tensor", "arrived changed", "lost when the engine released"
+ROPE, BACKEND, QUANTISATION = "config.json or rope", "the attention backend", "quantisation"
+
+
+@pytest.mark.parametrize(
+    ("pushed", "flags", "at", "causes"),
+    [
+        (counted(9, 7, 3), {}, 3, [DROPPED, CHANGED, ROPE, BACKEND]),
+        (counted(9, 9, 3), {"colocate": True}, 3, [CHANGED, LOST, ROPE, BACKEND]),
+        (counted(9, 9, 9), {"colocate": True}, 3, [LOST, ROPE, BACKEND]),
+        (counted(9, 9, 9), {}, 0, ["config.json other than"]),
+        ({}, {}, 3, [DROPPED, CHANGED, ROPE, BACKEND]),
+        (None, {"colocate": True}, 3, [LOST, ROPE, BACKEND]),  # after a wake
+    ],
+    ids=str,
+)
+def test_causes_are_in_order_and_without_those_that_are_excluded(
+    models: dict[str, Path], pushed: dict[str, float] | None, flags: dict[str, Any], at: int, causes: list[str]
+) -> None:
+    canary = canary_of(Fleet(moved(at, 1.0)), models["llama"], EXPECTED, **flags)
+    canary.pushed = pushed
+    with pytest.raises(UserError) as caught:
+        canary.check("a weight push")
+    said = caught.value.why
+    known = (DROPPED, CHANGED, LOST, ROPE, "config.json other than", BACKEND, QUANTISATION)
+    assert [cause for cause in known if cause in said] == causes
+    places = [said.index(cause) for cause in causes]
+    assert places == sorted(places)
+    assert ("--check-weight-update-equal" in caught.value.fix) is (CHANGED in causes)
+    assert ("--no-offload-rollout" in caught.value.fix) is (LOST in causes)
+
+
+def test_a_torn_pair_is_a_cause_where_engines_fuse_pairs(models: dict[str, Path]) -> None:
+    for shape, fuses in (("deepseek_v3", True), ("llama", False)):
+        canary = canary_of(Fleet(moved(3, 1.0)), models[shape], EXPECTED)
+        canary.pushed = counted(9, 7, 3)
+        with pytest.raises(UserError) as caught:
+            canary.check("a weight push")
+        assert ("half of a pair that it fuses" in caught.value.why) is fuses
+
+
+def test_quantisation_is_a_cause_of_quantised_models_alone(config_json: Callable[..., str]) -> None:
+    model = config_json(quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match=QUANTISATION):
+        canary_of(Fleet([value + 9 for value in EXPECTED]), model, EXPECTED).check("a weight push")
+
+
 def test_in_16_bits_the_mean_counts_against_the_spread(models: dict[str, Path]) -> None:
     deviation = float(torch.tensor(EXPECTED).std(correction=0))
 

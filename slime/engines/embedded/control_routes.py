@@ -279,6 +279,7 @@ async def weights_checker(request: web.Request) -> web.Response:
     answer: dict[str, Any] = {"success": True, "message": "Success.", "weight_version": store.version}
     if result is not None:
         answer["fingerprints"] = result
+        answer |= {"loaded": len(store.pushed), "missing": store.missing()}
     return json_response(answer)
 
 

@@ -6,8 +6,8 @@ the names in which they were sent, and each rank answers for the slice that it h
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
     trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`). Whatever goes wrong is
-reported as text: an exception would end the engine.
+Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and by ``mark``
+(`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an exception would end the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import traceback
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,20 +26,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slime.engines.sglang import load_marks
 from slime.engines.sglang.loadable import close_layers, open_layers, opened_to_look
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.expert_runs import ExpertRun
+from slime.models import FAMILIES
+from slime.models.fused_loading import fused_place
 from slime.models.ignore_list import FUSED
 
 logger = logging.getLogger(__name__)
 
 _STORE_SECONDS = 60.0
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
+_SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight\w*)")
 #: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer share it, and no
 #: kernel reads it. It is not compared.
 SIZE = "weight_shape"
 #: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
+#: Layers that SGLang concatenates as it loads them, of all families.
+_CONCATENATED = tuple(fused for family in FAMILIES for fused in family.fused)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
     Args:
         named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
             "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
-            "fingerprint": the same tensors and ``"method"``, of `FINGERPRINTS`; "open" and "close": no more.
+            "mark" and "open": no more; the tensors of the last layout, which will be sent, are marked;
+            "fingerprint": some of these tensors and ``"method"``, of `FINGERPRINTS`; the answer also names what was
+            marked and is not loaded; "close": no more.
     """
     try:
         [(_, raw)] = named_tensors
@@ -103,21 +112,29 @@ def _answer(model: nn.Module, request: dict[str, Any]) -> dict[str, Any]:
     try:
         action = request["action"]
         if action == "open":
-            return {"layers": open_layers(model)}
+            return {"layers": open_layers(model), "marked": _mark(model, keep=False)}
         if action == "close":
             return {"layers": close_layers(model)}
         if action == "layout":
             with opened_to_look(model) if request.get("opens") else nullcontext():
                 return _layout(model, request["tensors"])
+        if action == "mark":
+            return {"marked": _mark(model, keep=True)}
         return _fingerprints(model, request["tensors"], request["method"])
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
         logger.exception("weights could not be reported")
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
+#: By model, the tensors that pushes send.
+_shapes: weakref.WeakKeyDictionary[nn.Module, dict[str, list[int]]] = weakref.WeakKeyDictionary()
+
+
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
     """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong to no name."""
     tree = Tree(model)
+    _shapes[model] = shapes
+    load_marks.forget(model)
     slices: dict[str, list[int] | None] = {}
     touched = set()
     for name, shape in shapes.items():
@@ -133,9 +150,20 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
 def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
     if method not in FINGERPRINTS:
         raise ValueError(f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}")
-    tree, take = Tree(model), FINGERPRINTS[method]
+    take = FINGERPRINTS[method]
+    fingerprints = {name: take(tensor) for name, tensor in _held(model, shapes).items()}
+    return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
+
+
+def _mark(model: nn.Module, *, keep: bool) -> int:
+    return load_marks.mark(model, lambda: _held(model, _shapes.get(model, {})), keep=keep)
+
+
+def _held(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """What this rank holds of the tensors."""
+    tree = Tree(model)
     found = {name: tree.find(name, tuple(shape)) for name, shape in shapes.items()}
-    return {"fingerprints": {name: take(held.tensor) for name, held in found.items() if held is not None}}
+    return {name: held.tensor for name, held in found.items() if held is not None}
 
 
 class Tree:
@@ -165,11 +193,11 @@ class Tree:
             number = int(expert.group(2))
             return self._expert(ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4)))
         if projection not in FUSED:
-            return None
+            return self._concatenated(owner, leaf, shape) or self._shared_expert(name)
         fused, part = FUSED[projection]
         parameter = f"{parent}.{fused}.{leaf}"
         if parameter not in self.parameters:
-            return None
+            return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
         if tensor.dim() == 1 and leaf == "weight_scale":  # one for each projection, the same on every rank
@@ -198,6 +226,20 @@ class Tree:
         start = _tp_rank(module) * size
         return Held(tensor, dims[0], start, start + size, name)
 
+    def _concatenated(self, owner: str, leaf: str, shape: tuple[int, ...]) -> Held | None:
+        """The first or the last part of a parameter that SGLang makes of several when it loads them. Such parameters
+        are whole on every rank."""
+        place = fused_place(_CONCATENATED, owner)
+        tensor = None if place is None else self.parameters.get(f"{place[0]}.{leaf}")
+        if place is None or tensor is None or tensor.dim() != len(shape) or not shape:
+            return None
+        module, part, count = place
+        rows, all_rows = shape[0], tensor.shape[0]
+        if tuple(tensor.shape[1:]) != shape[1:] or rows > all_rows or part not in (0, count - 1):
+            return None
+        begin = 0 if part == 0 else all_rows - rows
+        return Held(tensor[begin : begin + rows], 0, 0, rows, f"{module}.{leaf}")
+
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
         unit = sum(sizes) // self.parameters[parameter].shape[0]  # rows that share a row of this one: a block's scale
@@ -208,13 +250,21 @@ class Tree:
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
+    def _shared_expert(self, name: str) -> Held | None:
+        """Of a shared expert that SGLang stacks behind the routed ones, as it does for DeepSeek-V3."""
+        found = _SHARED_EXPERT.fullmatch(name)
+        module = None if found is None else self.modules.get(f"{found[1]}.experts")
+        if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
+            return None
+        begin, count = _routed_experts(module, 0)
+        behind = begin + count
+        held = self.experts(ExpertRun(f"{found[1]}.experts", behind, behind, found[2], found[3]), num_shared=1)
+        return None if held is None else _of_one(held)
+
     def _expert(self, run: ExpertRun) -> Held | None:
         """Of a run of one."""
         held = self.experts(run)
-        if held is None or held.first == held.stop:
-            return None
-        size = int(held.target.shape[held.axis])
-        return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
+        return None if held is None or held.first == held.stop else _of_one(held)
 
     def _run(self, run: ExpertRun, shape: tuple[int, ...]) -> Held | None:
         """None also for a part that is cut along two axes: `Held` has one."""
@@ -227,18 +277,22 @@ class Tree:
         whole = size == shape[held.axis]
         return Held(held.target, 0, held.first, held.stop, held.parameter) if whole else None
 
-    def experts(self, run: ExpertRun) -> HeldExperts | None:
+    def experts(self, run: ExpertRun, num_shared: int = 0) -> HeldExperts | None:
         """This rank's part of a run, possibly nothing of it; None when its form is not known.
 
         SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
         gate is above, or below where `_gate_half` says so. Of quantised weights the numbers and scales of groups may
         lie turned over, and a tensor's one scale is a column, or alone.
+
+        Args:
+            num_shared: shared experts behind the routed ones that the run may reach to.
         """
         module, leaf = self.modules.get(run.owner), f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
         stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
         if module is None or stacked is None or stacked.dim() > 3 or (stacked.dim() < 3 and run.leaf == "weight"):
             return None
         begin, count = _routed_experts(module, int(stacked.shape[0]))
+        count += num_shared
         first = min(max(run.first, begin), begin + count)
         stop = max(first, min(run.last + 1, begin + count))
         part = stacked.detach()[first - begin : stop - begin]
@@ -256,6 +310,12 @@ class Tree:
         axis = 2 if half is None else 1
         start = int(vars(module).get("moe_tp_rank", 0)) * int(part.shape[axis])
         return HeldExperts(part, *place, axis, start, name)
+
+
+def _of_one(held: HeldExperts) -> Held:
+    """The first expert of a run."""
+    size = int(held.target.shape[held.axis])
+    return Held(held.target[0], held.axis - 1, held.start, held.start + size, held.parameter)
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:

@@ -21,6 +21,10 @@ import xxhash
 Allocate = Callable[[int], torch.Tensor]
 """nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned memory."""
 
+Together = Callable[[str], tuple[str, ...]]
+"""Name → names of all tensors that must share its bucket, itself included; () for one that stands alone.
+`slime.models.fused_loading.LoadGroups.members` is one."""
+
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not enter.
@@ -236,17 +240,22 @@ def pack(
     limit: int,
     dtype: torch.dtype | None = None,
     allocate: Allocate | None = None,
+    together: Together | None = None,
 ) -> Iterator[Bucket]:
-    """Pack named tensors into buckets of at most ``limit`` bytes; a larger tensor gets a bucket of its own.
+    """Pack named tensors into buckets of at most ``limit`` bytes; what is larger gets a bucket of its own.
 
     Tensors are copied (and cast) once, into the buffer. At most one bucket per dtype is open at a time, so the
-    order of tensors is kept within a dtype and the memory held is bounded by ``limit`` per dtype.
+    order of tensors is kept within a dtype and the memory held is bounded by ``limit`` per dtype. A group of
+    tensors that must share a bucket takes the place of its last member; the others are held until that one comes.
 
     Args:
         tensors: (name, tensor of any strides), read lazily.
-        limit: bytes per bucket.
+        limit: bytes per bucket; a larger tensor or group makes its bucket as large as itself.
         dtype: cast floating-point tensors to it (see `dtype_in`); None keeps each tensor's own.
         allocate: where the buffers come from; CPU memory by default, on the tensors' device otherwise.
+        together: which tensors must share a bucket; None for none.
+    Raises:
+        ValueError: a member of a group never came, or the members have several dtypes.
 
     Example:
         >>> [b.nbytes for b in pack([("a", torch.zeros(4)), ("b", torch.zeros(4)), ("c", torch.zeros(4))], limit=32)]
@@ -254,17 +263,39 @@ def pack(
     """
     open_buckets: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
     sizes: dict[torch.dtype, int] = {}
-    for name, tensor in tensors:
-        target = dtype_in(dtype, name, tensor.dtype)
-        nbytes = tensor.numel() * target.itemsize
+    for unit in _complete_groups(tensors, together):
+        targets = {dtype_in(dtype, name, tensor.dtype) for name, tensor in unit}
+        if len(targets) > 1:
+            names = ", ".join(name for name, _ in unit)
+            raise ValueError(f"{names} must share a bucket and have several dtypes: {targets}")
+        [target] = targets
+        nbytes = sum(tensor.numel() for _, tensor in unit) * target.itemsize
         if open_buckets.get(target) and sizes[target] + nbytes > limit:
             yield _fill(open_buckets.pop(target), target, allocate)
         if target not in open_buckets:
             open_buckets[target], sizes[target] = [], 0
-        open_buckets[target].append((name, tensor))
+        open_buckets[target].extend(unit)
         sizes[target] += nbytes
     for target in list(open_buckets):
         yield _fill(open_buckets.pop(target), target, allocate)
+
+
+def _complete_groups(
+    tensors: Iterable[tuple[str, torch.Tensor]], together: Together | None
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    waiting: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        members = together(name) if together is not None else ()
+        if len(members) < 2:
+            yield [(name, tensor)]
+            continue
+        here = waiting.setdefault(members, [])
+        here.append((name, tensor))
+        if len(here) == len(members):
+            yield waiting.pop(members)
+    if waiting:
+        missing = [set(members) - {name for name, _ in here} for members, here in waiting.items()]
+        raise ValueError(f"engines load these only with others that were not sent: {sorted(set().union(*missing))}")
 
 
 def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate: Allocate | None) -> Bucket:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from aiohttp import web
 
 from sglang import __version__
-from sglang.modules import sharded_model
+from sglang.modules import loaded_together, sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
 from slime.engines.embedded.generate_routes import health_generate, json_response
@@ -63,6 +63,7 @@ class SGLangUpdater:
         self.groups: dict[str, list[ExternalGroup]] = {}
         self.lock = threading.Lock()
         self.is_open = False  # layers of quantised weights take weights, and cannot be computed with
+        self.models: list[torch.nn.Module] = []  # one for each rank, which custom loaders see
 
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
@@ -78,7 +79,7 @@ class SGLangUpdater:
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
-            return own._apply(ranks[0], body)
+            return own._apply(_taken(own, ranks[0]), body)
 
     def from_disk(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         self._check_open(own)
@@ -89,6 +90,7 @@ class SGLangUpdater:
         assert self.is_open or not packed, f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
 
     def _run_loader(self, store: WeightStore, path: str, contents: list[Any]) -> None:
+        action = ""
         if path == WEIGHT_PROBE:
             [(_, raw)] = contents[0]
             action = json.loads(bytes(raw.numpy().tobytes()))["action"]
@@ -96,15 +98,25 @@ class SGLangUpdater:
         module, _, name = path.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
         real = dist.is_initialized, dist.get_rank
+        self._refresh(store)
         for rank, content in enumerate(contents):
             dist.is_initialized, dist.get_rank = (lambda: True), (lambda rank=rank: rank)
-            model = sharded_model(store.held, store.arch, rank, self.args.tp_size)
             try:
-                loader(model, content)
+                loader(self.models[rank], content)
             finally:
                 dist.is_initialized, dist.get_rank = real
-            if len(content) > 1:  # not only looked at
+        if len(contents[0]) > 1 or action in ("mark", "open"):  # not only looked at
+            for model in self.models:
                 _take_back(model, store)
+
+    def _refresh(self, store: WeightStore) -> None:
+        """The ranks' models are the same ones at every call, with the weights that the engine has now."""
+        now = [sharded_model(store.held, store.arch, rank, self.args.tp_size) for rank in range(self.args.tp_size)]
+        if not self.models:
+            self.models = now
+        for model, fresh in zip(self.models, now, strict=True):
+            for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+                old.data.copy_(new)
 
     def join_group(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         count = self.args.tp_size
@@ -142,7 +154,12 @@ class SGLangUpdater:
         groups = self.groups[group_name]
         with ThreadPoolExecutor(len(groups)) as pool:
             ranks = list(pool.map(receive, groups))
-        return own._apply(ranks[0], body)
+        return own._apply(_taken(own, ranks[0]), body)
+
+
+def _taken(own: WeightUpdater, pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """What SGLang takes of one call."""
+    return loaded_together(pairs, fuses=any(".q_a_proj." in name for name in own._engine.store.names))
 
 
 def _take_back(model: torch.nn.Module, store: WeightStore) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from slime.engines.sglang.weight_probe import Tree
 from slime.engines.wire.expert_runs import ExpertRun
 
+#: SGLang concatenates these while it loads them: within one call, or not at all.
+_DOWN_PROJECTIONS, _FUSED_DOWN = ("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
 _ROWS = ("o_proj.weight", "down_proj.weight")  # cut along their inputs
@@ -28,11 +30,32 @@ class Rank(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """SGLang's own: single tensors of a checkpoint, each to its place."""
         tree = Tree(self)
-        for name, whole in weights:
+        fuses = any(f".{_FUSED_DOWN}." in name for name in tree.parameters)
+        for name, whole in loaded_together(weights, fuses):
             assert ExpertRun.parse(name) is None, f"{name} is not in any checkpoint"
             held = tree.find(name, tuple(whole.shape))
             if held is not None:
                 held.tensor.copy_(whole.narrow(held.dim, held.start, held.stop - held.start))
+
+
+def loaded_together(weights: Iterable[tuple[str, torch.Tensor]], fuses: bool) -> list[tuple[str, torch.Tensor]]:
+    """What one call of ``load_weights`` takes: without halves of a pair whose other half is not in the call, of which
+    SGLang says nothing.
+
+    Args:
+        fuses: the model has such pairs.
+    """
+    table = list(weights)
+    names = {name for name, _ in table}
+    return [(name, tensor) for name, tensor in table if not fuses or _partner(name) in names]
+
+
+def _partner(name: str) -> str:
+    """The other half of a pair; the name itself for a tensor of none."""
+    q, kv = _DOWN_PROJECTIONS
+    if f".{q}." in name:
+        return name.replace(q, kv)
+    return name.replace(kv, q) if f".{kv}." in name else name
 
 
 def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size: int) -> nn.Module:
@@ -50,7 +73,11 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
             if last == parts[0]:
                 fused = "qkv_proj" if last in _QKV else "gate_up_proj"
                 _put(root, f"{parent}.{fused}", leaf, torch.cat([named[f"{parent}.{p}.{leaf}"] for p in parts]))
-        elif last in _QKV:
+        elif last in _DOWN_PROJECTIONS and f"{parent}.q_a_proj.{leaf}" in named:
+            if last == _DOWN_PROJECTIONS[0]:
+                halves = [named[f"{parent}.{p}.{leaf}"] for p in _DOWN_PROJECTIONS]
+                _put(root, f"{parent}.{_FUSED_DOWN}", leaf, torch.cat(halves))
+        elif last in _QKV and f"{parent}.k_proj.{leaf}" in named:
             if last == "q_proj":
                 _qkv(root, parent, leaf, [named[f"{parent}.{p}.{leaf}"] for p in _QKV], rank, size, named)
         elif last in _GATE_UP:
