@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.errors import UserError
-
-Messages = list[dict[str, Any]]
+from slime.prompts.conversation import Messages, read_messages
 
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
@@ -15,6 +14,12 @@ _PAST_PROBE = "probe of a past turn"
 
 class TemplateRefuses(UserError):
     """The template is fine, and does not take these messages."""
+
+
+def template_source(tokenizer: Any) -> str:
+    """The source of the tokenizer's chat template (of all of them, where it has several); "" without one."""
+    found = getattr(tokenizer, "chat_template", None)
+    return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 
 
 def render_messages(

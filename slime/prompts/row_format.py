@@ -13,7 +13,15 @@ import orjson
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin
-from slime.prompts.chat_template import Messages, TemplateRefuses, render_prompt
+from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_source
+from slime.prompts.conversation import (
+    ConversationError,
+    Messages,
+    conversation_in,
+    read_messages,
+    read_tools,
+    unread_keys,
+)
 from slime.prompts.problems import RowProblem, missing_key
 
 #: Built-in rewards that compare with a label, which must then be text or a number.
@@ -95,6 +103,7 @@ class Prompt:
         text: text for the tokenizer, or chat messages when no template is applied.
         tokens: ids of a row that was tokenised beforehand, else [].
         bare: the prompt before the template was applied (for the check of `carries_template`).
+        unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing reads.
     """
 
     text: str | Messages
@@ -102,6 +111,8 @@ class Prompt:
     label: Any
     metadata: dict[str, Any]
     bare: str | Messages
+    unread_columns: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
 
 
 def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
@@ -115,46 +126,64 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
     value = row[form.input_key]
     metadata = _metadata(row, form)
     label = _label(row, form, str(metadata.get("rm_type") or form.rm_type or "").removeprefix("boxed_"))
-    tools = _tools(row, form)
+    columns = _unread_columns(row, form)
+    is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    try:
+        conversation = None if is_tokens else conversation_in(value, form.input_key)
+        tools = _tools(row, form, conversation[1] if conversation else None)
+        messages = _messages(conversation[0], tools, form) if conversation else None
+    except ConversationError as error:
+        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix) from error
     if tools:
         metadata["tools"] = tools
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
+    if is_tokens:
         try:
-            return Prompt(tokenizer.decode(value) if tokenizer is not None else "", value, label, metadata, "")
+            text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
-    prompt = _check_prompt(value, form)
-    text = prompt
+        return Prompt(text, value, label, metadata, "", columns)
+    prompt = _text(value, form) if messages is None else messages
+    keys = unread_keys(messages, template_source(tokenizer)) if messages else ()
+    rendered = prompt
     if form.apply_chat_template and not form.raw:
         try:
-            text = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
+            rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
-    return Prompt(text, [], label, metadata, prompt)
+    return Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
 
 
-def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
+def _unread_columns(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
+    read = (form.input_key, form.label_key, form.metadata_key, form.tool_key)
+    return tuple(name for name, value in row.items() if name not in read and value is not None)
+
+
+def _text(value: Any, form: RowFormat) -> str:
     key = form.input_key
-    if isinstance(value, str):
-        if not value.strip():
-            raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
-        return value
-    if not isinstance(value, list) or not all(isinstance(item, dict) and "role" in item for item in value):
+    if not isinstance(value, str) and value != []:
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise RowProblem(
             f"have a prompt (key '{key}') that is no text, chat messages or token ids",
             f"found {kind}",
             f"check {form.input_flag}; messages are [{{'role': …, 'content': …}}]",
         )
-    # columnar files fill keys that only some messages have with None
-    messages = [{name: item for name, item in message.items() if item is not None} for message in value]
-    if messages and not any("content" in message or "tool_calls" in message for message in messages):
+    if not value or not value.strip():
+        raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+    return str(value)
+
+
+def _messages(wire: list[Any], tools: list[dict[str, Any]], form: RowFormat) -> Messages:
+    key = form.input_key
+    # columnar files fill keys that only some records have with None
+    messages = read_messages(wire, where=key, tools=tools, drops_nulls=True)
+    said = ("content", "value", "parts", "tool_calls", "function_call", "output", "arguments")
+    if not any(message.get(name) is not None for message in wire for name in said):
         raise RowProblem(
             f"have messages without content (key '{key}')",
-            f"the first one's keys are: {', '.join(messages[0])}",
+            f"the first one's keys are: {', '.join(wire[0])}",
             "a message is {'role': …, 'content': …}",
         )
-    if not any(_has_content(message) for message in messages):
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
     return messages
 
@@ -162,11 +191,6 @@ def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
 def compares_labels(rm_type: str | None) -> bool:
     """Whether this built-in reward compares the response with a label that is text or a number."""
     return (rm_type or "").removeprefix("boxed_") in _TEXT_LABELS
-
-
-def _has_content(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content)
 
 
 def _label(row: dict[str, Any], form: RowFormat, rm_type: str) -> Any:
@@ -215,15 +239,15 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     return dict(value)
 
 
-def _tools(row: dict[str, Any], form: RowFormat) -> list[dict[str, Any]]:
-    if form.tool_key not in row:
-        if form.tools_required:
-            raise missing_key(form.tool_key, "--tool-key", row)
-        return []
-    value = decoded(row[form.tool_key])
-    if not isinstance(value, (list, type(None))):
-        raise RowProblem(f"have tools (key '{form.tool_key}') that are no list", f"found a {type(value).__name__}")
-    return list(value or [])
+def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, Any]]:
+    """
+    Args:
+        beside: tools that stand beside the messages in one value; a column of tools comes first.
+    """
+    if form.tool_key not in row and form.tools_required:
+        raise missing_key(form.tool_key, "--tool-key", row)
+    value = row.get(form.tool_key)
+    return read_tools(beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True)
 
 
 def decoded(value: Any) -> Any:

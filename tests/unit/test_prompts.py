@@ -285,7 +285,7 @@ def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: 
         ([{"input": "a", "y": " "}], {"label_key": "y", "rm_type": "f1"}, ["empty label"]),
         ([{"input": "a", "metadata": [1]}], {}, ["metadata (key 'metadata') that is no dict", "found a list"]),
         ([{"input": "a"}], {"metadata_key": "info"}, ["no key 'info'"]),
-        ([{"input": "a", "tools": {"x": 1}}], {}, ["tools (key 'tools') that are no list"]),
+        ([{"input": "a", "tools": {"x": 1}}], {}, ["have a tool that is not a function with a name"]),
         ([["a"]], {}, ["are no JSON objects", "found a list"]),
         (
             [{"input": ""}, {"inp": "x"}, {"input": ""}],
@@ -433,7 +433,7 @@ def test_a_shuffled_stream_has_every_item_once_and_depends_on_the_seed_alone(ite
 
 
 def test_read_prompt_leaves_the_row_alone() -> None:
-    row = {"input": "q", "metadata": {"a": 1}, "tools": [{"t": 1}]}
+    row = {"input": "q", "metadata": {"a": 1}, "tools": [{"name": "t"}]}
     prompt = read_prompt(row, RowFormat(), TOKENIZER)
     prompt.metadata["b"] = 2
     assert row["metadata"] == {"a": 1}
