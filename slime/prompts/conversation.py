@@ -45,13 +45,13 @@ _ROLES = {
 #: Roles of the assistant whose text is a call of a tool (ShareGPT).
 _CALLING_ROLES = ("function_call", "tool_call")
 #: Keys under which other systems keep what was thought before an answer, the first that is there counts.
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether an assistant's turn is trained; 0 and false: it is not.
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
 #: Keys of a message in the one form.
 _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask")
 #: Keys of wire forms that carry no meaning of their own once the message is read.
-_CONSUMED = ("from", "value", "parts", "function_call", *_REASONING_KEYS, *LOSS_KEYS)
+_CONSUMED = ("from", "value", "parts", "function_call", *REASONING_KEYS, *LOSS_KEYS)
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text")
 _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
@@ -274,7 +274,7 @@ class _Reader:
 
     @staticmethod
     def _reasoning(given: Mapping[str, Any], where: str) -> str:
-        for key in _REASONING_KEYS:
+        for key in REASONING_KEYS:
             value = given.get(key)
             if value in _NOTHING:
                 continue
