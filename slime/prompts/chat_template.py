@@ -108,7 +108,8 @@ class TemplateForm:
         short_ids: ids of calls are to be nine letters or digits (Mistral's).
         parts: content is to be a list of parts, not text.
         reasoning_key: the key under which reasoning is written; None: there is none.
-        thinks_inline: reasoning is written where it stands in the content, between <think> marks.
+        writes_inline: reasoning between <think> marks in the content of the last answer is written as it stands.
+        thinks_inline: so it is, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         asks: ``add_generation_prompt`` has an effect.
         tail: what is written behind the text of the last assistant's message.
@@ -120,6 +121,7 @@ class TemplateForm:
     short_ids: bool = False
     parts: bool = False
     reasoning_key: str | None = None
+    writes_inline: bool = True
     thinks_inline: bool = False
     knows_developer: bool = False
     asks: bool = True
@@ -159,8 +161,10 @@ class TemplateForm:
         if thought.text and self.reasoning_key:
             answer[self.reasoning_key] = thought.text.strip("\n")
             content = thought.answer
-        elif thought.text and self.thinks_inline and "reasoning_content" in message:
+        elif thought.text and self.thinks_inline and thought.marks is None:
             content = f"<think>\n{thought.text.strip(chr(10))}\n</think>\n\n{thought.answer}"
+        elif not self.writes_inline:
+            content = thought.answer
         if "tool_calls" in message:
             answer["tool_calls"] = [self._call(call, at) for at, call in enumerate(message["tool_calls"])]
             if self.null_content and not content:
@@ -194,6 +198,12 @@ def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe value"
 _THOUGHT, _ANSWER = "probe of the thought", "probe of the answer"
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": _NAME, "description": "probe", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 @functools.lru_cache(maxsize=16)
@@ -201,10 +211,12 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
     kwargs = {key: value for key, value in json.loads(kwargs_json).items() if key not in ("tools", "messages")}
 
     def render(messages: Messages, *, ask: bool = False, tools: Any = None) -> str | None:
-        try:
-            return render_shown(tokenizer, messages, tools=tools, add_generation_prompt=ask, **kwargs)
-        except TemplateRefuses:
-            return None
+        for some in (tools, _PROBE_TOOLS):  # templates for tools alone refuse to go without
+            try:
+                return render_shown(tokenizer, messages, tools=some, add_generation_prompt=ask, **kwargs)
+            except TemplateRefuses:
+                continue
+        return None
 
     user = {"role": "user", "content": "hello"}
     form = TemplateForm()
@@ -222,10 +234,14 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         return render([user, *map(form.shown, messages)], tools=tools) or ""
 
     form = _form_of_calls(form, probe)
+    inline = probe(form, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
+    writes_inline = 0 <= inline.find(_THOUGHT) < inline.find(_ANSWER)
+    writes_inline = writes_inline and inline.count("<think>") == inline.count("</think>")
     form = dataclasses.replace(
         form,
         reasoning_key=next((key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None),
-        thinks_inline="</think>" in source,
+        writes_inline=writes_inline,
+        thinks_inline=writes_inline and "</think>" in source,
         asks=render([user]) != render([user], ask=True),
     )
     if "developer" in source:
@@ -245,8 +261,6 @@ def user_again(user: dict[str, Any]) -> dict[str, Any]:
 
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
     """Forms of calls are tried from the most usual on; the first that the template writes as they are counts."""
-    function = {"name": _NAME, "description": "probe", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": function}]
     call = {"id": "call_1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
     messages = (
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -259,7 +273,7 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
                     form, short_ids=short_ids, text_arguments=text_arguments, null_content=null_content
                 )
                 for count in (1, 2):
-                    text = probe(tried, *messages[:count], tools=tools)
+                    text = probe(tried, *messages[:count], tools=_PROBE_TOOLS)
                     written = all(word in text for word in (_NAME, _KEY, _VALUE))
                     if written and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text:
                         return tried
@@ -282,6 +296,8 @@ def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
     pieces = [piece for piece in pattern.split(tail) if piece]
     others = [piece for piece in pattern.split(behind) if piece]
     count = next((at for at, (a, b) in enumerate(zip(pieces, others)) if a != b), min(len(pieces), len(others)))
+    if tokenizer.eos_token in pieces[:count]:
+        count = pieces.index(tokenizer.eos_token) + 1
     while count and pieces[count - 1] not in special:
         count -= 1
     if not count:
@@ -298,11 +314,13 @@ class Thought:
 
     Attributes:
         marks: the pair of marks around it in the content; None: it has a key of its own, or there is none.
+        gap: line breaks between the closing mark and the answer.
     """
 
     text: str
     answer: str
     marks: tuple[str, str] | None = None
+    gap: str = ""
 
 
 def reasoning_of(message: dict[str, Any]) -> Thought:
@@ -310,7 +328,7 @@ def reasoning_of(message: dict[str, Any]) -> Thought:
 
     Example:
         >>> reasoning_of({"content": "<think>\\nhm\\n</think>\\n\\n4"})
-        Thought(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'))
+        Thought(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
     """
     content = message.get("content") or ""
     given = message.get("reasoning_content")
@@ -320,7 +338,9 @@ def reasoning_of(message: dict[str, Any]) -> Thought:
         before, found, after = content.partition(end)
         # the opening mark may be missing: prompts of some models end with it
         if found and (before.lstrip().startswith(begin) or begin not in before):
-            return Thought(before.lstrip().removeprefix(begin), after.lstrip("\n"), (begin, end))
+            answer = after.lstrip("\n")
+            gap = after[: len(after) - len(answer)]
+            return Thought(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
     return Thought("", content)
 
 

@@ -230,7 +230,7 @@ class SftEncoding:
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
-            turn = self._after_another_head(renderer, number, message, thought, answered, prompt, found)
+            turn = self._after_another_head(renderer, number, thought, answered, prompt, found)
         elif form.asks:
             turn = _Turn(prompt, answered[len(prompt) :])
         else:
@@ -247,7 +247,6 @@ class SftEncoding:
         self,
         renderer: _Renderer,
         number: int,
-        message: dict[str, Any],
         thought: Thought,
         answered: str,
         prompt: str | None,
@@ -255,29 +254,48 @@ class SftEncoding:
     ) -> _Turn:
         """The turn where the generation prompt is not the beginning of the answered turn: it opens reasoning, say."""
         head = renderer.head(number, answered)
-        if prompt is None:
-            return _Turn(head, answered[len(head) :])
-        head = _common_prefix(head, prompt)
-        opened = prompt[len(head) :]
         said = answered[len(head) :]
+        if prompt is None:
+            return _Turn(head, said)
+        # what comes before may be written in another way, too: compare from the end of the message before
+        before = renderer.text_before(number)
+        is_in_both = before in prompt and before in head
+        at = prompt.rfind(before) if is_in_both else 0
+        head_at = head.rfind(before) if is_in_both else 0
+        tail_of_head, tail_of_prompt = head[head_at:], prompt[at:]
+        common = len(_common_prefix(tail_of_head, tail_of_prompt))
+        shared = prompt[: at + common]
+        opened = tail_of_prompt[common:]  # in the prompt alone
+        missing = tail_of_head[common:]  # before an answer alone
+        rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
-        if not opened.strip() or (marks is not None and marks[1] in opened):
-            return _Turn(prompt, said)  # blanks, or an empty block of reasoning: the answer follows
+        if marks is None and opened.strip():
+            if before and before in missing and not is_in_both:
+                raise _undetermined(
+                    number, "the template writes what comes before it in another way once it is answered"
+                )
+            return _Turn(shared, rest)
         if marks is None:
-            return _Turn(head, said)
-        if not thought.text.strip():
-            found.without_reasoning += 1
-            return _Turn(head, said)
+            return _Turn(prompt, rest.lstrip() if opened else rest)
         begin, end = marks
+        if end in opened:  # an empty block of reasoning: the answer follows, unless there is reasoning after all
+            return _Turn(shared, rest) if thought.text.strip() else _Turn(prompt, rest)
         gap = "\n" if opened.endswith("\n") else ""
-        if said.lstrip().startswith(begin):
-            inner = said.lstrip()[len(begin) :]
-            return _Turn(prompt, inner.removeprefix(gap))
-        if thought.marks and not message.get("tool_calls"):
-            content = message["content"].lstrip().removeprefix(begin).removeprefix(gap)
-            return _Turn(prompt, content + self._form.tail)
-        reasoning = thought.text.strip("\n")
-        return _Turn(prompt, f"{reasoning}{gap}{end}{gap}{gap}{said}")
+        bare = rest.lstrip()
+        if not thought.text.strip():
+            if bare.startswith(end):
+                return _Turn(prompt, bare if gap else rest)
+            found.without_reasoning += 1
+            return _Turn(shared + missing, said)
+        if bare.startswith(begin):
+            return _Turn(prompt, bare[len(begin) :].removeprefix(gap))
+        if bare.startswith(thought.text.strip()):
+            return _Turn(prompt, bare)
+        answer = renderer.without_reasoning(number, thought)
+        reasoning = thought.text.removeprefix(gap) + end + thought.gap
+        if thought.marks is None:
+            reasoning = f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
+        return _Turn(prompt, reasoning + answer)
 
     def _up_to_end(self, said: str) -> str:
         """Without what the template writes behind the end-of-turn token."""
@@ -329,19 +347,28 @@ class SftEncoding:
     def _marked(self, renderer: _Renderer, ours: TrainedSequence, found: Encoded) -> TrainedSequence:
         """What a template with ``{% generation %}`` marks, which is compared with what we find."""
         tokens, mask = renderer.marked()
-        if 1 not in mask:
+        size = len(ours.tokens)
+        if tokens[:size] == ours.tokens:  # marks may leave something out, and add nothing that is never generated
+            marked = [bit & both for bit, both in zip(mask, ours.mask)]
+        else:  # tokens cross borders of the marks
+            marked = mask
+        if 1 not in marked:
             raise UserError(
-                "the chat template marks nothing of this conversation with {% generation %}",
+                "the chat template marks none of the assistant's words with {% generation %}",
                 fix="mark the assistant's text and its end token, or take a template without these marks",
             )
-        end = len(mask) - mask[::-1].index(1)
-        theirs = TrainedSequence(tokens[:end], mask[:end])
-        said, meant = (_bare(self.trained_text(one), self._special.values()) for one in (theirs, ours))
+        end = len(marked) - marked[::-1].index(1)
+        theirs = TrainedSequence(tokens[:end], marked[:end])
+        text = self.trained_text(theirs)
+        found.lost_reasoning = sum(thought not in text for thought in renderer.thoughts() if thought)
+        special = list(self._special.values())
+        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
+        meant = _bare(self.trained_text(ours), special)
         if said != meant:
             tell(
                 logger,
-                "the chat template marks other words with {%% generation %%} than the model would generate; its marks "
-                "are trained: %.200r, not %.200r",
+                "the chat template marks %.200r with {%% generation %%}, and the model would generate %.200r: what both "
+                "have in common is trained",
                 said, meant, once=f"generation marks {hash(self._source)}",
             )  # fmt: skip
         found.unended = None
@@ -368,6 +395,7 @@ class _Renderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._form = form
+        self._messages = messages
         self._shown = [form.shown(message) for message in messages]
         self._tools = tools
         self._kwargs = kwargs
@@ -394,6 +422,17 @@ class _Renderer:
             raise _undetermined(number, error.why) from error
         return _common_prefix(answered, _common_prefix(one, other))
 
+    def text_before(self, number: int) -> str:
+        """The text of the message before message ``number``."""
+        return str(self._messages[number - 1]["content"]).strip() if number else ""
+
+    def without_reasoning(self, number: int, thought: Thought) -> str:
+        """What is rendered of message ``number`` behind its head when it has no reasoning."""
+        message = {key: value for key, value in self._messages[number].items() if key != "reasoning_content"}
+        shown = self._form.shown(message | {"content": thought.answer})
+        answered = self._render([*self._shown[:number], shown])
+        return answered[len(self.head(number, answered)) :]
+
     def following(self, number: int, text: str) -> str:
         """What the template writes behind ``text``, which ends with message ``number``, when the next message comes;
         "" where it writes something else before it."""
@@ -408,6 +447,10 @@ class _Renderer:
             return ""
         return whole[len(text) :] if whole.startswith(text) else ""
 
+    def thoughts(self) -> list[str]:
+        """The reasoning of each message."""
+        return [reasoning_of(message).text.strip() for message in self._messages if message["role"] == "assistant"]
+
     def marked(self) -> tuple[list[int], list[int]]:
         """Tokens of the whole conversation and the mask of what the template marks."""
         encoded = self._tokenizer.apply_chat_template(
@@ -421,8 +464,25 @@ class _Renderer:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
 
+#: What may not be cut: tokens of control and tags.
+_UNITS = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\])")
+
+
 def _common_prefix(a: str, b: str) -> str:
-    length = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    """The longest common beginning that ends within no tag.
+
+    Example:
+        >>> _common_prefix("hi<A></think>yes", "hi<A><think>"), _common_prefix("<A>yes", "<A>yet")
+        ('hi<A>', '<A>ye')
+    """
+    length = 0
+    for one, other in zip(_UNITS.split(a), _UNITS.split(b)):
+        if one == other:
+            length += len(one)
+            continue
+        if not (_UNITS.fullmatch(one) or _UNITS.fullmatch(other)):
+            length += next((i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other)))
+        break
     return a[:length]
 
 
