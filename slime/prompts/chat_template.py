@@ -417,7 +417,8 @@ def in_turns(messages: Messages, *, begins: bool) -> Messages:
     found: Messages = []
     for message in messages:
         before = found[-1]["role"] if found else "system" if begins else "assistant"
-        role = "user" if message["role"] == "system" != before else message["role"]
+        role = "system" if message["role"] == "developer" else message["role"]
+        role = "user" if role == "system" != before else role
         if found and role == before and role in ("system", "user"):
             found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n\n{message['content']}"}
         else:

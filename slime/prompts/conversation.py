@@ -156,6 +156,17 @@ def read_messages(
     return reader.messages
 
 
+def read_text(content: Any, where: str, *, join: str = "") -> str:
+    """Content that is text or a list of text parts, as one text.
+
+    Args:
+        join: what stands between two parts.
+    Raises:
+        ConversationError: anything else.
+    """
+    return _Reader({}, False).content(content, where, role="user", join=join).text
+
+
 def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
     """0 or 1 as the `LOSS_KEYS` of a message say; None where there are none.
 
@@ -207,7 +218,7 @@ class _Reader:
             return
         self._open = None
         if is_item and kind == "function_call_output":
-            output = self._content(given.get("output"), where, role="tool")
+            output = self.content(given.get("output"), where, role="tool")
             self.messages.append({"role": "tool", "content": output.text} | _pick(given, call_id="tool_call_id"))
             return
         if is_item:
@@ -229,10 +240,10 @@ class _Reader:
             self._open = said
             self.messages.append(said)
         if kind == "reasoning":
-            content = self._content(item.get("content"), where, role="assistant")
+            content = self.content(item.get("content"), where, role="assistant")
             said["reasoning_content"] = content.text + content.reasoning
         elif kind == "message":
-            said["content"] = self._content(item.get("content"), where, role="assistant").text
+            said["content"] = self.content(item.get("content"), where, role="assistant").text
         else:
             call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
             said.setdefault("tool_calls", []).append(self._call(call, where))
@@ -252,7 +263,7 @@ class _Reader:
         if wire_role.lower() in _CALLING_ROLES and isinstance(wire, str):
             calls = [*self._calls({"tool_calls": wire}, where), *calls]
             wire = None
-        content = self._content(wire, where, role=role)
+        content = self.content(wire, where, role=role)
         said: dict[str, Any] = {"role": role, "content": content.text}
         reasoning = self._reasoning(given, where) or content.reasoning
         if reasoning:
@@ -285,7 +296,7 @@ class _Reader:
 
     # -- content --
 
-    def _content(self, content: Any, where: str, *, role: str, join: str = "") -> _Content:
+    def content(self, content: Any, where: str, *, role: str, join: str = "") -> _Content:
         found = _Content()
         if content is None:
             return found
@@ -331,14 +342,14 @@ class _Reader:
             found.add(str(given.get("refusal", "")), join)
         elif kind in _REASONING_PARTS:
             thought = given.get(kind, given.get("text", ""))
-            inner = self._content(thought, where, role="assistant")
+            inner = self.content(thought, where, role="assistant")
             found.reasoning += inner.text
         elif kind == "redacted_thinking":
             return
         elif kind == "tool_use":
             found.calls.append(self._call(given, where))
         elif kind == "tool_result":
-            inner = self._content(given.get("content"), where, role="tool", join="\n")
+            inner = self.content(given.get("content"), where, role="tool", join="\n")
             result = {"role": "tool", "content": inner.text} | _pick(given, tool_use_id="tool_call_id")
             found.results.append(result)
         elif isinstance(kind, str) and _is_media(kind):

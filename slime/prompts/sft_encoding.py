@@ -348,10 +348,9 @@ class SftEncoding:
         """What a template with ``{% generation %}`` marks, which is compared with what we find."""
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
+        marked = self._without_blanks_after_ends(tokens, mask)
         if tokens[:size] == ours.tokens:  # marks may leave something out, and add nothing that is never generated
-            marked = [bit & both for bit, both in zip(mask, ours.mask)]
-        else:  # tokens cross borders of the marks
-            marked = mask
+            marked = [bit & both for bit, both in zip(marked, ours.mask)]
         if 1 not in marked:
             raise UserError(
                 "the chat template marks none of the assistant's words with {% generation %}",
@@ -367,8 +366,8 @@ class SftEncoding:
         if said != meant:
             tell(
                 logger,
-                "the chat template marks %.200r with {%% generation %%}, and the model would generate %.200r: what both "
-                "have in common is trained",
+                "the chat template marks %.200r with {%% generation %%}, and the model would generate %.200r: what "
+                "both have in common is trained",
                 said, meant, once=f"generation marks {hash(self._source)}",
             )  # fmt: skip
         found.unended = None
@@ -381,6 +380,17 @@ class SftEncoding:
                     found.unended.last,
                 )
         return theirs
+
+    def _without_blanks_after_ends(self, tokens: list[int], mask: list[int]) -> list[int]:
+        """The mask without the line break that some templates mark behind the end token."""
+        found = list(mask)
+        ended = False
+        for at, (token, bit) in enumerate(zip(tokens, mask)):
+            if bit and ended and not str(self.tokenizer.decode([token])).strip():
+                found[at] = 0
+            else:
+                ended = bool(bit) and token in self.ends
+        return found
 
     def trained_text(self, sequence: TrainedSequence) -> str:
         """The trained tokens of a sequence as text."""
