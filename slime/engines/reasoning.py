@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.prompts.chat_template import REASONING_MARKS
+
 
 @dataclass(frozen=True)
 class Thought:
@@ -45,9 +47,9 @@ class ReasoningFormat:
         return prompt_end.rstrip().endswith(self.begin)
 
 
-THINK = ReasoningFormat("<think>", "</think>")
-#: By the marks in a model's chat template: Qwen3, DeepSeek-R1 and V3.1, GLM-4.5; Magistral.
-FORMATS = (THINK, ReasoningFormat("[THINK]", "[/THINK]"))
+#: By the marks in a model's chat template.
+FORMATS = tuple(ReasoningFormat(*marks) for marks in REASONING_MARKS)
+THINK = FORMATS[0]
 
 
 def reasoning_format(template: str | None) -> ReasoningFormat | None:

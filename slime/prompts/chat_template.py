@@ -111,7 +111,7 @@ class TemplateForm:
         writes_inline: reasoning between <think> marks in the content of the last answer is written as it stands.
         thinks_inline: so it is, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
-        asks: ``add_generation_prompt`` has an effect.
+        opening: what ``add_generation_prompt`` adds behind a user's message; "" where it has no effect.
         tail: what is written behind the text of the last assistant's message.
         end: the part of ``tail`` that the model itself generates: up to its end-of-turn token.
     """
@@ -124,7 +124,7 @@ class TemplateForm:
     writes_inline: bool = True
     thinks_inline: bool = False
     knows_developer: bool = False
-    asks: bool = True
+    opening: str = ""
     tail: str = ""
     end: str = ""
 
@@ -234,6 +234,7 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         return render([user, *map(form.shown, messages)], tools=tools) or ""
 
     form = _form_of_calls(form, probe)
+    told, asked = render([user]) or "", render([user], ask=True) or ""
     inline = probe(form, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
     writes_inline = 0 <= inline.find(_THOUGHT) < inline.find(_ANSWER)
     writes_inline = writes_inline and inline.count("<think>") == inline.count("</think>")
@@ -242,11 +243,11 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         reasoning_key=next((key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None),
         writes_inline=writes_inline,
         thinks_inline=writes_inline and "</think>" in source,
-        asks=render([user]) != render([user], ask=True),
+        opening=asked[len(told) :] if asked.startswith(told) else "",
     )
     if "developer" in source:
-        told = render([form.shown({"role": "developer", "content": _THOUGHT}), user]) or ""
-        form = dataclasses.replace(form, knows_developer=_THOUGHT in told)
+        developer = render([form.shown({"role": "developer", "content": _THOUGHT}), user]) or ""
+        form = dataclasses.replace(form, knows_developer=_THOUGHT in developer)
     if plain is not None:
         tail = plain[plain.rfind(_ANSWER) + len(_ANSWER) :]
         followed = probe(form, {"role": "assistant", "content": _ANSWER}, user_again(user))
@@ -268,15 +269,18 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
     )
     for short_ids in (False, True):
         for text_arguments in (False, True):
-            for null_content in (False, True):
-                tried = dataclasses.replace(
-                    form, short_ids=short_ids, text_arguments=text_arguments, null_content=null_content
-                )
-                for count in (1, 2):
+            for count in (1, 2):
+                found = {}
+                for null_content in (False, True):
+                    tried = dataclasses.replace(
+                        form, short_ids=short_ids, text_arguments=text_arguments, null_content=null_content
+                    )
                     text = probe(tried, *messages[:count], tools=_PROBE_TOOLS)
                     written = all(word in text for word in (_NAME, _KEY, _VALUE))
-                    if written and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text:
-                        return tried
+                    if written and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text and "None" not in text:
+                        found[tried] = len(text)
+                if found:  # DeepSeek's write an empty answer beside the call where its content is not null
+                    return min(found, key=lambda one: found[one])
     return form
 
 

@@ -231,8 +231,8 @@ class SftEncoding:
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
             turn = self._after_another_head(renderer, number, thought, answered, prompt, found)
-        elif form.asks:
-            turn = _Turn(prompt, answered[len(prompt) :])
+        elif form.opening and prompt.endswith(form.opening):
+            turn = _Turn(prompt, self._behind_opened(prompt, answered[len(prompt) :], thought, found))
         else:
             head = renderer.head(number, answered)
             start = len(prompt) if not head[len(prompt) :].strip() else len(head)
@@ -242,6 +242,18 @@ class SftEncoding:
         if thought.text.strip() and thought.text.strip() not in said:
             found.lost_reasoning += 1
         return _Turn(turn.prompt, said)
+
+    @staticmethod
+    def _behind_opened(prompt: str, said: str, thought: Thought, found: Encoded) -> str:
+        """What the model says behind a prompt that may open reasoning, which some templates never write themselves."""
+        marks = next((pair for pair in REASONING_MARKS if prompt.rstrip().endswith(pair[0])), None)
+        if marks is None or marks[1] in said or (thought.text.strip() and thought.text.strip() in said):
+            return said
+        if not thought.text.strip():
+            found.without_reasoning += 1
+            return said
+        gap = "\n" if prompt.endswith("\n") else ""
+        return f"{_closed(thought, gap, marks[1])}{said}"
 
     def _after_another_head(
         self,
@@ -269,6 +281,8 @@ class SftEncoding:
         missing = tail_of_head[common:]  # before an answer alone
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
+        if marks is None and missing and (missing.endswith(opened) or opened.endswith(missing)):
+            return _Turn(prompt, said)  # both end with the same head of the turn
         if marks is None and opened.strip():
             if before and before in missing and not is_in_both:
                 raise _undetermined(
@@ -291,11 +305,7 @@ class SftEncoding:
             return _Turn(prompt, bare[len(begin) :].removeprefix(gap))
         if bare.startswith(thought.text.strip()):
             return _Turn(prompt, bare)
-        answer = renderer.without_reasoning(number, thought)
-        reasoning = thought.text.removeprefix(gap) + end + thought.gap
-        if thought.marks is None:
-            reasoning = f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
-        return _Turn(prompt, reasoning + answer)
+        return _Turn(prompt, _closed(thought, gap, end) + renderer.without_reasoning(number, thought))
 
     def _up_to_end(self, said: str) -> str:
         """Without what the template writes behind the end-of-turn token."""
@@ -496,6 +506,13 @@ def _common_prefix(a: str, b: str) -> str:
     return a[:length]
 
 
+def _closed(thought: Thought, gap: str, end: str) -> str:
+    """Reasoning behind a prompt that has opened it, as it stands in the data, or as the model would close it."""
+    if thought.marks is None:
+        return f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
+    return thought.text.removeprefix(gap) + end + thought.gap
+
+
 def _bare(text: str, special: Iterable[str]) -> str:
     for token in special:
         text = text.replace(token, "") if token else text
@@ -581,7 +598,7 @@ class SftTotals:
             tell(
                 logger,
                 "the generation prompt opens reasoning (<think>), and %d answers of %d conversations have none: they "
-                "are trained without the opening mark, so the prompt differs from the one that engines are given",
+                "are trained as the chat template writes them, which differs from what engines are prompted with",
                 self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
             )  # fmt: skip
         if self.unended is not None:
