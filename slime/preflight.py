@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ def from_the_hub(config: Config) -> Config:
     if data is not None and (copy := local_data(data)) != data:
         local["prompt_data"] = (data, copy)
     copies = [path if number % 2 == 0 else local_data(path) for number, path in enumerate(sets)]
+    if config.eval.eval_config:
+        for dataset in eval_datasets(config):  # which finds the copies from then on
+            local_data(dataset.path)
     if not local and copies == sets:
         return config
     origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
@@ -285,6 +289,8 @@ def check_data(config: Config) -> None:
     from slime.rollout.rewards.row_checks import check_rows
 
     check_dumps(config)
+    for notice in _split_notices(config):
+        logger.info("%s", notice)
     assert config.checkpoint.hf_checkpoint is not None
     tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
     data = config.data
@@ -296,6 +302,17 @@ def check_data(config: Config) -> None:
 
         probe_eval_prompts(dataset, config, tokenizer, ROWS)
     check_rows(config, ROWS)
+
+
+def _split_notices(config: Config) -> Iterator[str]:
+    """Which split of each data set is read where its path names none."""
+    from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
+
+    paths = [(config.data.prompt_data, TRAINING)] if config.data.prompt_data else []
+    paths += [] if config.eval.eval_function_path else [(one.path, EVALUATION) for one in eval_datasets(config)]
+    for path, splits in paths:
+        if notice := split_notice(path, splits):
+            yield notice
 
 
 def _check_batch(config: Config, prompt_data: str) -> None:

@@ -17,6 +17,9 @@ from typing import Any
 from slime.cli.arguments import Arguments
 from slime.config import Config, make_config
 from slime.errors import UserError
+from slime.hub import local_data
+from slime.prompts.dataset_folders import TRAINING, split_notice
+from slime.prompts.labels import label_text, written
 from slime.prompts.problems import RowProblem, missing_key
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
@@ -31,11 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         flags.response_key = "response"
     if not flags.custom_rm_path and not flags.rm_type:
         raise UserError("there is no reward function to run", fix="pass --custom-rm-path or --rm-type")
-    is_record = _is_record(flags.prompt_data)
+    path = local_data(flags.prompt_data)
+    if notice := split_notice(path, TRAINING):
+        print(notice, file=sys.stderr)
+    is_record = _is_record(path)
     config = make_config(
         num_rollout=0,
         rollout_batch_size=1,
-        prompt_data=flags.prompt_data,
+        prompt_data=path,
         input_key=flags.input_key or ("prompt" if is_record else "input"),
         label_key=flags.label_key or ("label" if is_record else None),
         metadata_key=flags.metadata_key,
@@ -89,11 +95,17 @@ def _samples(config: Config, response: str | None, response_key: str | None) -> 
                 raise missing_key(response_key, "--response-key", row)
         except RowProblem as problem:
             raise problem.at(where) from problem
-        text = str(row[response_key]) if response_key is not None else response or ""
+        text = response or "" if response_key is None else _response_text(row, response_key)
         yield Sample(
             group_index=number, index=number, prompt=prompt.text, response=text, response_length=len(text.split()),
             label=prompt.label, metadata=prompt.metadata, status=SampleStatus.COMPLETED,
         )  # fmt: skip
+
+
+def _response_text(row: dict[str, Any], key: str) -> str:
+    """A response; one that is a number is the text that the data has."""
+    text = label_text(written(row, key))
+    return "" if text is None else str(text)
 
 
 async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
+from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
@@ -152,13 +153,15 @@ def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np
     return np.asarray(total.kept, dtype=np.int64)
 
 
-def read_samples(path: str, checker: Checker) -> list[Sample]:
+def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) -> list[Sample]:
     """A sample of each row that can be drawn, in the order of the file, without indices.
 
+    Args:
+        splits: as of `open_rows`.
     Raises:
         UserError: as `open_rows` and `prepare`.
     """
-    rows = open_rows(path)
+    rows = open_rows(path, splits)
     kept = prepare(rows, path, checker)
     prompts = [read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept]
     return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]

@@ -12,9 +12,10 @@ from typing import Any
 from slime.config.config import Config
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
+from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.prepare import Checker, probe, read_samples
 from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat, compares_labels, keeps_raw_labels
+from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRunner
 from slime.rollout.failed_groups import too_many_failed
@@ -57,7 +58,7 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
     Raises:
         UserError: rows that cannot be used, or none left.
     """
-    return read_samples(dataset.path, _checker(dataset, config, tokenizer))
+    return read_samples(dataset.path, _checker(dataset, config, tokenizer), EVALUATION)
 
 
 def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max_rows: int) -> None:
@@ -66,12 +67,10 @@ def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max
     Raises:
         UserError: as `read_eval_prompts`.
     """
-    probe(open_rows(dataset.path), dataset.path, _checker(dataset, config, tokenizer), max_rows)
+    probe(open_rows(dataset.path, EVALUATION), dataset.path, _checker(dataset, config, tokenizer), max_rows)
 
 
 def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    own_function = dataset.custom_rm_path or config.reward.custom_rm_path
-    rm_type = None if own_function else dataset.rm_type or config.reward.rm_type
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -79,9 +78,9 @@ def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
         tool_key=dataset.tool_key,
         apply_chat_template=dataset.apply_chat_template,
         template_kwargs=dataset.apply_chat_template_kwargs,
-        text_label=compares_labels(rm_type),
         raw_label=keeps_raw_labels(config),
-        rm_type=rm_type,
+        rm_type=dataset.rm_type or config.reward.rm_type,
+        own_reward=bool(dataset.custom_rm_path or config.reward.custom_rm_path),
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from slime import log
 from slime.config import make_config
+from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.log import untold
 from slime.prompts.chat_template import carries_template, render_prompt, template_markers
 from slime.prompts.order import shuffled
 from slime.prompts.prepare import Checker, prepare
-from slime.prompts.readers import JsonLines, iter_rows, open_rows, split_slice
+from slime.prompts.readers import JsonLines, iter_rows, open_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.source import PromptSource, make_source
 from slime.prompts.tokenizer import load_tokenizer, stop_token_report, with_opening
@@ -77,7 +78,7 @@ def test_csv_is_text_as_it_stands(tmp_path: Path) -> None:
     file.write_text('prompt,label\n"one, two",007\nNA,\n', encoding="utf-8-sig")
     rows = open_rows(f"{file}@[0:2]")
     assert [rows[0], rows[1]] == [{"prompt": "one, two", "label": "007"}, {"prompt": "NA", "label": ""}]
-    assert [where for where, _ in iter_rows(str(file))] == [f"{file} row 0", f"{file} row 1"]
+    assert [where for where, _ in iter_rows(str(file))] == [f"{file}:2", f"{file}:3"]
     file.write_text("prompt,label\nonly one\n")
     with pytest.raises(UserError, match="another number of columns than the header"):
         list(iter_rows(str(file)))

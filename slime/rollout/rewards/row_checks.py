@@ -4,12 +4,13 @@ before a launch."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.legacy_paths import replaced
+from slime.prompts.dataset_folders import EVALUATION, TRAINING
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import decoded
 from slime.rollout.eval_datasets import eval_datasets
@@ -36,8 +37,8 @@ def check_rows(config: Config, max_rows: int) -> None:
 
 def _tasks(config: Config, max_rows: int) -> Iterator[tuple[str, Task]]:
     reward, known, is_ours = config.reward, set[str](), replaced(OLD_NAME) is None
-    for path, key, injected in _files(config):
-        for where, row in itertools.islice(iter_rows(path), max_rows):
+    for path, splits, key, injected in _files(config):
+        for where, row in itertools.islice(iter_rows(path, splits), max_rows):
             metadata = decoded(row.get(key))
             metadata = injected(metadata if isinstance(metadata, dict) else {})  # others are told with all rows
             own = str(metadata.get("rm_type") or "")
@@ -58,15 +59,15 @@ def _check_own(rm_type: str, where: str, config: Config) -> None:
         raise UserError(f"{where}: its rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
 
 
-def _files(config: Config) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
-    """Path, column of metadata, and what becomes of it."""
+def _files(config: Config) -> Iterator[tuple[str, Sequence[str], str, Callable[[dict[str, Any]], dict[str, Any]]]]:
+    """Yield path, preferred splits, column of metadata, and what becomes of it."""
     data, rollout = config.data, config.rollout
     if config.reward.custom_rm_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path:
         return
     own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
     unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
     if data.prompt_data and not own and not unread:
-        yield data.prompt_data, data.metadata_key, dict
+        yield data.prompt_data, TRAINING, data.metadata_key, dict
     for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
         if not (dataset.custom_rm_path or dataset.custom_generate_function_path):
-            yield dataset.path, dataset.metadata_key, dataset.inject_metadata
+            yield dataset.path, EVALUATION, dataset.metadata_key, dataset.inject_metadata
