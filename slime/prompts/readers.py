@@ -248,6 +248,27 @@ def _decompressing(file: str) -> Iterator[None]:
         ) from error
 
 
+def _mapped(file: str) -> np.ndarray:
+    """The content of a file, decompressed and mapped into memory; uint8 [number of bytes]."""
+    with _open_bytes(file, mapped=True) as stream:
+        if not stream.peek(1):
+            return np.zeros(0, dtype=np.uint8)  # which cannot be mapped
+        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
+    """Where a byte stands, in order; int64."""
+    block = 1 << 24
+    found = [np.flatnonzero(content[at : at + block] == byte[0]) + at for at in range(0, len(content), block)]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start, end) of the stretches that line breaks end; what is behind the last one counts if there is anything."""
+    ends = breaks if (len(breaks) and breaks[-1] == size - 1) or not size else np.append(breaks, size)
+    return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
+
+
 class _MappedRows:
     """Rows of a text file, mapped into memory; holds offsets and a line number per row.
 
@@ -259,7 +280,7 @@ class _MappedRows:
         self._starts = starts
         self._ends = ends
         self._numbers = numbers
-        self._map: mmap.mmap | None = None
+        self._map: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_map": None}
@@ -272,9 +293,8 @@ class _MappedRows:
 
     def _bytes(self, position: int) -> bytes:
         if self._map is None:
-            with _open_bytes(self._file, mapped=True) as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._map[self._starts[position] : self._ends[position]]
+            self._map = _mapped(self._file)
+        return self._map[self._starts[position] : self._ends[position]].tobytes()
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -293,30 +313,13 @@ class JsonLines(_MappedRows):
 
 def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(start, end, line number) of every line that is not blank; int64 arrays."""
-    breaks = []
-    offset = 0
-    last = b"\n"
-    with _open_bytes(file, mapped=True) as stream:
-        while block := stream.read(1 << 24):
-            breaks.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
-            offset += len(block)
-            last = block[-1:]
-        ends = np.concatenate(breaks) if breaks else np.zeros(0, dtype=np.int64)
-        if last != b"\n":
-            ends = np.append(ends, offset)
-        starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
-        keep = ends > starts
-        if offset:
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                _drop_blank(content, starts, ends, keep)
+    content = _mapped(file)
+    starts, ends = _between(_positions(content, b"\n"), len(content))
+    keep = ends > starts
+    first = content[starts[keep]]
+    for i in np.flatnonzero(keep)[first <= 32]:  # only a line that begins with white space can be blank
+        keep[i] = bool(bytes(content[starts[i] : ends[i]]).strip())
     return starts[keep], ends[keep], np.flatnonzero(keep) + 1
-
-
-def _drop_blank(content: mmap.mmap, starts: np.ndarray, ends: np.ndarray, keep: np.ndarray) -> None:
-    """Clear ``keep`` for lines of white space; only those that begin with some are looked at."""
-    first = np.frombuffer(content, dtype=np.uint8)[starts[keep]]
-    for i in np.flatnonzero(keep)[first <= 32]:
-        keep[i] = bool(content[starts[i] : ends[i]].strip())
 
 
 def _iter_json_lines(file: str) -> Iterator[tuple[str, Row]]:
@@ -477,19 +480,64 @@ class CsvRows(_MappedRows):
     """A CSV file with a header. Every value is the text that stands there: "007" is no number, and "" is an answer."""
 
     def __init__(self, file: str, part: slice) -> None:
-        spans = array.array("q")
-        self._header: list[str] = []
-        for start, end, line, record in _csv_records(file):
-            if not self._header:
-                self._header = _checked_header(record, file)
-            else:
-                spans.extend((start, end, line))
-        starts, ends, numbers = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-        super().__init__(file, starts[part], ends[part], numbers[part])
+        starts, ends, numbers = _csv_offsets(file)
+        super().__init__(file, starts, ends, numbers)
+        self._header = _checked_header(self._record(0), file) if len(self) else []
+        self._starts, self._ends, self._numbers = starts[1:][part], ends[1:][part], numbers[1:][part]
 
     def __getitem__(self, position: int) -> Row:
-        text = io.StringIO(self._bytes(position).decode(), newline="")
-        return _csv_row(self._header, next(_csv_reader(text, self._file)))
+        return _csv_row(self._header, self._record(position))
+
+    def _record(self, position: int) -> list[str]:
+        try:
+            text = self._bytes(position).removeprefix(codecs.BOM_UTF8).decode()
+        except UnicodeDecodeError as error:
+            raise RowProblem("are not UTF-8", str(error), "save the file as UTF-8") from error
+        return list(next(_csv_reader(io.StringIO(text, newline=""), self._file)))
+
+
+def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(start, end, line number) of each record that is not blank, the header first; int64 arrays.
+
+    Raises:
+        UserError: as `_csv_records`.
+    """
+    content = _mapped(file)
+    breaks = _positions(content, b"\n")
+    quotes = _positions(content, b'"')
+    returns = _positions(content, b"\r")
+    if not _is_regular(content, quotes, returns, CSV_DELIMITERS[row_suffix(file)].encode()):
+        spans = array.array("q")
+        for start, end, line, _ in _csv_records(file):
+            spans.extend((start, end, line))
+        starts, ends, numbers = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        return starts, ends, numbers
+    outside = np.flatnonzero(np.searchsorted(quotes, breaks) % 2 == 0)
+    starts, ends = _between(breaks[outside], len(content))
+    numbers = np.concatenate([[0], outside + 1])[: len(starts)] + 1
+    keep = ends > starts
+    keep[keep] = (content[starts[keep]] != ord("\r")) | (ends[keep] - starts[keep] > 1)
+    return starts[keep], ends[keep], numbers[keep]
+
+
+def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes) -> bool:
+    """Whether line breaks with an even number of quotes before them are just those that end a record.
+
+    So it is where quotes stand only around fields and doubled in them; ``csv`` takes others, too.
+    """
+    if len(quotes) % 2:
+        return False
+    opening, closing = quotes[::2], quotes[1::2]
+    edges = np.frombuffer(delimiter + b"\r\n", dtype=np.uint8)
+    first = 3 if content[:3].tobytes() == codecs.BOM_UTF8 else 0
+    doubled = np.zeros(len(opening), dtype=bool)
+    doubled[1:] = opening[1:] == closing[:-1] + 1
+    before = np.isin(content[np.maximum(opening - 1, 0)], edges) | (opening == first)
+    after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (closing == len(content) - 1)
+    if not (before | doubled).all() or not (after | np.append(doubled[1:], False)[: len(closing)]).all():
+        return False
+    lone = returns[np.searchsorted(quotes, returns) % 2 == 0]
+    return bool((lone + 1 < len(content)).all()) and bool((content[lone + 1] == ord("\n")).all())
 
 
 def _iter_csv(file: str) -> Iterator[tuple[str, Row]]:
