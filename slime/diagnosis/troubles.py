@@ -292,8 +292,8 @@ NOTHING_KEPT = Trouble(
 DATA_FILE = Trouble(
     "data-file",
     "a data file is not found or cannot be read",
-    "No such file, of a type that is not known, without rows, or with several splits to choose from.",
-    ("check the path; .jsonl, .json, .csv, .parquet and .arrow are read, path@[a:b] takes a slice",),
+    "No such file, of a type that is not known, without rows, or with several splits or configurations to choose from.",
+    ("check the path; docs/data.md lists the types that are read; path:split names a split, path@[a:b] takes a slice",),
     "--prompt-data nowhere.jsonl",
 )
 DATA_ROWS = Trouble(

@@ -95,7 +95,9 @@ def test_text_stays_byte_for_byte(tmp_path: Path, text: str) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8", newline="")
         assert label_of(tmp_path / name, rm_type="f1") == text
     column(tmp_path / "a.parquet", [text])
-    assert [read_prompt(row, RowFormat("p", "y"), None).label for _, row in iter_rows(f"{tmp_path}/a.parquet")] == [text]
+    assert [read_prompt(row, RowFormat("p", "y"), None).label for _, row in iter_rows(f"{tmp_path}/a.parquet")] == [
+        text
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,9 @@ def test_a_prompt_that_is_a_number_is_refused(tmp_path: Path, prompt: str) -> No
 # -- CSV -------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(TEXTS.map(lambda text: text.replace("\0", "")), min_size=1, max_size=5), st.sampled_from(["csv", "tsv"]))
+@given(
+    st.lists(TEXTS.map(lambda text: text.replace("\0", "")), min_size=1, max_size=5), st.sampled_from(["csv", "tsv"])
+)
 @HERE
 def test_every_field_of_a_csv_file_is_its_text(tmp_path: Path, texts: list[str], kind: str) -> None:
     path = tmp_path / f"a.{kind}"
