@@ -192,7 +192,7 @@ def test_names_on_the_hub_with_configuration_split_and_slice(hub_copy: Path) -> 
 
 
 def test_errors_and_notices_use_the_name_on_the_hub(hub_copy: Path) -> None:
-    with pytest.raises(UserError, match="name one: me/sums/main$"):
+    with pytest.raises(UserError, match=r"name one: me/sums/main$"):
         open_rows(local_data("me/sums"))
     with pytest.raises(UserError, match="name one of them: me/sums/main:test"):
         open_rows(local_data("me/sums/main:tests"))
