@@ -31,7 +31,7 @@ class FoundSplit:
     """A split of a data set folder.
 
     Attributes:
-        name: folder, configuration and split, for messages.
+        name: folder and configuration, for messages.
         splits: all that there are.
         was_named: the path names the split.
         table: loads it as a `datasets.Dataset`; None for files of text.

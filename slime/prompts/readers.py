@@ -134,7 +134,8 @@ def _open_dataset(path: str, split: str | None, splits: Sequence[str]) -> Rows:
     if found is None:
         raise _missing(f"{path}:{split}" if split else path)
     if found.table is not None:
-        return TableRows(found.table(), found.name, slice(None))
+        name = found.name if len(found.splits) == 1 else f"{found.name}:{found.split}"
+        return TableRows(found.table(), name, slice(None))
     return ConcatenatedRows([_open_file(file) for file in found.text_files])
 
 
