@@ -260,7 +260,9 @@ def _mapped(file: str) -> np.ndarray:
 def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
     """Where a byte stands, in order; int64."""
     block = 1 << 24
-    found = [np.flatnonzero(content[at : at + block] == byte[0]) + at for at in range(0, len(content), block)]
+    found: list[np.ndarray] = [
+        np.flatnonzero(content[at : at + block] == byte[0]) + at for at in range(0, len(content), block)
+    ]
     return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
 
@@ -531,7 +533,7 @@ def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, de
     opening, closing = quotes[::2], quotes[1::2]
     edges = np.frombuffer(delimiter + b"\r\n", dtype=np.uint8)
     first = 3 if content[:3].tobytes() == codecs.BOM_UTF8 else 0
-    doubled = np.zeros(len(opening), dtype=bool)
+    doubled: np.ndarray = np.zeros(len(opening), dtype=bool)
     doubled[1:] = opening[1:] == closing[:-1] + 1
     before = np.isin(content[np.maximum(opening - 1, 0)], edges) | (opening == first)
     after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (closing == len(content) - 1)
