@@ -119,31 +119,59 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
 
 # -- multiple choice -------------------------------------------------------------------------------------------------
 
+#: Where a row does not say which letters its choices have.
+_LETTERS = "ABCDEFGHIJ"
+#: Wrappers of LaTeX that change the font of a choice and nothing else.
+_FONTS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathcal|mathbb|bm|"
+    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|displaystyle|rm|bf|it)\b\s*\*?"
+)
+#: What may stand around a letter: blanks, quotes, Markdown, dollars, brackets.
+_AROUND = " \t\n$*_`'\"“”‘’"
+_OPEN = r"[\s*_`$\"'“‘({\[\\]*"
+#: "is B", "is therefore option B": the words between the phrase and the letter.
+_FILLER = (
+    r"(?:\s*(?:is|are|be|would|should|must|will|:|=|-+>|→|⇒|therefore|thus|hence|clearly|definitely|most|likely|probably|"
+    r"simply|indeed|the|correct|right|best|final|answer|choice|option|letter|to|this|question|number)\b|\s*[:=→⇒])*"
+)
+
 
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 if the letter chosen in the response is the right one.
 
     ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a dict by letter);
-    ``metadata["valid_letters"]`` limits the letters, A to D by default.
+    ``metadata["valid_letters"]`` limits the letters, A to J (or those of the choices) by default.
 
     Example:
         >>> grade_gpqa("Not A. The answer is (C).", "C")
         1.0
     """
-    metadata = metadata or {}
-    choices = metadata.get("choices") or []
-    texts = dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
-    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or texts or "ABCD"]
-    wanted = _label_letter(label, letters, texts)
+    letters, texts = valid_choices(metadata)
+    wanted = label_letter(label, letters, texts)
     return float(wanted is not None and _chosen_letter(response, letters, texts) == wanted)
 
 
-def _label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
-    if isinstance(label, int) and 0 <= label < len(letters):
-        return letters[label]
-    text = str(label).strip()
-    if text.strip("().").upper() in letters:
-        return text.strip("().").upper()
+def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
+    """Letters that may be chosen, and the texts of the choices by letter ({} where a row has none)."""
+    metadata = metadata or {}
+    choices = metadata.get("choices") or []
+    texts = dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
+    texts = {str(letter).upper(): text for letter, text in texts.items()}
+    letters = metadata.get("valid_letters") or texts or _LETTERS
+    return [str(letter).upper() for letter in letters], texts
+
+
+def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter that a label means: itself, a position in ``letters``, or the choice with this text."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        return letters[label] if 0 <= label < len(letters) else None
+    return _letter_of(str(label), letters, texts)
+
+
+def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    text = text.strip()
+    if text.strip("(). ").upper() in letters:
+        return text.strip("(). ").upper()
     return next((k for k, choice in texts.items() if normalise_answer(str(choice)) == normalise_answer(text)), None)
 
 
@@ -152,7 +180,7 @@ def _chosen_letter(response: str, letters: list[str], texts: dict[str, Any]) -> 
     boxed = last_boxed(text)
     if boxed is not None:
         inner = re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", r"\1", boxed)
-        return _label_letter(inner, letters, texts)
+        return _letter_of(inner, letters, texts)
     group = "([" + "".join(map(re.escape, letters)) + "])"
     for pattern in (rf"(?i)answer\s*(?:is|:)?\s*[:*]*\s*[(*]*{group}\b", rf"\({group}\)", rf"\b{group}\b"):
         found = re.findall(pattern, text)
