@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -30,6 +31,17 @@ def after_thinking(text: str) -> str | None:
         if marker in text:
             return text.rsplit(marker, 1)[1]
     return None
+
+
+def final_text(text: str) -> str | None:
+    """What a response says after its reasoning; None where it never stops thinking.
+
+    Without ``<think>`` and ``</think>`` the whole response counts.
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if closed:
+        return rest
+    return None if "<think>" in text else text
 
 
 # -- F1 --------------------------------------------------------------------------------------------------------------
@@ -121,26 +133,52 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
 
 #: Where a row does not say which letters its choices have.
 _LETTERS = "ABCDEFGHIJ"
-#: Wrappers of LaTeX that change the font of a choice and nothing else.
+#: LaTeX that changes the font of a choice and nothing else.
 _FONTS = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathcal|mathbb|bm|"
-    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|displaystyle|rm|bf|it)\b\s*\*?"
+    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|fbox|large|Large|rm|bf|it|displaystyle|left|right)"
+    r"(?![A-Za-z])\s*"
 )
-#: What may stand around a letter: blanks, quotes, Markdown, dollars, brackets.
-_AROUND = " \t\n$*_`'\"“”‘’"
-_OPEN = r"[\s*_`$\"'“‘({\[\\]*"
-#: "is B", "is therefore option B": the words between the phrase and the letter.
-_FILLER = (
-    r"(?:\s*(?:is|are|be|would|should|must|will|:|=|-+>|→|⇒|therefore|thus|hence|clearly|definitely|most|likely|probably|"
-    r"simply|indeed|the|correct|right|best|final|answer|choice|option|letter|to|this|question|number)\b|\s*[:=→⇒])*"
+_SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
+#: Decoration around a letter: Markdown, quotes, dollars, braces.
+_MARKS = "*_`\"'“”‘’«»$"
+_STATEMENTS = re.compile(
+    r"""(?ix)
+    \b(?:answer|choice|option|selection|response|letter|solution|result)s?\b
+        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|i|choose|chose|select|from|among|above|given|the|
+            this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
+            thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
+            choice|answer|number|:)\b)*
+        [\s*_`"'“‘]*(?:\bis\b|\bare\b|\bbe\b|:|=|-+>|→|⇒|[\s(*]\Z)?
+    | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+(?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
+        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|vote\ for|opt\ for|went\ with)
+        (?:\ that)?
+    | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|it\ is|it's|which\ is|
+        correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leaves(?:\ us\ with)?)\b
+    | \b(?:therefore|thus|hence|so)\b[,:]?
+    """
+)
+_GAP = re.compile(
+    r"(?i)[\s:=\-–—>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
+    r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
+)
+_NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|eliminat\w+|"
+                       r"exclud\w+|reject\w*|rather than|instead of)\b")  # fmt: skip
+_CONTRASTED = re.compile(
+    r"(?i)^[\s)*_`\]}.]*(?:is|are|was|seems|looks|would be)\s+(?:clearly |definitely |also |the )?"
+    r"(?:not|wrong|incorrect|false|ruled|eliminated|excluded|impossible)\b"
 )
 
 
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1 if the letter chosen in the response is the right one.
+    r"""1 if the letter chosen in the response is the right one.
+
+    What counts is the last statement of a choice after ``</think>``: a ``\boxed{…}``, "the answer is C",
+    "I choose (C)", or a letter that stands alone. The English words "a" and "I" are no letters, and two
+    letters ("A and B") are no choice.
 
     ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a dict by letter);
-    ``metadata["valid_letters"]`` limits the letters, A to J (or those of the choices) by default.
+    ``metadata["valid_letters"]`` limits the letters; they are those of the choices, else A to J.
 
     Example:
         >>> grade_gpqa("Not A. The answer is (C).", "C")
@@ -148,7 +186,10 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
     """
     letters, texts = valid_choices(metadata)
     wanted = label_letter(label, letters, texts)
-    return float(wanted is not None and _chosen_letter(response, letters, texts) == wanted)
+    text = final_text(response)
+    if wanted is None or text is None:
+        return 0.0
+    return float(chosen_letter(text, letters, texts) == wanted)
 
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
@@ -165,25 +206,190 @@ def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str |
     """The letter that a label means: itself, a position in ``letters``, or the choice with this text."""
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
-    return _letter_of(str(label), letters, texts)
+    text = str(label).strip()
+    boxed = last_boxed(text)
+    return _letter_of(text if boxed is None else boxed, letters, texts)
+
+
+def _unfonted(text: str) -> str:
+    text = _SPACES.sub(" ", text.replace(r"\(", "$").replace(r"\)", "$"))
+    return _FONTS.sub("", text).replace("{", " ").replace("}", " ").strip()
 
 
 def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    text = text.strip()
-    if text.strip("(). ").upper() in letters:
-        return text.strip("(). ").upper()
-    return next((k for k, choice in texts.items() if normalise_answer(str(choice)) == normalise_answer(text)), None)
+    """The one choice that is the whole of ``text``: by its letter, by letter and text, or by its text."""
+    own = _choice_with_text(text, texts)
+    if own is not None and len(text.strip()) > 1:
+        return own
+    plain = " ".join(_unfonted(text).strip(_MARKS + " .").split())
+    plain = re.sub(r"(?i)^(?:(?:the|final|correct|answer|option|choice|is)\b[\s:=]*)+(?=\W*\w)", "", plain).strip(
+        _MARKS + " "
+    )
+    group = "".join(map(re.escape, letters))
+    if found := re.fullmatch(rf"(?i)[(\[]?\s*([{group}])\s*[)\].:,]*", plain):
+        return found[1].upper()
+    if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
+                         rf"([{group}])\s+[-–—=]+\s+(\S.*)", plain):  # fmt: skip
+        letter, rest = (found[1] or found[3] or found[5]).upper(), found[2] or found[4] or found[6] or ""
+        if re.match(rf"(?:and|or|&|,|/)?\s*[(\[]?[{group}]\b[)\]]?(?:\W|$)", rest) and not texts:
+            return None
+        return letter
+    return own
 
 
-def _chosen_letter(response: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    text = after_thinking(response) or response
-    boxed = last_boxed(text)
-    if boxed is not None:
-        inner = re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", r"\1", boxed)
-        return _letter_of(inner, letters, texts)
-    group = "([" + "".join(map(re.escape, letters)) + "])"
-    for pattern in (rf"(?i)answer\s*(?:is|:)?\s*[:*]*\s*[(*]*{group}\b", rf"\({group}\)", rf"\b{group}\b"):
-        found = re.findall(pattern, text)
-        if found:
-            return found[-1].upper()
+def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
+    if not texts:
+        return None
+    plain = _plain_choice(text)
+    if not plain:
+        return None
+    return next((letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain), None)
+
+
+def _plain_choice(text: str) -> str:
+    from slime.rollout.rewards.math_notation import plain_latex
+
+    formula = re.sub(r"[\s{}]+", " ", plain_latex(text).lower()).strip()
+    return normalise_answer(formula) if not re.search(r"[\d\\^/=<>]", formula) else re.sub(r"[\s()*]+", "", formula)
+
+
+def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter that a response settles on; None where it settles on none, or on several."""
+    stated = [found for found in _stated_letters(text, letters, texts) if found]
+    if stated:
+        return max(stated, key=lambda found: found[0])[1]
+    return _only_letter(text, letters, texts)
+
+
+def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Iterator[tuple[int, str | None]]:
+    """Position and letter of each statement of a choice; None for a statement of several letters."""
+    for position, inner in _boxes(text):
+        letter = _letter_of(inner, letters, texts)
+        several = re.search(rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner))
+        if letter is not None or several:
+            yield position, letter
+    group = "".join(map(re.escape, letters))
+    for found in _STATEMENTS.finditer(text):
+        if (stated := _letter_after(text, found.end(), group)) is not None:
+            is_weak = found[0].lower().strip(" ,:") in _WEAK
+            if is_weak and not stated[2]:
+                continue
+            if not _NEGATION.search(text[max(0, found.start() - 12) : stated[0]].rpartition(".")[2]):
+                yield stated[0], stated[1]
+        elif texts and (by_text := _text_after(text, found.end(), texts)):
+            yield found.end(), by_text
+    after = re.compile(
+        rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
+        r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly |indeed )?(?:the )?"
+        r"(?:only )?(?:correct|right|best|answer|true|final)\b"
+    )
+    for found in after.finditer(text):
+        before = text[max(0, found.start() - 14) : found.start()]
+        if not re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before):
+            yield found.start(1), found[1].upper()
+        else:
+            yield found.start(1), None
+
+
+_WEAK = frozenset({"therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"})
+
+
+def _boxes(text: str) -> Iterator[tuple[int, str]]:
+    for found in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
+        inner = last_boxed(text[found.start() :]) if "boxed" not in text[found.end() :] else None
+        if inner is None:
+            inner = _braced(text, found.end())
+        if inner is not None:
+            yield found.start(), inner
+
+
+def _braced(text: str, start: int) -> str | None:
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
     return None
+
+
+def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
+    """(position, letter or None for several, whether it is decorated) of the choice that begins at ``start``."""
+    gap = _GAP.match(text, start)
+    assert gap
+    at = gap.end()
+    window = text[at : at + 80]
+    clean = re.sub(r"^(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf|textit|boldsymbol)\s*\{|[{$])+\s*", "", window)
+    found = re.match(rf"([(\[]?)\s*([{group}{group.lower()}])(?![\w'’-])(?:\s*([)\]]))?", clean)
+    if not found:
+        return None
+    letter, rest = found[2], clean[found.end() :]
+    before = text[start:at]
+    is_marked = bool((found[1] and found[3]) or re.search(r"[*_`\"“$]$", before) or clean != window or found[3])
+    follows = re.match(r"[*_`\"'”’}$]*\s*(?:[.,;:!?\n)—–]|$|\\\)|\\\])", rest)
+    if not is_marked and not follows:
+        if letter.islower():
+            return None
+        word = re.match(r"[*_`\"'”’]*\s+([a-z]+)", rest)
+        if letter in "AI" and (not word or word[1] not in _AFTER_A):
+            return None
+    if letter in "ai" and not is_marked and ":" not in before and not re.match(r"\W*$", rest):
+        return None
+    several = re.match(
+        rf"[*_`\"'”’}})\]$]*\s*(?:,\s*)?(?:and|or|&|/|,|as well as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
+        rest,
+    )
+    if _CONTRASTED.match(rest):
+        return None
+    if several and several[1].upper() != letter.upper():
+        return at, None, True
+    return at, letter.upper(), is_marked or bool(follows)
+
+
+_AFTER_A = frozenset("because since as is and or for with which where while so due given but, by".split())
+
+
+def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
+    gap = re.compile(r"[\s:=*_`\"“$-]*(?:(?:the|is|be)\s+)?").match(text, start)
+    assert gap
+    for rest in (text[start:], text[gap.end() :]):
+        line = re.split(r"\n|[.!?](?:\s|$)|\bbecause\b|\bsince\b", rest.strip(), maxsplit=1)[0]
+        letter = _choice_with_text(line.strip(_MARKS + " :"), texts)
+        if letter:
+            return letter
+    return None
+
+
+def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter of a response without a statement: one that stands alone, or the last in brackets or bold."""
+    whole = _letter_of(text, letters, texts)
+    if whole is not None:
+        return whole
+    group = "".join(map(re.escape, letters))
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in (lines[-1:] or [""]) + lines[:1]:
+        if (letter := _letter_of(line, letters, texts)) is not None:
+            return letter
+    marked = []
+    for found in re.finditer(rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text):
+        sentence = re.split(r"[.!?\n]\s", text[: found.start()])[-1]
+        if not _NEGATION.search(sentence) and not _CONTRASTED.match(text[found.end() :]):
+            marked.append((found[1] or found[2]).upper())
+    if marked:
+        return marked[-1]
+    if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
+        return None
+    bare = re.findall(
+        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’-])", text.strip()
+    )
+    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
+        return next(letter for letter in bare if letter not in "AI")
+    if texts and lines:
+        there = [letter for letter, choice in texts.items() if _mentions(lines[-1], str(choice))]
+        if len(there) == 1 and not _NEGATION.search(lines[-1]):
+            return there[0]
+    return None
+
+
+def _mentions(line: str, choice: str) -> bool:
+    words = normalise_answer(choice)
+    return bool(words) and f" {words} " in f" {normalise_answer(line)} "
