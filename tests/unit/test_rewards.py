@@ -124,7 +124,7 @@ def test_f1(response: str, label: str, f1: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "plain"),
     [
-        (r"$\frac12$", "frac{1}{2}"),
+        (r"$\frac12$", r"\frac{1}{2}"),
         (r"\boxed{7}", "7"),
         ("1,234,567", "1234567"),
         (r"12 \text{ inches}", "12"),

@@ -446,7 +446,8 @@ def _number(text: str) -> Quantity | None:
             glued = Quantity(text, plain.node, unit, False, plain.decimal)
             if found[2] or re.match(r"[A-Za-z]{2}|\^", found[3]):
                 return glued
-    if found := re.fullmatch(r"(.*?[^\\^{ ])(?:\^ ?\{? ?)\\circ ?\}?", text):
+    found = re.fullmatch(r"(.*?[^\\^{ ])(?:\^ ?\{? ?)\\circ ?\}?", text)
+    if found and not re.search("sin|cos|tan|sec|csc|cot", text):
         try:
             inner = read_expression(found[1])
         except NotMath:
@@ -601,6 +602,11 @@ def same_answer(label: str, answer: str) -> bool | None:
     ):
         return True
     return verdict
+
+
+def is_text(answer: str) -> bool:
+    """Whether an answer is words, not mathematics."""
+    return isinstance(read_answer(answer), Words)
 
 
 def _same(g: Any, a: Any) -> bool | None:
@@ -776,7 +782,7 @@ def _assigned(items: Sequence[Any]) -> list[Any] | None:
     """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
     if not all(isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0]) for item in items):
         return None
-    names = [item.sides[0].text for item in items]
+    names = [str(getattr(item.sides[0], "text", "")) for item in items]
     return [item.sides[1] for item in items] if len(set(names)) == len(names) else None
 
 
@@ -785,6 +791,8 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
 
 
 def _is_name(side: Any) -> bool:
+    if isinstance(side, Sequence_):  # (x, y) = (1, 2)
+        return side.opening == "(" and all(_is_name(item) for item in side.items)
     return isinstance(side, (Quantity, Words, Opaque)) and bool(_NAME.fullmatch(_squeezed(side.text)))
 
 
@@ -800,7 +808,7 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
     out = []
     for item in items:
         if isinstance(item, Relation) and item.signs in (("=",), (r"\in",)) and _is_name(item.sides[0]):
-            name = item.sides[0].text
+            name = getattr(item.sides[0], "text", "")
             others = {o.sides[0].text for o in items if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)}
             if len(others) <= 1 or name in ("x",) and len(others) == 1:
                 item = item.sides[1]
@@ -910,6 +918,8 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
             return _same(g, a.sides[-1])
         if isinstance(first, Quantity):
             variables = symbols_of(first.node)
+            if not variables and len(a.sides) == 2 and _is_name(a.sides[1]) and not _is_constant(a.sides[1]):
+                return _same(g, first)  # "5 = x"
             if not variables and not (isinstance(g, Quantity) and symbols_of(g.node)):
                 return _same(g, a.sides[-1])
             last = a.sides[-1]
@@ -917,8 +927,6 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
                 return _same(g, last)
             if len(a.sides) > 2 or (isinstance(g, Quantity) and isinstance(last, Quantity) and symbols_of(last.node)):
                 return _same(g, last) if equal(first.node, getattr(last, "node", first.node)) else False
-            if isinstance(last, Quantity) and _is_name(last) and symbols_of(last.node):
-                return _same(g, first)  # "5 = x"
         return _mirror_interval(a, g)
     if signs == {r"\in"} and _is_name(a.sides[0]):
         return _same(g, a.sides[-1])
@@ -1084,7 +1092,11 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
             return [answer]
         parts = [_intervals(item) for item in answer.items]
         return None if any(part is None for part in parts) else [i for part in parts for i in part or []]
+    if isinstance(answer, Union_):
+        return list(answer.parts) if answer.operator == r"\cup" else None
     if isinstance(answer, Relation):
+        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+            return _intervals(answer.sides[1])
         if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) and isinstance(answer.sides[1], Quantity):
             end = answer.sides[1]
             return [_interval((None, False, end, False)), _interval((end, False, None, False))]

@@ -155,7 +155,8 @@ class _Reader:
                 kind = {"/": "/", r"\div": "/", r"\mod": "mod"}.get(operator[1], "*")
                 node = ("f", "mod", node, right) if kind == "mod" else (kind, node, right)
             elif self.starts_factor():
-                if self.text[self.at].isdigit() or self.text[self.at] == ".":
+                is_number = self.text[self.at].isdigit() or self.text[self.at] == "."
+                if is_number and self.text[self.at - 1] != "i":
                     raise NotMath("a number right after a factor")
                 node = ("*", node, self.factor())
             else:
@@ -790,7 +791,8 @@ def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
         return x == y
     if not _close(x, y, scope):
         return _is_roundoff(a, b, x, y, scope)
-    is_huge = not (_MP.isinf(x) if not isinstance(x, Fraction) else False) and abs(x) > _MP.mpf(10) ** 45
+    size = abs(_float(x, scope))
+    is_huge = not _MP.isinf(size) and size > _MP.mpf(10) ** 45
     return not is_huge or not (contains(a, "+") or contains(b, "+"))  # 10^(10^9) + 1 is not 10^(10^9)
 
 

@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from slime.rollout.rewards.math_answers import is_text, same_answer
+from slime.rollout.rewards.math_notation import plain_latex
+
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last ``\boxed{…}`` (or ``\fbox``) with balanced braces, None without one.
@@ -77,39 +80,67 @@ def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
 
 #: Where DAPO's answers stand.
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
+#: Characters at the end of a response in which DAPO looks for it.
+_DAPO_TAIL = 300
+#: Units and nouns that an answer is compared without.
 _DAPO_UNITS = re.compile(
-    r"\b(square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|"
-    r"meters|meals|edges|students|childrentickets|multiples)\b"
+    r"(?<![A-Za-z\\])(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|"
+    r"cm|gm|pounds|meters|meals|edges|students|childrentickets|children|tickets|multiples)"
+    r"(?![A-Za-z])(?:\s*\^\s*\{?[23]\}?)?"
+)
+_DAPO_DROPPED = re.compile(
+    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|\\mathrm\{\s*th\s*\}|"
+    r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
+)
+_DAPO_LOOKALIKES = str.maketrans(
+    {"−": "-", "–": "-", "°": "", "×": r"\times", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty"}
 )
 
 
 def normalise_final_answer(answer: str) -> str:
-    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): no units, text, dollar signs, commas.
+    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): what follows the last "=", without
+    units, degrees, articles, text, dollars, blanks and the commas of thousands; ``\frac12`` and ``\sqrt3`` in braces.
 
     Example:
         >>> normalise_final_answer(r"x = \$1,000 \text{ dollars}")
         '1000'
+        >>> normalise_final_answer(r"20\text{ cm}^3"), normalise_final_answer(r"\sqrt 3")
+        ('20', '\\sqrt{3}')
     """
-    answer = answer.split("=")[-1]
-    for old, new in ((r"\%", ""), ("%", ""), (r"\$", ""), (r"\ ", ""), (r"\!", ""), ("\\\\", "\\")):
-        answer = answer.replace(old, new)
-    math = re.search(r"\$(.*?)\$", answer)
-    answer = math[1] if math else answer
-    answer = re.sub(r"\\text\{\s*(?:and|or)?\s*\}", ",", answer)
-    answer = re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", lambda m: _DAPO_UNITS.sub("", m[1]), answer)
-    answer = re.sub(r"\\overline\{(.*?)\}", r"\1", answer)
-    boxed = last_boxed(answer)
-    answer = _DAPO_UNITS.sub("", answer if boxed is None else boxed)
-    answer = re.sub(r"\\?frac([^{\s\\])([^{\s\\])", r"frac{\1}{\2}", answer.replace(r"\frac", "frac"))
-    answer = re.sub(r"sqrt([^{\s\\])", r"sqrt{\1}", answer).replace("$", "").strip().rstrip(".")
-    answer = re.sub(r"\s+", "", answer)
-    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
-        answer = answer.replace(",", "")
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
+    text = answer.split("=")[-1].translate(_DAPO_LOOKALIKES).replace("mbox", "text")
+    boxed = last_boxed(text)
+    text = text if boxed is None else boxed
+    text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})", "", text)
+    text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text, flags=re.I)
+    text = _DAPO_DROPPED.sub("", text)
+    math = re.search(r"\$(.+?)\$", text)
+    text = (math[1] if math else text).replace("$", "")
+    text = re.sub(r",?\s*\\text\{\s*(?:and|or)\s*\}|\s+and\s+", ",", text)
+    text = re.sub(r"\\(?:text|mathrm)\{\s*(?:m|s|kg|g|h)\s*\}(?:\^\{?\d\}?)?", "", text)
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}(\^\{?[23]\}?)?", _without_units, text)
+    text = re.sub(r"\\(?:overline|boxed)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\s+", " ", _DAPO_UNITS.sub("", text)).strip(" .*`,")
+    text = re.sub(r"\\?frac\s*([^{\s\\])\s*([^{\s\\])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\?sqrt\s*([^{\s\\\[(])", r"\\sqrt{\1}", text)
+    text = text.replace(" ", "").rstrip(".")
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+
+
+def _without_units(found: re.Match[str]) -> str:
+    """A text's content; nothing, with its power, where it is a unit: \\text{ cm}^3."""
+    left = _DAPO_UNITS.sub("", found[1])
+    return (left + (found[2] or "")) if left.strip() or not found[1].strip() else left
 
 
 def grade_dapo(response: str, label: Any) -> dict[str, Any]:
     """Score ±1 by the last "Answer: …" line within the last 300 characters (DAPO, arXiv:2503.14476).
+
+    An answer is right if it is the label after `normalise_final_answer`, or equal to it by the rules of
+    `slime.rollout.rewards.math_answers`. It is wrong if those tell the two apart: ``1,2`` is not 12,
+    although the published normalisation says so.
 
     Returns:
         ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; train on it with ``--reward-key score``.
@@ -118,15 +149,29 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
         >>> grade_dapo("We get\\nAnswer: $42$", "42")
         {'score': 1.0, 'acc': True, 'pred': '42'}
     """
-    right, predicted = final_answer(response[-300:], label)
+    right, predicted = final_answer(response[-_DAPO_TAIL:], label)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
 
 
 def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
-    """Whether the last match of ``pattern`` is the label, both in Minerva's form, and what it is."""
+    """Whether the last match of ``pattern`` is the label, and what it is in Minerva's form."""
     found = re.findall(pattern, response)
-    predicted = normalise_final_answer(found[-1]) if found else "[INVALID]"
-    return bool(found) and predicted == normalise_final_answer(str(label)), predicted
+    if not found or label is None:
+        return False, "[INVALID]"
+    given = found[-1].strip().lstrip("}*_ ").rstrip("*_ ")
+    predicted = normalise_final_answer(given)
+    wanted = normalise_final_answer(str(label))
+    if not predicted or not wanted:
+        return False, predicted or "[INVALID]"
+    verdict = same_answer(_unboxed(str(label)), _unboxed(given))
+    if verdict is None or (not verdict and is_text(_unboxed(str(label)))):
+        return predicted == wanted, predicted
+    return verdict, predicted
+
+
+def _unboxed(text: str) -> str:
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed
 
 
 # -- multiple choice -------------------------------------------------------------------------------------------------
@@ -159,7 +204,7 @@ _STATEMENTS = re.compile(
     """
 )
 _GAP = re.compile(
-    r"(?i)[\s:=\-–—>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
+    r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
     r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
 )
 _NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|eliminat\w+|"
@@ -247,8 +292,6 @@ def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
 
 
 def _plain_choice(text: str) -> str:
-    from slime.rollout.rewards.math_notation import plain_latex
-
     formula = re.sub(r"[\s{}]+", " ", plain_latex(text).lower()).strip()
     return normalise_answer(formula) if not re.search(r"[\d\\^/=<>]", formula) else re.sub(r"[\s()*]+", "", formula)
 
