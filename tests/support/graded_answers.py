@@ -434,8 +434,14 @@ def money(rng: random.Random) -> Spelled:
     return Spelled(
         "money", [rf"\${plain}", plain, f"{plain} dollars"],
         [rf"\${text}", rf"\$ {text}", f"{text} dollars", rf"{text}\text{{ dollars}}", f"USD {text}", text, rf"\text{{\${text}}}", f"${text}"],
-        [rf"\${n + 1}", f"{text} cents", f"{n * 100}", rf"-\${text}", f"€{n + 2}"],
+        [rf"\${n + 1}", f"{n * 100}", rf"-\${text}", f"€{n + 2}"],
     )  # fmt: skip
+
+
+@_template
+def dollars_and_cents(rng: random.Random) -> Spelled:
+    n = rng.randint(2, 90)
+    return Spelled("dollars and cents", [rf"\${n}", f"{n} dollars"], [f"{n * 100} cents", rf"{n}\text{{ dollars}}"], [f"{n} cents", f"{n} euros", f"{n * 100} dollars"])  # fmt: skip
 
 
 @_template

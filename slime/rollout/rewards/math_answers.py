@@ -151,6 +151,11 @@ _SIGN_NAMES = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "="}
 _COLON = re.compile(r"\s*:\s*")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.S)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
+_SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
+_COMPOUND = re.compile(
+    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?)?"
+)
+_HEDGE = re.compile(r"(?i)\A(?:approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
 _CURRENCY = re.compile(r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S)
 _PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
@@ -213,7 +218,7 @@ def read_answer(text: str) -> Any:
         >>> read_answer(r"\boxed{}"), read_answer("yes").words
         (None, 'yes')
     """
-    text = plain_latex(text[:_MAX_ANSWER])
+    text = _HEDGE.sub("", plain_latex(text[:_MAX_ANSWER]), count=1) if text else ""
     return _read(text, 0) if text else None
 
 
@@ -248,10 +253,25 @@ def _read_special(text: str, _: int) -> Any:
         return date
     if found := _ORDINAL.fullmatch(text):
         return _quantity(found[1], ("n", Fraction(int(found[1]))))
+    if (found := _COMPOUND.fullmatch(text)) and (compound := _compound(found)):
+        return compound
     found = _BASE.fullmatch(text)
     if found is None and (found := _IN_BASE.fullmatch(text)):
         return _based(found[1], found[2])
     return _based(found[1], found[2] or found[3]) if found else None
+
+
+def _compound(found: re.Match[str]) -> Quantity | None:
+    """5 ft 3 in, 2 hours and 30 minutes."""
+    parts = [(found[n], read_unit(found[n + 1], allow_words=False)) for n in (1, 3, 5) if found[n]]
+    known = [(Fraction(number.rstrip(".")), unit) for number, unit in parts if unit]
+    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not known[0][1].dimension:
+        return None
+    factors = [unit.factor for _, unit in known]
+    if factors != sorted(set(factors), reverse=True):
+        return None
+    total = sum((number * unit.factor for number, unit in known), Fraction(0)) / factors[0]
+    return Quantity(found[0], ("n", total), known[0][1])
 
 
 def _based(digits: str, base: str) -> Based | None:
@@ -378,8 +398,10 @@ def _read_brackets(text: str, depth: int) -> Any:
     opening, inner, closing = whole
     if not inner:
         return Words(r"\emptyset", "no solution") if opening == r"\{" else None
-    if opening == r"\{" and re.search(r"(?<!\\)\||:|\\mid", inner) and not _ONLY_COMMA.search(inner):
-        return Opaque(_squeezed(text))
+    if opening == r"\{" and (found := _SET_BUILDER.fullmatch(inner)):
+        condition = _read(found[1], depth + 1)
+        is_read = isinstance(condition, (Relation, Union_, Sequence_)) and _intervals(condition) is not None
+        return condition if is_read else Opaque(_squeezed(text))
     if opening == r"\langle":
         opening, closing = "(", ")"
     parts, separators = split_top(inner, _ONLY_COMMA)
@@ -438,7 +460,9 @@ def _number(text: str) -> Quantity | None:
         node = read_expression(text)
     except NotMath:
         return None
-    glued = None
+    glued = _before_unit(text)
+    if glued is not None:
+        return glued
     if found := _GLUED.fullmatch(text):
         unit = read_unit(found[3], allow_words=False)
         if unit is not None:
@@ -455,6 +479,24 @@ def _number(text: str) -> Quantity | None:
         if inner is not None and not contains(inner, "f", "degree"):
             return Quantity(text, inner, read_unit("°"), False, _decimal(found[1]))
     return _quantity(text, node, glued)
+
+
+_UNIT_BEGINS = re.compile(r"(?<=[\w})\]]) +(?=[A-Za-zΩµ\\{])")
+
+
+def _before_unit(text: str) -> Quantity | None:
+    r"""5\sqrt{2} cm: a number without variables, a blank, a unit that is known."""
+    for blank in _UNIT_BEGINS.finditer(text):
+        unit = read_unit(text[blank.end() :], allow_words=False)
+        if unit is None or text[: blank.start()].endswith((r"\circ", r"\circ}")):
+            continue
+        try:
+            node = read_expression(text[: blank.start()])
+        except NotMath:
+            continue
+        if not symbols_of(node):
+            return Quantity(text, node, unit, False, _decimal(text[: blank.start()]))
+    return None
 
 
 _GLUED = re.compile(
@@ -489,7 +531,9 @@ def _measured(text: str, depth: int) -> Quantity | None:
         amount = _read_quantity((found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4], depth + 1)
         unit = read_unit((found[2] or found[3]).rstrip("."), allow_words=False)
         if isinstance(amount, Quantity) and not amount.percent:
-            if amount.unit is None or amount.unit == unit or amount.unit.words:
+            if unit and amount.unit and amount.unit != unit and not amount.unit.words:
+                unit = unit.times(amount.unit)
+            if unit:
                 return Quantity(text, amount.node, unit or amount.unit, False, amount.decimal)
         return None
     if found := _PERCENT.fullmatch(text):
@@ -597,11 +641,28 @@ def same_answer(label: str, answer: str) -> bool | None:
     if plain_label == plain_answer:
         return True
     verdict = _same(wanted, given)
+    bare_label, bare_answer = _undecorated(plain_label), _undecorated(plain_answer)
+    if (
+        verdict is not True
+        and bare_label == bare_answer
+        and (bare_label == plain_label) != (bare_answer == plain_answer)
+    ):
+        return True
     if verdict is not True and (
         _squeezed(plain_label) == _squeezed(plain_answer) and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer)
     ):
         return True
     return verdict
+
+
+_DECORATED = re.compile(
+    r"\\(?:overrightarrow|vec|hat|angle|triangle|widehat)\s*\{?\s*([A-Za-z]{1,4})\s*\}?"
+    r"|\\overline\s*\{\s*([A-Z]{2})\s*\}"
+)
+
+
+def _undecorated(text: str) -> str:
+    return _DECORATED.sub(lambda found: found[1] or found[2], text) if "\\" in text else text
 
 
 def is_text(answer: str) -> bool:
@@ -935,6 +996,10 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:
     g, a = _short(g), _short(a)
+    if g.signs == a.signs == ("=",):
+        heads = {str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0])}
+        if len(heads) == 2 and "y" in heads and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads):
+            return _same(g.sides[-1], a.sides[-1])
     if _is_ordering(g) and _is_ordering(a):
         x, y = _bounds(g), _bounds(a)
         if x is not None and y is not None:
@@ -1149,6 +1214,8 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
         return _same_value(g, a) if same or generic else False
     if g.unit == a.unit or () in (g.unit.dimension, a.unit.dimension):
         return _same_value(g, a)
+    if {g.unit, a.unit} == {read_unit("£"), read_unit("pounds")}:
+        return _same_value(g, a)
     angles = {g.unit.dimension, a.unit.dimension} == {(("degree", 1),), (("rad", 1),)}
     if angles:
         return equal(_in_radians(g), _in_radians(a))
@@ -1208,6 +1275,8 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
     decimal, exact = (g.decimal, a) if g.decimal else (a.decimal, g)
     assert decimal
     if decimal[2] < (_LABEL_DIGITS if g.decimal else _APPROXIMATE_DIGITS):
+        return False
+    if not g.decimal and decimal[1] > Fraction(1, 10**6) * max(1, abs(decimal[0])):
         return False
     value = number_of(exact.node)
     if isinstance(value, Fraction):

@@ -84,12 +84,13 @@ def plain_latex(text: str) -> str:
     if "\\" in text or "$" in text:
         text = _without_looks(text)
     text = re.sub(r"^\*\*|\*\*$|(?<=[.:,])\*\*", "", text.strip(" \t\n`")).strip(" \t\n`")
-    text = re.sub(r"(?<=\d)\.{2,4}$", r"\\ldots", text)
+    text = re.sub(r"(?<=\d)\.{3,4}$", r"\\ldots", text)
     text = re.sub(r"\{,\}", ",,", text)  # a comma that cannot separate: `\d,,\d` is taken out below
     text = re.sub(r"(?<=\d),,(?=\d)", "", text).replace(",,", ",")
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r" *([_^]) *", r"\1", text)
-    return text.rstrip(".,;:!? " if not re.search(r"[\w)}\]]!$", text) else ".,;: ").strip()
+    text = text.rstrip(".,;:? ")
+    return re.sub(r"(?<=[A-Za-z]{2})!+$", "", text).rstrip(".,;: ")
 
 
 def _ascii(text: str) -> str:

@@ -67,7 +67,7 @@ _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|overbar|widebar)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|"
     r"\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?)(?:\s*\\ldots|\.\.\.)?"
 )
-_ELLIPSIS = re.compile(r"(\d*)\.(\d*?)(\d+?)\3{2,}(?:\\ldots|\.{2,3})")
+_ELLIPSIS = re.compile(r"(\d*)\.(\d*?)(?:(\d+?)\3{2,}|(\d{2,}?)\4+)(?:\\ldots|\.{3})")
 _MIXED = re.compile(
     r"(\d+) +(\d+) ?/ ?(\d+)(?![\d.!^])|(\d+) ?\\frac ?(?:\{ ?(\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))(?![!^])"
 )
@@ -245,7 +245,7 @@ class _Reader:
         if found := self.match(_REPEATING):
             return ("n", _repeating(found))
         if found := self.match(_ELLIPSIS):
-            whole, fixed, period = found[1], found[2], found[3]
+            whole, fixed, period = found[1], found[2], found[3] or found[4]
             return ("n", _periodic(whole, fixed, period))
         if found := self.match(_MIXED):
             whole, top, bottom = (

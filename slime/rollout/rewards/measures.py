@@ -23,6 +23,14 @@ class Unit:
     factor: Fraction = Fraction(1)
     words: str = ""
 
+    def times(self, other: Unit) -> Unit:
+        """The product of two units of the table."""
+        exponents = Counter(dict(self.dimension))
+        for name, exponent in other.dimension:
+            exponents[name] += exponent
+        kept = tuple(sorted((name, n) for name, n in exponents.items() if n))
+        return Unit(kept, self.factor * other.factor)
+
 
 #: name(s) of a unit: "factor base^exponent …". Case counts for symbols of one and two letters.
 _TABLE = """
@@ -163,6 +171,7 @@ def read_unit(text: str, allow_words: bool = True) -> Unit | None:
         True
     """
     text = _FRACTION.sub(r"\1/(\2)", text.strip()).strip(" .")
+    text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
     text = re.sub(r"(?i)^(?:degrees?|deg\.?) *(?=[CF]\b|celsius|fahrenheit)", "°", text)
     text = re.sub(r"(?i)^°(?:celsius|fahrenheit)", lambda found: found[0][:2].upper(), text)
     text = text.replace("°", r"\circ ")

@@ -190,7 +190,7 @@ _MARKS = "*_`\"'“”‘’«»$"
 _STATEMENTS = re.compile(
     r"""(?ix)
     \b(?:answer|choice|option|selection|response|letter|solution|result)s?\b
-        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|i|choose|chose|select|from|among|above|given|the|
+        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|above|given|the|
             this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
             thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
             choice|answer|number|:)\b)*
@@ -209,6 +209,7 @@ _GAP = re.compile(
 )
 _NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|eliminat\w+|"
                        r"exclud\w+|reject\w*|rather than|instead of)\b")  # fmt: skip
+_DENIED = re.compile(r"(?i)(?:n['’]t|\bnot|\bnever|\bnor)\b[\w ]{0,16}$")
 _CONTRASTED = re.compile(
     r"(?i)^[\s)*_`\]}.]*(?:is|are|was|seems|looks|would be)\s+(?:clearly |definitely |also |the )?"
     r"(?:not|wrong|incorrect|false|ruled|eliminated|excluded|impossible)\b"
@@ -317,7 +318,10 @@ def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Ite
             is_weak = found[0].lower().strip(" ,:") in _WEAK
             if is_weak and not stated[2]:
                 continue
-            if not _NEGATION.search(text[max(0, found.start() - 12) : stated[0]].rpartition(".")[2]):
+            is_negated = _NEGATION.search(text[found.start() : stated[0]]) or _DENIED.search(
+                text[: found.start()][-30:]
+            )
+            if not is_negated:
                 yield stated[0], stated[1]
         elif texts and (by_text := _text_after(text, found.end(), texts)):
             yield found.end(), by_text
