@@ -41,7 +41,7 @@ def check_label(rm_type: str | None, label: Any, metadata: dict[str, Any] | None
     check = _CHECKS.get((rm_type or "").removeprefix("boxed_"))
     if check is None:
         return None
-    if label is None or isinstance(label, float) and label != label:
+    if label is None or (isinstance(label, float) and label != label):
         return f"is {label}"
     if isinstance(label, (list, dict)):
         return f"is a {type(label).__name__}, not text or a number"

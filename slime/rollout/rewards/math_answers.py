@@ -26,8 +26,8 @@ from slime.rollout.rewards.math_values import (
     equal,
     number_of,
     proportional,
+    ratio_at,
     read_expression,
-    same_numbers,
     symbols_of,
     with_sign,
 )
@@ -170,7 +170,20 @@ _BASES = {
 _CLOCK = re.compile(
     r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?", re.I
 )
-_MONTHS = "january february march april may june july august september october november december".split()
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
 _DATE = re.compile(
     r"(?:\w+day,? )?(?:(?P<m1>[A-Za-z]{3,9})\.? (?P<d1>\d{1,2})(?:st|nd|rd|th)?(?:,? (?P<y1>\d{4}))?|"
     r"(?:the )?(?P<d2>\d{1,2})(?:st|nd|rd|th)?(?: of)? (?P<m2>[A-Za-z]{3,9})\.?(?:,? (?P<y2>\d{4}))?|"
@@ -184,8 +197,29 @@ _MULTIPLE = re.compile(r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
+        [
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+            "seventeen",
+            "eighteen",
+            "nineteen",
+            "twenty",
+        ]
     )
 }
 _SAME_WORDS = (
@@ -546,13 +580,12 @@ def _measured(text: str, depth: int) -> Quantity | None:
         unit = read_unit(found[3]) if found[3].strip() else None
         if isinstance(number, Quantity) and number.unit is None and (unit or not found[3].strip()):
             times = _MULTIPLES[found[2]]
-            decimal = tuple_scaled(number.decimal, Fraction(times))
+            decimal = _scaled(number.decimal, Fraction(times))
             return Quantity(text, ("*", number.node, ("n", Fraction(times))), unit, False, decimal)
     return _with_unit(text)
 
 
-def tuple_scaled(decimal: tuple[Fraction, Fraction, int] | None, by: Fraction) -> tuple[Fraction, Fraction, int] | None:
-    """A written decimal times ``by``."""
+def _scaled(decimal: tuple[Fraction, Fraction, int] | None, by: Fraction) -> tuple[Fraction, Fraction, int] | None:
     return None if decimal is None else (decimal[0] * by, decimal[1] * by, decimal[2])
 
 
@@ -679,7 +712,7 @@ def _same(g: Any, a: Any) -> bool | None:
         if isinstance(g, kind):
             return compare(g, a)
         if isinstance(a, kind):
-            return _MIRRORED.get(kind, compare)(a, g) if kind not in _DIRECTED else _DIRECTED[kind](g, a)
+            return compare(g, a) if kind in _DIRECTED else compare(a, g)
     return None
 
 
@@ -871,7 +904,7 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
         if isinstance(item, Relation) and item.signs in (("=",), (r"\in",)) and _is_name(item.sides[0]):
             name = getattr(item.sides[0], "text", "")
             others = {o.sides[0].text for o in items if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)}
-            if len(others) <= 1 or name in ("x",) and len(others) == 1:
+            if len(others) <= 1 or (name in ("x",) and len(others) == 1):
                 item = item.sides[1]
         if isinstance(item, Sequence_) and _is_unordered(item):
             out += _expanded(item.items)
@@ -928,7 +961,7 @@ def _same_single(g: Any, a: Any) -> bool | None:
         if len(items) == len(others) == 1 and isinstance(items[0], type(other)) and items[0] is sequence:
             return False
         if len(items) != len(sequence.items) or len(others) > 1 or (len(items) == 1):
-            if r"\{" == sequence.opening:
+            if sequence.opening == r"\{":
                 items, others = _without_doubles(items), _without_doubles(others)
             return _same_unordered(items, others)
         if isinstance(other, Quantity) and _THOUSANDS.fullmatch(other.text):
@@ -972,7 +1005,7 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
     """Is the label ``g`` what the equation ``a`` gives? "x = 5", "AB = 5", "3 + 2 = 5", "a + b = 5"."""
     signs = set(a.signs)
     if signs == {r"\approx"} or signs == {"=", r"\approx"}:
-        return _any(_same(side, g) if False else _same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
+        return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
     if signs <= {"=", r"\to"}:
         first = a.sides[0]
         if _is_name(first) or isinstance(first, (Words, Opaque)):
@@ -1095,8 +1128,6 @@ def _upward(relation: Relation) -> tuple[Node, bool] | None:
 
 
 def _same_direction(x: Node, y: Node) -> bool:
-    from slime.rollout.rewards.math_values import ratio_at
-
     ratio = ratio_at(x, y)
     return ratio is not None and ratio > 0
 
@@ -1227,7 +1258,7 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
 def _in_base_units(quantity: Quantity) -> Quantity:
     assert quantity.unit
     by = quantity.unit.factor
-    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, tuple_scaled(quantity.decimal, by))
+    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
 
 
 def _same_percent(g: Quantity, a: Quantity) -> bool | None:
@@ -1249,7 +1280,7 @@ def _as_share(quantity: Quantity) -> Quantity:
     if not quantity.percent:
         return quantity
     by = Fraction(1, 100)
-    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, tuple_scaled(quantity.decimal, by))
+    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
 
 
 def _same_value(g: Quantity, a: Quantity) -> bool | None:
@@ -1342,9 +1373,4 @@ _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Quantity, _same_quantity),
     (Opaque, _same_opaque),
 )
-_DIRECTED: dict[type, Callable[[Any, Any], bool | None]] = {
-    Sequence_: _same_sequence,
-    Relation: _same_relation,
-}
-_MIRRORED: dict[type, Callable[[Any, Any], bool | None]] = {}
-_ = same_numbers
+_DIRECTED = (Sequence_, Relation)

@@ -37,7 +37,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     """
     wanted = label_answer(label)
     text = final_text(response)
-    if not wanted or text is None:
+    if label is None or not wanted or text is None:
         return 0.0
     boxed = last_boxed(text)
     if boxed is not None:

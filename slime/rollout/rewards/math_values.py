@@ -34,6 +34,8 @@ _MAX_EXPONENT_BITS = 4096
 _MAX_EXACT_FACTORIAL = 3000
 _MAX_TEXT = 1500
 _MAX_DEPTH = 60
+#: Factors, signs and exponents of one expression; the tree is as deep at most.
+_MAX_FACTORS = 200
 _POINTS = 6
 
 
@@ -52,12 +54,69 @@ class Undefined(ArithmeticError):
 # -- reading ---------------------------------------------------------------------------------------
 
 _FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt abs max min gcd lcm".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "sqrt",
+        "abs",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+    ]
 )
 _ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
 _GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar".split()
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Sigma",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+        "hbar",
+    ]
 )
 _WORDS = {"pi": ("x", "pi"), "infinity": ("x", "oo"), "inf": ("x", "oo")}
 #: Letters that stand side by side as a product; other runs of letters are words.
@@ -107,6 +166,12 @@ class _Reader:
         self.at = 0
         self.depth = 0
         self.bars = 0
+        self.factors = 0
+
+    def count(self) -> None:
+        self.factors += 1
+        if self.factors > _MAX_FACTORS:
+            raise NotMath("too long")
 
     def blanks(self) -> None:
         while self.at < len(self.text) and self.text[self.at] == " ":
@@ -140,6 +205,7 @@ class _Reader:
         return node
 
     def signed(self) -> Node:
+        self.count()
         sign = self.take("+", "-", r"\pm", r"\mp")
         return _signed(sign, self.signed()) if sign else self.product()
 
@@ -177,6 +243,7 @@ class _Reader:
         return character.isalnum() or character in "([{."
 
     def factor(self) -> Node:
+        self.count()
         return self.postfix(self.primary())
 
     def postfix(self, node: Node) -> Node:
@@ -198,6 +265,7 @@ class _Reader:
                 return node
 
     def exponent(self) -> Node:
+        self.count()
         self.blanks()
         if sign := self.take("-", "+"):
             return _signed(sign, self.exponent())
@@ -421,8 +489,38 @@ class _Reader:
 
 
 _NO_FACTOR = frozenset(
-    "times cdot div mod pm mp le ge ne in approx equiv to cup cap setminus ldots circ rfloor rceil rangle langle "
-    "end begin R Z N Q C quad".split()
+    [
+        "times",
+        "cdot",
+        "div",
+        "mod",
+        "pm",
+        "mp",
+        "le",
+        "ge",
+        "ne",
+        "in",
+        "approx",
+        "equiv",
+        "to",
+        "cup",
+        "cap",
+        "setminus",
+        "ldots",
+        "circ",
+        "rfloor",
+        "rceil",
+        "rangle",
+        "langle",
+        "end",
+        "begin",
+        "R",
+        "Z",
+        "N",
+        "Q",
+        "C",
+        "quad",
+    ]
 )
 
 
@@ -492,6 +590,16 @@ def _evaluate(node: Node, scope: _Scope) -> Number:
     if b == 0:
         raise Undefined("a division by zero")
     return _bounded(a / b, scope)
+
+
+def _value(node: Node, scope: _Scope) -> Number:
+    """`_evaluate`, with whatever mpmath raises of a value that it does not find as `Undefined`."""
+    try:
+        return _evaluate(node, scope)
+    except (NotMath, Undefined):
+        raise
+    except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence) as error:
+        raise Undefined(str(error)) from error
 
 
 def _finite_sum(a: Number, b: Number, scope: _Scope) -> Number:
@@ -745,7 +853,7 @@ def number_of(node: Node, log_base: Literal[0, 10] = 0) -> Number:
     """
     if symbols_of(node):
         raise NotMath("it has variables")
-    return _evaluate(node, _Scope(0, log_base=log_base))
+    return _value(node, _Scope(0, log_base=log_base))
 
 
 def equal(a: Node, b: Node) -> bool | None:
@@ -765,17 +873,15 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
     if not (symbols_of(a) or symbols_of(b)):
         try:
             return _same_number(a, b, _Scope(0, log_base=log_base))
-        except Undefined:
-            return False
-        except TooBig:
+        except (Undefined, TooBig):
             return False
     has_i = contains(a, "x", "i") or contains(b, "x", "i")
     supported = False
     for point in range(_POINTS):
         scope = _Scope(point, log_base=log_base)
         try:
-            x, y = _evaluate(a, scope), _evaluate(b, scope)
-        except Undefined:
+            x, y = _value(a, scope), _value(b, scope)
+        except (Undefined, TooBig):
             continue
         if _close(x, y, scope):
             supported = True
@@ -786,7 +892,7 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
 
 
 def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
-    x, y = _evaluate(a, scope), _evaluate(b, scope)
+    x, y = _value(a, scope), _value(b, scope)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
     if not _close(x, y, scope):
@@ -813,17 +919,12 @@ def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
     if _MP.isinf(size) or size > 1e-45:
         return False
     more = _Scope(scope.point, log_base=scope.log_base, mp=_MORE)
-    x, y = _float(_evaluate(a, more), more), _float(_evaluate(b, more), more)
+    x, y = _float(_value(a, more), more), _float(_value(b, more), more)
     return bool(abs(x - y) < size * _MORE.mpf(10) ** -60)
 
 
 def _is_real(value: Number) -> bool:
     return isinstance(value, Fraction) or bool(abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40)
-
-
-def same_numbers(x: Number, y: Number) -> bool:
-    """Whether two results of `number_of` agree."""
-    return _close(x, y, _Scope(0))
 
 
 def as_float(value: Number) -> Any:
@@ -838,8 +939,8 @@ def proportional(a: Node, b: Node) -> bool | None:
     for point in range(4):
         scope = _Scope(point)
         try:
-            x, y = _evaluate(a, scope), _evaluate(b, scope)
-        except Undefined:
+            x, y = _value(a, scope), _value(b, scope)
+        except (Undefined, TooBig):
             continue
         if x == 0 or y == 0:
             if (x == 0) != (y == 0):
@@ -857,7 +958,7 @@ def ratio_at(a: Node, b: Node) -> Any:
     """a / b at one point, as an mpf or mpc; None where it has no value."""
     scope = _Scope(0)
     try:
-        x, y = _float(_evaluate(a, scope), scope), _float(_evaluate(b, scope), scope)
-    except Undefined:
+        x, y = _float(_value(a, scope), scope), _float(_value(b, scope), scope)
+    except (Undefined, TooBig):
         return None
     return (x / y).real if y else None

@@ -155,7 +155,28 @@ _PREFIXES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SUFFIXES = {"squared": 2, "cubed": 3}
 #: Words that make a phrase something else than a number of things.
 _NO_UNIT = frozenset(
-    "or and if to is are not but plus minus times mod over where when for with than then because".split()
+    [
+        "or",
+        "and",
+        "if",
+        "to",
+        "is",
+        "are",
+        "not",
+        "but",
+        "plus",
+        "minus",
+        "times",
+        "mod",
+        "over",
+        "where",
+        "when",
+        "for",
+        "with",
+        "than",
+        "then",
+        "because",
+    ]
 )
 
 

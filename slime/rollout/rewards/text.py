@@ -392,7 +392,26 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     return at, letter.upper(), is_marked or bool(follows)
 
 
-_AFTER_A = frozenset("because since as is and or for with which where while so due given but, by".split())
+_AFTER_A = frozenset(
+    [
+        "because",
+        "since",
+        "as",
+        "is",
+        "and",
+        "or",
+        "for",
+        "with",
+        "which",
+        "where",
+        "while",
+        "so",
+        "due",
+        "given",
+        "but,",
+        "by",
+    ]
+)
 
 
 def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
