@@ -233,11 +233,13 @@ _SAME_WORDS = (
 )  # fmt: skip
 _CANONICAL_WORDS = {word: words[0] for words in _SAME_WORDS for word in words}
 _DECIMAL = re.compile(
-    r"([-+]?)(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?: ?(?:\\times|\\cdot|\*|[xX]) ?10\^ ?\{? ?\(?([-+]?\d+)\)? ?\}?|[eE]([-+]?\d+))?"
+    r"([-+]?)(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?: ?(?:\\times|\\cdot|\*|[xX]) ?10\^ ?\{? ?\(?([-+]?\d+)\)? ?\}?|"
+    r"[eE]([-+]?\d+))?"
 )
 _WHOLE_SCIENTIFIC = re.compile(r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)")
 _MEASURE = re.compile(
-    r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]*\d\.?|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
+    r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]*\d\.?|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
+    r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
     r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|\(|\)|\\overline\{\d+\}| (?=[\d\\(+*/-])(?!\\circ))+)"
     r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
     re.S,
@@ -534,7 +536,8 @@ def _before_unit(text: str) -> Quantity | None:
 
 
 _GLUED = re.compile(
-    r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ ?(?:\{-?\d+\}|\d+))?)( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
+    r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ ?(?:\{-?\d+\}|\d+))?)"
+    r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
 )
 _PLAIN_WORD = re.compile(r"[A-Za-z]+")
 _PROPER_NAME = re.compile(r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}")
@@ -1066,9 +1069,8 @@ def _short(relation: Relation) -> Relation:
 
 
 def _same_chain(g: Relation, a: Relation) -> bool:
-    if g.signs == a.signs and len(g.sides) == len(a.sides):
-        if all(_same(x, y) is True for x, y in zip(g.sides, a.sides)):
-            return True
+    if g.signs == a.signs and all(_same(x, y) is True for x, y in zip(g.sides, a.sides)):
+        return True
     mirrored = tuple(_MIRROR.get(sign, sign) for sign in reversed(a.signs))
     if r"\in" in mirrored or r"\to" in mirrored:
         return False

@@ -165,12 +165,12 @@ def _math_verify(label: str, answer: str) -> bool:
     if not golds or not answers or not verify(golds, answers, timeout_seconds=None):
         return False
     gold, given = golds[0], answers[0]
-    if isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr):
-        if gold.is_number and given.is_number and gold != given:
-            x, y = sympy.N(gold, 30), sympy.N(given, 30)
-            if x.is_number and y.is_number:
-                return bool(abs(x - y) <= abs(x) * sympy.Float("1e-6"))
-    return True
+    if not isinstance(gold, sympy.Expr) or not isinstance(given, sympy.Expr) or gold == given:
+        return True
+    if not gold.is_number or not given.is_number:
+        return True
+    x, y = sympy.N(gold, 30), sympy.N(given, 30)
+    return bool(abs(x - y) <= abs(x) * sympy.Float("1e-6"))
 
 
 @functools.lru_cache(maxsize=1024)

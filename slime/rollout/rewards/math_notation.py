@@ -95,7 +95,7 @@ def plain_latex(text: str) -> str:
 
 def _ascii(text: str) -> str:
     text = text.replace("\u2009", " ").replace("\u202f", " ").replace("\u00a0", " ")
-    text = _VULGAR.sub(lambda found: r"\frac{%s}{%s}" % _fraction_of(found[0]), text)
+    text = _VULGAR.sub(lambda found: _fraction_of(found[0]), text)
     text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT.sub(lambda found: "_{" + found[0].translate(_SUBSCRIPTS) + "}", text)
     text = re.sub("̅|̄", "", text) if not re.search("\\d[̅̄]", text) else _overlined(text)
@@ -103,9 +103,9 @@ def _ascii(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("−", "-")
 
 
-def _fraction_of(sign: str) -> tuple[str, str]:
+def _fraction_of(sign: str) -> str:
     top, _, bottom = unicodedata.normalize("NFKC", sign).partition("⁄")
-    return top, bottom
+    return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def _overlined(text: str) -> str:

@@ -885,9 +885,10 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
             continue
         if _close(x, y, scope):
             supported = True
-        elif (_is_real(x) and _is_real(y)) or (has_i and point < 2):
-            if not _is_roundoff(a, b, x, y, scope):
-                return False
+            continue
+        is_compared = (_is_real(x) and _is_real(y)) or (has_i and point < 2)
+        if is_compared and not _is_roundoff(a, b, x, y, scope):
+            return False
     return True if supported else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -51,19 +52,25 @@ def final_text(text: str) -> str | None:
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250)."""
-    text = "".join(" " if c in string.punctuation else c for c in text.lower())
+    """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250).
+
+    Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000); other
+    punctuation separates words, so that "well-known" is "well known".
+    """
+    text = re.sub(r"(?<=\d),(?=\d)|[.'’‘`]", "", text.lower())
+    text = "".join(" " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text)
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
 def grade_f1(response: str, label: Any) -> float:
-    """Token F1 of response and label after normalisation.
+    """Token F1 of label and response, from ``</think>`` on, after normalisation.
 
     Example (2 of 3 words are right, 2 of 2 are found):
         >>> grade_f1("The big red dog", "red dog")
         0.8
     """
-    return f1_of_words(response, label)[0]
+    text = final_text(response)
+    return 0.0 if text is None else f1_of_words(text, label)[0]
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
@@ -89,7 +96,8 @@ _DAPO_UNITS = re.compile(
     r"(?![A-Za-z])(?:\s*\^\s*\{?[23]\}?)?"
 )
 _DAPO_DROPPED = re.compile(
-    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|\\mathrm\{\s*th\s*\}|"
+    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|"
+    r"\\mathrm\{\s*th\s*\}|"
     r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
 )
 _DAPO_LOOKALIKES = str.maketrans(
@@ -195,8 +203,10 @@ _STATEMENTS = re.compile(
             thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
             choice|answer|number|:)\b)*
         [\s*_`"'“‘]*(?:\bis\b|\bare\b|\bbe\b|:|=|-+>|→|⇒|[\s(*]\Z)?
-    | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+(?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
-        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|vote\ for|opt\ for|went\ with)
+    | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+
+        (?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
+        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|vote\ for|opt\ for|
+        went\ with)
         (?:\ that)?
     | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|it\ is|it's|which\ is|
         correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leaves(?:\ us\ with)?)\b
@@ -207,7 +217,8 @@ _GAP = re.compile(
     r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
     r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
 )
-_NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|eliminat\w+|"
+_NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|"
+    r"eliminat\w+|"
                        r"exclud\w+|reject\w*|rather than|instead of)\b")  # fmt: skip
 _DENIED = re.compile(r"(?i)(?:n['’]t|\bnot|\bnever|\bnor)\b[\w ]{0,16}$")
 _CONTRASTED = re.compile(
@@ -274,7 +285,8 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
     group = "".join(map(re.escape, letters))
     if found := re.fullmatch(rf"(?i)[(\[]?\s*([{group}])\s*[)\].:,]*", plain):
         return found[1].upper()
-    if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
+    if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|"
+        rf"([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
                          rf"([{group}])\s+[-–—=]+\s+(\S.*)", plain):  # fmt: skip
         letter, rest = (found[1] or found[3] or found[5]).upper(), found[2] or found[4] or found[6] or ""
         if re.match(rf"(?:and|or|&|,|/)?\s*[(\[]?[{group}]\b[)\]]?(?:\W|$)", rest) and not texts:
