@@ -91,7 +91,7 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
-    if len(text.split()) <= _SHORT and _is_whole(text):
+    if len(text.split()) <= _SHORT and not re.search(r"[A-Za-z]{3,} ?[:,]", text) and _is_whole(text):
         yield text
         return
     if is_words:
@@ -100,6 +100,8 @@ def _stated(text: str, label: str) -> Iterator[str]:
 
 
 def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
+    if re.match(r"(?i)not\b", statement):
+        return
     if _is_whole(statement):
         yield statement
         return
@@ -126,7 +128,8 @@ def _last_in(tail: str) -> Iterator[str]:
     sentences = [part for part in _SENTENCE_END.split(after) if part.strip()]
     if sentences:
         clause = _CLAUSE.split(sentences[-1])[-1].strip()
-        if re.search(r"\d", clause) and _is_whole(clause):
+        is_prose = len(re.findall(r"[A-Za-z]{2,}", clause)) > 2
+        if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
             yield clause
             return
     if numbers:

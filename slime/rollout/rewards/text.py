@@ -137,6 +137,10 @@ def normalise_final_answer(answer: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
+#: Ends of a turn or a proof, which belong to no answer.
+_END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
+
+
 def _without_units(found: re.Match[str]) -> str:
     """A text's content; nothing, with its power, where it is a unit: \\text{ cm}^3."""
     left = _DAPO_UNITS.sub("", found[1])
@@ -166,7 +170,7 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     found = re.findall(pattern, response)
     if not found or label is None:
         return False, "[INVALID]"
-    given = found[-1].strip().lstrip("}*_ ").rstrip("*_ ")
+    given = _END_MARKS.sub("", found[-1]).strip().lstrip("}*_ \"'").rstrip("*_ \"'.")
     predicted = normalise_final_answer(given)
     wanted = normalise_final_answer(str(label))
     if not predicted or not wanted:
@@ -197,7 +201,7 @@ _SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
 _MARKS = "*_`\"'“”‘’«»$"
 _STATEMENTS = re.compile(
     r"""(?ix)
-    \b(?:answer|choice|option|selection|response|letter|solution|result)s?\b
+    答案\s*(?:是|为)?\s*:? | \b(?:answer|ans\.?|choice|option|selection|response|letter|solution|result)s?\b
         (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|above|given|the|
             this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
             thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
@@ -209,7 +213,7 @@ _STATEMENTS = re.compile(
         went\ with)
         (?:\ that)?
     | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|it\ is|it's|which\ is|
-        correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leaves(?:\ us\ with)?)\b
+        correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leav(?:es|ing)(?:\ us\ with)?)\b
     | \b(?:therefore|thus|hence|so)\b[,:]?
     """
 )
@@ -246,6 +250,7 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
     text = final_text(response)
     if wanted is None or text is None:
         return 0.0
+    text = unicodedata.normalize("NFKC", text)
     return float(chosen_letter(text, letters, texts) == wanted)
 
 
