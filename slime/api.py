@@ -367,7 +367,7 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
     if strange is not None or not rows:
         raise UserError("data has no rows" if not rows else f"a row of data is a {type(strange).__name__}, no dict")
     try:
-        json.dumps(rows)
+        json.dumps(rows, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError("data has values that JSON cannot hold", why=str(error)) from error
     return rows

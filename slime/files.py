@@ -16,11 +16,6 @@ _MAX_DEPTH = 12
 _INT64 = 1 << 63
 
 
-#: Of files with rows, as `slime.prompts.readers` reads them.
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-ROW_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".parquet", ".arrow")
-
-
 def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
     """`value` made of JSON types only: non-finite floats become None, unknown objects their repr.
 

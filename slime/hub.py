@@ -1,4 +1,4 @@
-"""The Hugging Face hub, for those who can reach it: models and data by name, and uploads.
+"""The Hugging Face hub: models and data sets by name, and uploads.
 
 ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` mean what they mean to huggingface_hub, which does the
 work. A folder of the name, on this machine, always wins.
@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from slime.data_path import ROW_SUFFIXES, split_name
 from slime.errors import UserError
-from slime.files import ROW_SUFFIXES
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -51,18 +51,44 @@ def hub_name(path: str) -> str | None:
     return f"{found.group(1)}/{found.group(2)}" if found else None
 
 
-def local_data(path: str) -> str:
-    """``path`` of a data file or folder; of a data set on the hub, org/name or a folder or file in one
-    (openai/gsm8k/main), the local copy, downloaded where it is not here yet. A slice (``@[a:b]``) stays.
+def shown_path(path: str) -> str:
+    """``path`` as a user would name it: what was downloaded from the hub by its name there.
 
+    Example:
+        >>> shown_path("/home/me/.cache/huggingface/hub/datasets--openai--gsm8k/snapshots/0a1b/main")
+        'openai/gsm8k/main'
+    """
+    found = re.fullmatch(r".*/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/[^/]+(/.*)?", path)
+    return f"{found[1]}/{found[2]}{found[3] or ''}" if found else path
+
+
+def dataset_name(path: str) -> str | None:
+    """The data set of the hub that is named by ``org/name[/inside][:split][@[a:b]]``; None for a path on this machine.
+
+    Example:
+        >>> dataset_name("openai/gsm8k/main:test@[:100]"), dataset_name("train.jsonl")
+        ('openai/gsm8k', None)
+    """
+    base, _ = split_name(path.partition("@[")[0])
+    name = "/".join(base.split("/")[:2])
+    return name if is_hub_name(name) and not Path(base).exists() else None
+
+
+def local_data(path: str, *, download: bool = True) -> str:
+    """``path`` of data with the local copy in the place of a data set's name on the hub.
+
+    Args:
+        path: a file or folder, or org/name, which a folder, file or configuration inside may follow
+            (openai/gsm8k/main). A split (``:test``) and a slice (``@[a:b]``) stay.
+        download: what is not here yet; else the path of something that is not here stays as it is.
     Raises:
         UserError: as `fetch_model`.
     """
-    plain, at, part = path.partition("@[")
-    name, inside = "/".join(plain.split("/")[:2]), plain.split("/")[2:]
-    if Path(plain).exists() or not is_hub_name(name):
+    name = dataset_name(path)
+    if name is None:
         return path
-    return str(fetch_dataset(name).joinpath(*inside)) + at + part
+    copy = fetch_dataset(name) if download else _downloaded(name)
+    return path if copy is None else f"{copy}{path.removeprefix(name)}"
 
 
 def fetch_model(name: str) -> Path:
@@ -85,6 +111,17 @@ def fetch_dataset(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return _fetch(name, "dataset", partial(snapshot_download, name, repo_type="dataset"))
+
+
+def _downloaded(name: str) -> Path | None:
+    """The local copy of a data set; None where there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def is_there(name: str, kind: str) -> bool:

@@ -1,7 +1,7 @@
 """What a launch would trip over, found before Ray, trainer or engines are started, and before a run folder is made.
 
 Takes a second or two, most of it the import of the tokenizer; imports no torch and no Ray. What is checked here is
-checked again where it is used: this is only the first look, and of the data only the first rows.
+checked again where it is used: this is only the first look.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
 from slime.cluster.engine_fit import ask, check_fit, named
@@ -38,10 +39,10 @@ from slime.trainer.expert_rules import check_experts
 from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
 from slime.weights.quantised_launch import check_route
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from slime.rollout.validate_rows import DataReport, DataSize
 
-#: Rows of each data file that are looked at; the rollout actor looks at all of them.
-ROWS = 2000
+logger = get_logger(__name__)
 
 #: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
 _MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
@@ -93,6 +94,9 @@ def from_the_hub(config: Config) -> Config:
     if data is not None and (copy := local_data(data)) != data:
         local["prompt_data"] = (data, copy)
     copies = [path if number % 2 == 0 else local_data(path) for number, path in enumerate(sets)]
+    if config.eval.eval_config:
+        for dataset in eval_datasets(config):  # which finds the copies from then on
+            local_data(dataset.path)
     if not local and copies == sets:
         return config
     origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
@@ -278,37 +282,74 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
 
 
 def check_data(config: Config) -> None:
-    """The first rows of each data file make prompts; dumps that are to be loaded are there."""
-    from slime.prompts.source import probe_prompts
+    """Rows of all data sets can be used (see `slime.rollout.validate_rows`); dumps that are to be loaded are there.
+
+    Raises:
+        UserError: everything that is wrong with the data.
+    """
+    from slime.prompts.prepare import remember
+
+    report = data_report(config)
+    for line in report.notes:
+        logger.info("%s", line)
+    for line in (*report.warnings, *report.templated):
+        logger.warning("%s", line)
+    if report.error is not None:
+        raise report.error
+    remember(report.checked)
+
+
+def data_report(config: Config, tokenizer: Any = None) -> DataReport:
+    """What `check_data` finds.
+
+    Args:
+        tokenizer: the model's, where it was read already.
+    Raises:
+        UserError: the tokenizer cannot be read, or a dump is not there.
+    """
     from slime.prompts.tokenizer import load_tokenizer
     from slime.rollout.debug_data import check_dumps
-    from slime.rollout.rewards.row_checks import check_rows
+    from slime.rollout.validate_rows import validate_data
 
     check_dumps(config)
+    for notice in _split_notices(config):
+        logger.info("%s", notice)
     assert config.checkpoint.hf_checkpoint is not None
-    tokenizer: Any = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
-    data = config.data
-    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
-        _check_batch(config, data.prompt_data)
-        probe_prompts(config, tokenizer, ROWS)
-    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
-        from slime.rollout.evaluate import probe_eval_prompts
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
+    report = validate_data(config, tokenizer)
+    size = report.sizes.get(str(config.data.prompt_data))
+    if size is not None and not report.errors:
+        try:
+            _check_batch(config, size)
+        except UserError as error:
+            report.errors.append(error)
+    return report
 
-        probe_eval_prompts(dataset, config, tokenizer, ROWS)
-    check_rows(config, ROWS)
+
+def _split_notices(config: Config) -> Iterator[str]:
+    """Which split of each data set is read where its path names none."""
+    from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
+
+    paths = [(config.data.prompt_data, TRAINING)] if config.data.prompt_data else []
+    paths += [] if config.eval.eval_function_path else [(one.path, EVALUATION) for one in eval_datasets(config)]
+    for path, splits in paths:
+        if notice := split_notice(path, splits):
+            yield notice
 
 
-def _check_batch(config: Config, prompt_data: str) -> None:
-    """--num-epoch counts whole batches of an epoch; rows that are left out make them fewer still."""
-    from slime.prompts.readers import open_rows
-
+def _check_batch(config: Config, size: DataSize) -> None:
+    """--num-epoch counts whole batches of an epoch."""
     wanted = config.rollout.rollout_batch_size
-    if config.data.num_epoch is not None and (rows := len(open_rows(prompt_data))) < wanted:
-        raise UserError(
-            f"{prompt_data} has {rows} prompts, less than one --rollout-batch-size of {wanted}",
-            fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
-            " in a new epoch)",
-        )
+    if config.data.num_epoch is None or size.num_kept >= wanted:
+        return
+    left_out = size.num_rows - size.num_kept
+    raise UserError(
+        f"{config.data.prompt_data} has {size.num_kept} prompts, less than one --rollout-batch-size of {wanted}",
+        why=f"{left_out} of {size.num_rows} are left out, as the warnings say" if left_out else "",
+        fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
+        " in a new epoch)",
+    )
 
 
 # -- outputs -----------------------------------------------------------------------------------------------

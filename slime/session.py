@@ -37,6 +37,7 @@ from slime.output import tolerant_output
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
 from slime.pushes import PushLog
+from slime.rollout.validate_rows import RemainingRows
 from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
 from slime.schedule import Ages, Schedule
@@ -99,6 +100,7 @@ class Session:
         self._beside: _Beside | None = None
         self._restarts, self._begins_again = 0, False
         self._state, self._was_launched = "failed", False
+        self._remaining_rows: RemainingRows | None = None
         self.signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
         self.signals.blocks, self.signals.gives_up = self._who_blocks_the_end, self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
@@ -131,10 +133,13 @@ class Session:
             logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
             logger.info("samples of groups that an earlier rollout put back %s", self.ages.of_put_back)
         self.saving.begin()
+        self._remaining_rows = RemainingRows(self.config, lambda line: logger.warning("%s", line))
 
     def close(self) -> None:
         """Leave nothing running and a folder that says how the run ended, with its report, in a quarter of a minute."""
         politely = self._state == "finished"
+        if self._remaining_rows is not None:
+            self._remaining_rows.close()
         try:
             if not end_within(_CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry):
                 logger.error("Ray did not end in time: the run ends without it, its processes are killed")

@@ -25,12 +25,12 @@ A hook is a function of yours that is named on the command line: `--custom-rm-pa
 `my_project.rewards:score` or `my_project/rewards.py:score`. Modules in the working directory are found. Each hook is
 loaded and its signature compared with what is written here before anything starts.
 
-**What a hook reads** is what a person would: `sample.response` is text without special tokens such as the one that
-ends a turn (`--no-rollout-skip-special-tokens` keeps them; tokens and log-probs always have them), and numbers and
-booleans among the labels are text, as they are written in the data: `"answer": 22` gives `sample.label == "22"`,
-lists and dicts stay (`--label-type raw` keeps numbers; `--rm-type gpqa` gets them anyway, as positions). Where a hook
-of the run imports a path of earlier versions ([import-paths.md](import-paths.md)), both are as they were there: special
-tokens stay, labels are raw, and a warning says so.
+**What a hook reads** is text. `sample.response` has no special tokens such as the one that ends a turn
+(`--no-rollout-skip-special-tokens` keeps them; tokens and log-probs always have them). A label that is a number or a
+boolean is text, as it is written in the data: `"answer": 5.10` gives `sample.label == "5.10"`
+([every case](data.md#labels)). Lists and dicts stay. `--label-type raw` gives Python numbers instead, and
+`--rm-type gpqa` always gets integers, as positions. Where a hook of the run imports a path of earlier versions
+([import-paths.md](import-paths.md)), special tokens stay, labels are raw, and a warning says so.
 
 **What fails in a hook** is told with the file, the line and the frames of your code, in the terminal and in the run's
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the

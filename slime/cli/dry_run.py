@@ -17,6 +17,7 @@ from slime.memory.check import judge
 from slime.memory.hardware import device_memory
 from slime.memory.plan import MemoryPlan, table
 from slime.placement import PlacementPlan
+from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.readers import iter_rows
 from slime.rollout.eval_datasets import eval_datasets
 
@@ -78,9 +79,10 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
 
 def _first_rows(config: Config) -> None:
     """The data files are there and can be read."""
-    for path in (config.data.prompt_data, *(dataset.path for dataset in eval_datasets(config))):
-        if path is not None:
-            next(iter_rows(path), None)
+    if config.data.prompt_data is not None:
+        next(iter_rows(config.data.prompt_data), None)
+    for dataset in eval_datasets(config):
+        next(iter_rows(dataset.path, EVALUATION), None)
 
 
 def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> list[str]:

@@ -17,10 +17,14 @@ from typing import Any
 from slime.cli.arguments import Arguments
 from slime.config import Config, make_config
 from slime.errors import UserError
-from slime.prompts.problems import RowProblem, missing_key
+from slime.hub import local_data
+from slime.prompts.dataset_folders import TRAINING, split_notice
+from slime.prompts.labels import label_text, written
+from slime.prompts.problems import Problems, RowProblem, missing_key
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.rollout.rewards.pool import RM_TYPES, RewardPool
+from slime.rollout.rewards.row_checks import RewardJudge
 from slime.samples.types import Sample, SampleStatus
 
 
@@ -31,18 +35,21 @@ def main(argv: list[str] | None = None) -> int:
         flags.response_key = "response"
     if not flags.custom_rm_path and not flags.rm_type:
         raise UserError("there is no reward function to run", fix="pass --custom-rm-path or --rm-type")
-    is_record = _is_record(flags.prompt_data)
+    path = local_data(flags.prompt_data)
+    if notice := split_notice(path, TRAINING):
+        print(notice, file=sys.stderr)
+    is_record = _is_record(path)
     config = make_config(
         num_rollout=0,
         rollout_batch_size=1,
-        prompt_data=flags.prompt_data,
+        prompt_data=path,
         input_key=flags.input_key or ("prompt" if is_record else "input"),
         label_key=flags.label_key or ("label" if is_record else None),
         metadata_key=flags.metadata_key,
         label_type=flags.label_type,
         **{name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None},
     )
-    samples = list(itertools.islice(_samples(config, flags.response, flags.response_key), flags.max_rows))
+    samples = _samples(config, flags.response, flags.response_key, flags.max_rows)
     started = time.perf_counter()
     rewards, metrics = asyncio.run(_score(config, samples))
     _report(samples, rewards, metrics, time.perf_counter() - started, flags.reward_key)
@@ -78,22 +85,45 @@ def _parser() -> Arguments:
     return parser
 
 
-def _samples(config: Config, response: str | None, response_key: str | None) -> Any:
-    """A finished sample per row, as a reward function sees it in a run."""
+def _samples(config: Config, response: str | None, response_key: str | None, most: int) -> list[Sample]:
+    """A finished sample per row, as a reward function sees it in a run.
+
+    Raises:
+        UserError: rows that cannot be scored, all of them counted.
+    """
     form = RowFormat.of(config)
+    judge = None if config.reward.custom_rm_path else RewardJudge(config.reward.rm_type, config.reward.rm_url)
     assert config.data.prompt_data is not None
-    for number, (where, row) in enumerate(iter_rows(config.data.prompt_data)):
+    found: list[Sample] = []
+    problems = Problems()
+    number = 0
+    for number, (where, row) in enumerate(itertools.islice(iter_rows(config.data.prompt_data), most), 1):
         try:
             prompt = read_prompt(row, form, None)
             if response_key is not None and response_key not in row:
                 raise missing_key(response_key, "--response-key", row)
         except RowProblem as problem:
-            raise problem.at(where) from problem
-        text = str(row[response_key]) if response_key is not None else response or ""
-        yield Sample(
-            group_index=number, index=number, prompt=prompt.text, response=text, response_length=len(text.split()),
-            label=prompt.label, metadata=prompt.metadata, status=SampleStatus.COMPLETED,
+            problems.add(where, problem)
+            continue
+        for problem in judge([prompt])[0] if judge is not None else ():
+            problems.add(where, problem)
+        text = response or "" if response_key is None else _response_text(row, response_key)
+        found.append(
+            Sample(
+                group_index=number - 1, index=number - 1, prompt=prompt.text, response=text,
+                response_length=len(text.split()), label=prompt.label, metadata=prompt.metadata,
+                status=SampleStatus.COMPLETED,
+            )
         )  # fmt: skip
+    if problems.found:
+        raise problems.error(config.data.prompt_data, number)
+    return found
+
+
+def _response_text(row: dict[str, Any], key: str) -> str:
+    """A response; one that is a number is the text that the data has."""
+    text = label_text(written(row, key))
+    return "" if text is None else str(text)
 
 
 async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict[str, float]]:

@@ -27,6 +27,7 @@ from slime.garbage import settle
 from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only, untold
 from slime.observe.run_folder import RunFolder
+from slime.prompts.prepare import CheckedRows, remember, remembered
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
 from slime.samples.types import Group, Versions
@@ -55,8 +56,9 @@ class RolloutResult:
 class RolloutActor:
     """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under way."""
 
-    def __init__(self, config: Config, run_path: Path) -> None:
+    def __init__(self, config: Config, run_path: Path, checked: Sequence[CheckedRows]) -> None:
         self.config, self.run_path = config, run_path
+        remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
         self.loop: Any = None  # a `RolloutLoop`, from `connect` on
@@ -81,10 +83,11 @@ class RolloutActor:
         from slime.observe.recorder import Recorder
         from slime.prompts.tokenizer import load_tokenizer
         from slime.rollout.journal import open_journal
+        from slime.rollout.rewards.row_checks import RewardJudge
 
         assert self.config.checkpoint.hf_checkpoint is not None
         self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
-        self.source = make_source(self.config, self.tokenizer)
+        self.source = make_source(self.config, self.tokenizer, RewardJudge.of_training(self.config))
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
         folder = RunFolder(self.run_path, self.config.observe.stage or None).journal
         self.journal = open_journal(self.config, folder)
@@ -303,7 +306,7 @@ class RolloutHandle:
 
     def __init__(self, config: Config, run_path: Path) -> None:
         remote: Any = ray.remote(RolloutActor)  # Ray makes the methods remote; its types do not say so
-        self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(config, run_path)
+        self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(config, run_path, remembered())
         self._loads_dump = bool(config.debug.load_debug_rollout_data)
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
         self.worker = Worker("rollout", self._actor.process.remote())

@@ -43,15 +43,16 @@ class DataConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("collection",)
 
     prompt_data: str | None = flag(None)
-    """JSONL, Parquet or CSV file, directory, Hugging Face data set, or org/name on the hub; `path@[a:b]` takes a slice
-    of the rows."""
+    """JSONL, JSON, CSV, Parquet or Arrow file, data set folder, or org/name on the hub; `path/config:split` names a
+    configuration and a split (default: train), `path@[a:b]` takes a slice of the rows."""
     input_key: str = flag("input")
     """Column of the prompt: text, chat messages, or token ids."""
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
     label_type: Literal["text", "raw"] = flag("text", serves=("collection", "generation"))
-    """text: numbers and booleans among the labels become text, so that they compare with a response (22 is "22", lists
-    and dicts stay); raw: as they are in the data, and where a hook is written for import paths of earlier versions."""
+    """text: a label that is a number or a boolean becomes the text that the data has (5.10 is "5.10"; lists and dicts
+    stay), so that it compares with a response; raw: Python numbers; also where a hook is written for import paths of
+    earlier versions."""
     metadata_key: str = flag("metadata", serves=("collection", "generation"))
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
@@ -73,7 +74,7 @@ class DataConfig:
         range=NONE_OR_SOME,
         needs=unless("streaming_data", why="rows are read lazily, in the rollout process", warns=True),
     )
-    """Processes that tokenise and filter the prompts; 0: in the rollout process."""
+    """Processes that check, tokenise and filter the rows before the launch; 0: one, more if that takes long."""
     streaming_data: bool = flag(False)
     """Read rows lazily instead of loading the data set."""
     data_source_path: str | None = flag(None)
@@ -273,7 +274,7 @@ class EvalConfig:
         (), needs=(unless("eval_config", why="that file names the sets"), _HAS_ENGINES)
     )
     """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a path alone is a set
-    that is called after its file."""
+    that is called after its file. A data set without a named split gives test, else validation."""
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
     """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
     skip_eval_before_train: bool = flag(False, needs=EVALUATES)

@@ -18,12 +18,9 @@ from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
 from slime.hooks import check_hooks
-from slime.prompts.chat_template import template_markers
-from slime.prompts.prepare import templated_warning
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
-from slime.prompts.source import probe_prompts
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.rewards.pool import RewardPool
 from slime.samples.types import Sample, SampleStatus
@@ -52,20 +49,20 @@ _REMOTE = "remote_rm"
 
 
 def data(case: Case, look: Look) -> None:
-    """The first rows of each data set make prompts, in the template where one is asked for."""
+    """The rows of each data set can be used; says what `slime train` says."""
     if case.names:
         raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
-    config = case.run
-    look.attempt(preflight.check_data, config)
-    flags = config.data
-    reads = flags.prompt_data and flags.rollout_global_dataset and not flags.data_source_path
-    if look.findings or not reads or not flags.apply_chat_template:
+    report = look.attempt(preflight.data_report, case.run, case.tokenizer)
+    if report is None:
         return
-    found = look.attempt(probe_prompts, config, case.tokenizer, preflight.ROWS)
-    if found is not None and found.templated:
-        markers = template_markers(case.tokenizer)
-        warning = templated_warning(str(flags.prompt_data), found.templated, found.first_templated, markers)
-        look.found(known.TEMPLATE_TWICE, warning, is_fatal=False)
+    for error in report.errors:
+        look.refused(error)
+    for line in report.warnings:
+        look.found(known.DATA_ROWS, line, is_fatal=False)
+    for line in report.templated:
+        look.found(known.TEMPLATE_TWICE, line, is_fatal=False)
+    for line in report.notes:
+        look.note(line)
 
 
 def hooks(case: Case, look: Look) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from slime import preflight
@@ -14,18 +13,20 @@ from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import generation_config_of, stop_token_report
+from slime.rollout.eval_datasets import eval_datasets
 from slime.weights.quantised_launch import check_route
 
 
 def hub(case: Case, look: Look) -> None:
     """Names of the hub have a copy here, or can be had."""
-    from slime.hub import is_hub_name, is_there
+    from slime.hub import dataset_name, is_hub_name, is_there
 
     model, data, sets = case.run.checkpoint.hf_checkpoint, case.run.data.prompt_data, case.run.eval.eval_prompt_data
     named = {model: "model"} if model and is_hub_name(model) else {}
+    if case.run.eval.eval_config:
+        sets = tuple(text for one in look.attempt(eval_datasets, case.run) or () for text in (one.name, one.path))
     for path in (data, *sets[1::2]):
-        name = "/".join((path or "").partition("@[")[0].split("/")[:2])
-        if path and not Path(path.partition("@[")[0]).exists() and is_hub_name(name):
+        if path and (name := dataset_name(path)):
             named[name] = "dataset"
     if not named:
         raise LeftOut("no flag names anything of the hub")

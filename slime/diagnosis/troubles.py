@@ -292,15 +292,15 @@ NOTHING_KEPT = Trouble(
 DATA_FILE = Trouble(
     "data-file",
     "a data file is not found or cannot be read",
-    "No such file, of a type that is not known, without rows, or with several splits to choose from.",
-    ("check the path; .jsonl, .json, .csv, .parquet and .arrow are read, path@[a:b] takes a slice",),
+    "No such file, of a type that is not known, without rows, or with several splits or configurations to choose from.",
+    ("check the path; docs/data.md lists the types that are read; path:split names a split, path@[a:b] takes a slice",),
     "--prompt-data nowhere.jsonl",
 )
 DATA_ROWS = Trouble(
     "data-rows",
     "KeyError, missing fields, parse failures",
-    "Rows have no such key, are no JSON, or have an empty prompt or a label that cannot be compared; or every prompt is"
-    " too long.",
+    "Rows have no such key, are no JSON, have an empty prompt, a label that the reward cannot grade, or nothing to"
+    " train on; or every prompt is too long.",
     ("--input-key and --label-key must match the data", "the finding names file, line and the keys that are there"),
     "--input-key promt",
 )

@@ -55,7 +55,6 @@ class ToolFormat:
         families: of models that know it whatever their template says.
         sglang_parser: SGLang's name for it; "": it cannot read this way.
         special_marks: its marks are special tokens, so that they must not be left out of the text.
-        text_arguments: chat templates want the arguments of former calls as text.
     """
 
     begins: tuple[str, ...]
@@ -65,7 +64,6 @@ class ToolFormat:
     sglang_parser: str
     at_start: bool = False
     special_marks: bool = False
-    text_arguments: bool = False
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
         """Text and complete calls of an answer, or of its beginning. What follows the first call is calls.
@@ -298,11 +296,11 @@ FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"),
     "deepseek": ToolFormat(  # V3, R1
         _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>", "```json"), ("deepseek_v3",),
-        "deepseekv3", special_marks=True, text_arguments=True,
+        "deepseekv3", special_marks=True,
     ),
     "deepseek31": ToolFormat(  # of the same family and other templates; SGLang reads each with a parser of its own
         _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>",), (),
-        "deepseekv31", special_marks=True, text_arguments=True,
+        "deepseekv31", special_marks=True,
     ),
     "mistral": ToolFormat(
         ("[TOOL_CALLS]",), _mistral, ("[TOOL_CALLS]",), ("mistral",), "mistral", special_marks=True

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import json
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slime.errors import UserError
-
-Messages = list[dict[str, Any]]
+from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
 
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
+#: Pairs of marks around reasoning within content: Qwen3, DeepSeek-R1, GLM; Magistral; Seed-OSS.
+REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
 class TemplateRefuses(UserError):
     """The template is fine, and does not take these messages."""
+
+
+def template_source(tokenizer: Any) -> str:
+    """The source of the tokenizer's chat template (of all of them, where it has several); "" without one."""
+    found = getattr(tokenizer, "chat_template", None)
+    return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 
 
 def render_messages(
@@ -25,11 +38,30 @@ def render_messages(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> str:
-    """The messages as text, in the tokenizer's chat template.
+    """The messages, of any wire form, as text in the tokenizer's chat template.
 
     Raises:
         UserError: the tokenizer has no chat template, or one that cannot be read.
         TemplateRefuses: the template refuses the messages.
+        ConversationError: a message that cannot be understood.
+    """
+    form = template_form(tokenizer, **template_kwargs)
+    shown = [form.shown(message) for message in form.merged(read_messages(messages, tools=tools))]
+    return render_shown(tokenizer, shown, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
+
+
+def render_shown(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> str:
+    """`render_messages` for messages that already have the form in which this template takes them.
+
+    Raises:
+        UserError, TemplateRefuses: as `render_messages`.
     """
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
@@ -40,8 +72,14 @@ def render_messages(
             fix="take an instruct model, add a chat_template.jinja, or leave --apply-chat-template out",
         )
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_kwargs,
+            )
         )
     except TemplateSyntaxError as error:
         raise UserError(
@@ -49,12 +87,261 @@ def render_messages(
             why=f"line {error.lineno}: {error.message}",
             fix=f"mend chat_template.jinja or the chat_template of tokenizer_config.json in '{tokenizer.name_or_path}'",
         ) from error
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise TemplateRefuses(
             "the chat template refuses the messages",
             why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
             fix="check the roles and their order, and --apply-chat-template-kwargs",
         ) from error
+
+
+# -- the form in which a template takes messages -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """What one chat template expects of messages, found by rendering probes.
+
+    Attributes:
+        text_arguments: arguments of calls are to be JSON text, not objects.
+        null_content: a message of calls without text is to have null for its content, not "".
+        short_ids: ids of calls are to be nine letters or digits (Mistral's).
+        parts: content is to be a list of parts, not text.
+        reasoning_key: the key under which reasoning is written; None: there is none.
+        writes_inline: reasoning between <think> marks in the content of the last answer is written as it stands.
+        thinks_inline: so it is, and the template knows these marks.
+        knows_developer: there is a role "developer"; otherwise its messages are the system's.
+        asks: ``add_generation_prompt`` has an effect.
+        tail: what is written behind the text of the last assistant's message.
+        end: the part of ``tail`` that the model itself generates: up to its end-of-turn token.
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+    parts: bool = False
+    reasoning_key: str | None = None
+    writes_inline: bool = True
+    thinks_inline: bool = False
+    knows_developer: bool = False
+    asks: bool = True
+    tail: str = ""
+    end: str = ""
+
+    def merged(self, messages: Messages) -> Messages:
+        """The messages with roles that the template knows: without a role "developer" its messages become the
+        system's, one message with a system message right before."""
+        if self.knows_developer or all(message["role"] != "developer" for message in messages):
+            return messages
+        found: Messages = []
+        for message in messages:
+            is_developer = message["role"] == "developer"
+            if is_developer and found and found[-1]["role"] == "system":
+                content = f"{found[-1]['content']}\n\n{message['content']}"
+                found[-1] = found[-1] | {"content": content}
+            else:
+                found.append(message | {"role": "system"} if is_developer else message)
+        return found
+
+    def shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One message, of the form that `read_messages` gives, as the template takes it."""
+        shown = {key: value for key, value in message.items() if key not in ("step_loss_mask", "reasoning_content")}
+        if message["role"] == "assistant":
+            shown |= self._answer(message)
+        if self.short_ids and "tool_call_id" in shown:
+            shown["tool_call_id"] = short_id(shown["tool_call_id"])
+        if self.parts and isinstance(shown.get("content"), str):
+            shown["content"] = [{"type": "text", "text": shown["content"]}]
+        return shown
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        content: str | None = message["content"]
+        thought = reasoning_of(message)
+        answer: dict[str, Any] = {}
+        if thought.text and self.reasoning_key:
+            answer[self.reasoning_key] = thought.text.strip("\n")
+            content = thought.answer
+        elif thought.text and self.thinks_inline and thought.marks is None:
+            content = f"<think>\n{thought.text.strip(chr(10))}\n</think>\n\n{thought.answer}"
+        elif not self.writes_inline:
+            content = thought.answer
+        if "tool_calls" in message:
+            answer["tool_calls"] = [self._call(call, at) for at, call in enumerate(message["tool_calls"])]
+            if self.null_content and not content:
+                content = None
+        return answer | {"content": content}
+
+    def _call(self, call: dict[str, Any], at: int) -> dict[str, Any]:
+        function = call["function"]
+        if self.text_arguments:
+            function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        if self.short_ids:
+            return call | {"function": function, "id": short_id(call.get("id") or f"{function['name']} {at}")}
+        return call | {"function": function}
+
+
+def short_id(given: Any) -> str:
+    """Nine letters and digits for an id of a call; those of this form stay, others are digested."""
+    text = str(given)
+    if len(text) == 9 and text.isascii() and text.isalnum():
+        return text
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
+    """How the tokenizer's chat template takes messages; rendered once for a template and its keyword arguments."""
+    source = template_source(tokenizer)
+    if not source:
+        return TemplateForm()
+    return _template_form(tokenizer, source, json.dumps(template_kwargs, sort_keys=True, default=repr))
+
+
+_NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe value"
+_THOUGHT, _ANSWER = "probe of the thought", "probe of the answer"
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": _NAME, "description": "probe", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+@functools.lru_cache(maxsize=16)
+def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateForm:
+    kwargs = {key: value for key, value in json.loads(kwargs_json).items() if key not in ("tools", "messages")}
+
+    def render(messages: Messages, *, ask: bool = False, tools: Any = None) -> str | None:
+        for some in (tools, _PROBE_TOOLS):  # templates for tools alone refuse to go without
+            try:
+                return render_shown(tokenizer, messages, tools=some, add_generation_prompt=ask, **kwargs)
+            except TemplateRefuses:
+                continue
+        return None
+
+    user = {"role": "user", "content": "hello"}
+    form = TemplateForm()
+    plain = render([user, {"role": "assistant", "content": _ANSWER}])
+    if plain is None or _ANSWER not in plain or "hello" not in plain:
+        form = dataclasses.replace(form, parts=True)
+        user = form.shown(user)
+        plain = render([user, form.shown({"role": "assistant", "content": _ANSWER})])
+        if plain is None or _ANSWER not in plain:
+            form = TemplateForm()
+            user = {"role": "user", "content": "hello"}
+            plain = None
+
+    def probe(form: TemplateForm, *messages: dict[str, Any], tools: Any = None) -> str:
+        return render([user, *map(form.shown, messages)], tools=tools) or ""
+
+    form = _form_of_calls(form, probe)
+    inline = probe(form, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
+    writes_inline = 0 <= inline.find(_THOUGHT) < inline.find(_ANSWER)
+    writes_inline = writes_inline and inline.count("<think>") == inline.count("</think>")
+    form = dataclasses.replace(
+        form,
+        reasoning_key=next((key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None),
+        writes_inline=writes_inline,
+        thinks_inline=writes_inline and "</think>" in source,
+        asks=render([user]) != render([user], ask=True),
+    )
+    if "developer" in source:
+        told = render([form.shown({"role": "developer", "content": _THOUGHT}), user]) or ""
+        form = dataclasses.replace(form, knows_developer=_THOUGHT in told)
+    if plain is not None:
+        tail = plain[plain.rfind(_ANSWER) + len(_ANSWER) :]
+        followed = probe(form, {"role": "assistant", "content": _ANSWER}, user_again(user))
+        behind = followed[followed.find(_ANSWER) + len(_ANSWER) :] if _ANSWER in followed else ""
+        form = dataclasses.replace(form, tail=tail, end=_end_of(tail, behind, tokenizer))
+    return form
+
+
+def user_again(user: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": user["content"]}
+
+
+def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
+    """Forms of calls are tried from the most usual on; the first that the template writes as they are counts."""
+    call = {"id": "call_1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+    messages = (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
+    )
+    for short_ids in (False, True):
+        for text_arguments in (False, True):
+            for null_content in (False, True):
+                tried = dataclasses.replace(
+                    form, short_ids=short_ids, text_arguments=text_arguments, null_content=null_content
+                )
+                for count in (1, 2):
+                    text = probe(tried, *messages[:count], tools=_PROBE_TOOLS)
+                    written = all(word in text for word in (_NAME, _KEY, _VALUE))
+                    if written and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text:
+                        return tried
+    return form
+
+
+def _writes_thought(form: TemplateForm, key: str, probe: Callable[..., str]) -> bool:
+    tried = dataclasses.replace(form, reasoning_key=key)
+    text = probe(tried, {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT})
+    return 0 <= text.find(_THOUGHT) < text.find(_ANSWER)
+
+
+def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
+    """What of the tail the model generates: up to the last special token that is also there when a user's message
+    follows (some templates end the whole text with another one); else up to the first special token."""
+    special = {token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token}
+    if not special:
+        return ""
+    pattern = re.compile("(" + "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) + ")")
+    pieces = [piece for piece in pattern.split(tail) if piece]
+    others = [piece for piece in pattern.split(behind) if piece]
+    count = next((at for at, (a, b) in enumerate(zip(pieces, others)) if a != b), min(len(pieces), len(others)))
+    if tokenizer.eos_token in pieces[:count]:
+        count = pieces.index(tokenizer.eos_token) + 1
+    while count and pieces[count - 1] not in special:
+        count -= 1
+    if not count:
+        count = next((at + 1 for at, piece in enumerate(pieces) if piece in special), 0)
+    return "".join(pieces[:count])
+
+
+# -- reasoning in content ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Reasoning and answer of an assistant's message; ``text`` is "" where there is no reasoning.
+
+    Attributes:
+        marks: the pair of marks around it in the content; None: it has a key of its own, or there is none.
+        gap: line breaks between the closing mark and the answer.
+    """
+
+    text: str
+    answer: str
+    marks: tuple[str, str] | None = None
+    gap: str = ""
+
+
+def reasoning_of(message: dict[str, Any]) -> Thought:
+    """Reasoning of a message in the one form, under its own key or at the beginning of the content.
+
+    Example:
+        >>> reasoning_of({"content": "<think>\\nhm\\n</think>\\n\\n4"})
+        Thought(text='\\nhm\\n', answer='4', marks=('<think>', '</think>'), gap='\\n\\n')
+    """
+    content = message.get("content") or ""
+    given = message.get("reasoning_content")
+    if given:
+        return Thought(given, content)
+    for begin, end in REASONING_MARKS:
+        before, found, after = content.partition(end)
+        # the opening mark may be missing: prompts of some models end with it
+        if found and (before.lstrip().startswith(begin) or begin not in before):
+            answer = after.lstrip("\n")
+            gap = after[: len(after) - len(answer)]
+            return Thought(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
+    return Thought("", content)
 
 
 def render_prompt(
@@ -130,7 +417,8 @@ def in_turns(messages: Messages, *, begins: bool) -> Messages:
     found: Messages = []
     for message in messages:
         before = found[-1]["role"] if found else "system" if begins else "assistant"
-        role = "user" if message["role"] == "system" != before else message["role"]
+        role = "system" if message["role"] == "developer" else message["role"]
+        role = "user" if role == "system" != before else role
         if found and role == before and role in ("system", "user"):
             found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n\n{message['content']}"}
         else:

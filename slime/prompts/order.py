@@ -4,7 +4,7 @@ resume: ``seek(epoch, offset)``, then ``take()`` one prompt after another, from 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ import xxhash
 from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.prepare import Checker
+from slime.prompts.problems import RowProblem
 from slime.prompts.readers import Row, Rows, iter_rows
 from slime.prompts.row_format import Prompt, read_prompt
 
@@ -35,11 +36,24 @@ class Order(Protocol):
 
 
 class MappedOrder:
-    """Random access: each epoch is the original order, or a permutation of it seeded by ``seed + epoch``."""
+    """Random access: each epoch is the original order, or a permutation of it seeded by ``seed + epoch``.
 
-    def __init__(self, rows: Rows, kept: np.ndarray, checker: Checker, *, shuffle: bool, seed: int) -> None:
-        self._rows, self._kept, self._checker = rows, kept, checker
-        self._shuffle, self._seed = shuffle, seed
+    Args:
+        kept: positions of the rows that can be drawn; int64 [number of rows].
+        unchecked: ``kept`` has all rows, of which most were not checked. Each is checked when its turn comes: prompts
+            that are too long, and rows that cannot be used, are passed over with a warning. An offset counts them, so
+            that a position stands for the same draws whatever was passed over.
+    """
+
+    def __init__(
+        self, rows: Rows, kept: np.ndarray, checker: Checker, *, shuffle: bool, seed: int, unchecked: bool = False
+    ) -> None:
+        self._rows = rows
+        self._kept = kept
+        self._checker = checker
+        self._shuffle = shuffle
+        self._seed = seed
+        self.unchecked = unchecked
         self.seek(0, 0)
 
     def reorder(self, shuffle: bool) -> None:
@@ -53,22 +67,67 @@ class MappedOrder:
 
     def seek(self, epoch: int, offset: int) -> None:
         self._epoch, self._offset = epoch, offset
-        self._permutation = list(range(len(self._kept)))
+        self._permutation: Sequence[int] = range(len(self._kept))
         if self._shuffle:
             self._permutation = permutation(len(self._kept), self._seed, epoch)
 
     def take(self) -> Prompt:
-        if self._offset >= len(self._kept):
-            self.seek(self._epoch + 1, 0)
-        row = self._rows[int(self._kept[self._permutation[self._offset]])]
-        self._offset += 1
-        return read_prompt(row, self._checker.form, self._checker.tokenizer)
+        for _ in range(len(self._kept)):
+            if self._offset >= len(self._kept):
+                self.seek(self._epoch + 1, 0)
+            position = int(self._kept[self._permutation[self._offset]])
+            self._offset += 1
+            prompt = self._prompt(position)
+            if prompt is not None:
+                prompt.where = self._rows.where(position)
+                return prompt
+        raise UserError(
+            f"none of {len(self._kept)} rows in a row can be used", fix="the warnings above say what is wrong with them"
+        )
+
+    def _prompt(self, position: int) -> Prompt | None:
+        """The row at ``position``; None for one that is passed over."""
+        try:
+            prompt = read_prompt(self._rows[position], self._checker.form, self._checker.tokenizer)
+        except RowProblem as problem:
+            if not self.unchecked:
+                raise problem.at(self._rows.where(position)) from problem
+            self._pass_over(position, problem)
+            return None
+        if not self.unchecked:
+            return prompt
+        for problem in self._checker.judge([prompt])[0] if self._checker.judge is not None else ():
+            if problem.refuse_at == 0.0:
+                self._pass_over(position, problem)
+                return None
+        length = self._checker.lengths([prompt])[0]
+        if self._checker.fits(length):
+            return prompt
+        tell(
+            logger,
+            "%s: a prompt of %d tokens is longer than %d and left out, as are others when they are drawn (%s)",
+            self._rows.where(position), length, self._checker.max_tokens, self._checker.limit_flags,
+            once="a prompt that is too long",
+        )  # fmt: skip
+        return None
+
+    def _pass_over(self, position: int, problem: RowProblem) -> None:
+        tell(
+            logger,
+            "%s: rows here %s, and are left out when they are drawn (this is the first; %s)",
+            self._rows.where(position), problem.kind, problem.detail or problem.fix,
+            once=f"left out {problem.kind}",
+        )  # fmt: skip
 
     def fingerprint(self) -> str:
         """Changes with the rows that can be drawn: their number, and content of the first, middle and last."""
         digest = xxhash.xxh3_64(self._kept.tobytes())
         for position in (0, len(self._kept) // 2, len(self._kept) - 1):
-            digest.update(repr(self._rows[int(self._kept[position])]).encode())
+            try:
+                row = repr(self._rows[int(self._kept[position])])
+            except RowProblem as problem:  # a row that was not checked
+                row = f"{problem.kind}: {problem.detail}"
+            digest.update(row.encode())
         return digest.hexdigest()
 
 

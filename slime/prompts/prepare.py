@@ -1,22 +1,32 @@
-"""The pass over all rows before the first draw: check each row, leave out prompts that are too long, keep the order."""
+"""The check of rows: read, render and measure each one, leave out prompts that are too long, keep the order.
+
+The driver checks rows before a launch (`slime.rollout.validate_rows`), with further checks of its own; the process
+that draws prompts then takes over which rows were kept.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
+import xxhash
 
 from slime.errors import UserError
+from slime.host import num_cpus
 from slime.log import get_logger, tell
 from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
+from slime.prompts.conversation import Messages, UnreadKeys
+from slime.prompts.dataset_folders import TRAINING
 from slime.prompts.problems import Problems, RowProblem
-from slime.prompts.readers import Row, Rows, open_rows
+from slime.prompts.readers import Row, Rows, open_rows, split_slice
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
 from slime.prompts.tokenizer import with_opening
 from slime.samples.types import Sample
@@ -24,36 +34,106 @@ from slime.samples.types import Sample
 logger = get_logger(__name__)
 
 #: Rows per tokeniser call, and per task of a data worker.
-_BATCH, _TASK = 512, 4096
+_BATCH = 512
+_TASK = 1024
+#: Data sets of at most so many rows are checked whole before the first draw; of larger ones a sample is.
+ALL_ROWS = 20_000
+#: Rows of each part of such a sample: the first ones, the last ones, and as many evenly spaced between them.
+SAMPLED_ROWS = 2_000
+#: A check that would take one process more seconds than this is shared among several.
+_SLOW_CHECK = 20.0
+#: Tokens that a tokenizer may add to those of a text, with room to spare.
+_ADDED = 64
+#: Rows whose tokens tell whether two tokenizers measure alike.
+_ROWS_COMPARED = 32
+
+
+class RowJudge(Protocol):
+    """Further checks of rows whose prompts were read; picklable."""
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
+        """What is wrong with each of ``prompts``."""
+        ...
 
 
 @dataclass
 class Scan:
-    """What the pass found in a range of rows.
+    """What the check found in some rows.
 
     Attributes:
+        looked_at: how many rows were checked.
         kept: positions of the rows that can be drawn.
-        too_long, shortest, longest: how many prompts exceed the limit, and the lengths of the shortest and the longest.
+        too_long, shortest, longest, first_too_long: how many prompts exceed the limit, the lengths of the shortest
+            and the longest, and where the first is.
         templated, first_templated: how many prompts already carry the chat template, and where the first is.
+        unread: columns of rows, and keys of their messages, that nothing reads.
     """
 
+    looked_at: int = 0
     kept: list[int] = field(default_factory=list)
     too_long: int = 0
     shortest: int | None = None
     longest: int = 0
+    first_too_long: str = ""
     templated: int = 0
     first_templated: str = ""
     problems: Problems = field(default_factory=Problems)
+    unread: UnreadKeys = field(default_factory=UnreadKeys)
 
     def merge(self, other: Scan) -> None:
+        self.looked_at += other.looked_at
         self.kept.extend(other.kept)
         self.too_long += other.too_long
         lengths = [length for length in (self.shortest, other.shortest) if length is not None]
         self.shortest = min(lengths, default=None)
         self.longest = max(self.longest, other.longest)
+        self.first_too_long = self.first_too_long or other.first_too_long
         self.first_templated = self.first_templated or other.first_templated
         self.templated += other.templated
         self.problems.merge(other.problems)
+        self.unread.merge(other.unread)
+
+    def error(self, path: str, checker: Checker, *, has_more: bool = False) -> UserError | None:
+        """Why a run cannot work with the rows; None where it can.
+
+        Args:
+            has_more: the data has rows that were not checked.
+        """
+        refused = self.problems.refused(self.looked_at)
+        if refused.found:
+            return refused.error(path, self.looked_at, has_more=has_more)
+        if self.kept or not self.looked_at:
+            return None
+        return UserError(
+            f"every prompt of {path} is longer than {checker.max_tokens} tokens",
+            why=f"{self.looked_at} prompts, the shortest has {self.shortest} tokens",
+            fix=f"raise {checker.limit_flags}, or take other data",
+        )
+
+    def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
+        """What the user should know of rows that can be used, and of prompts that are left out."""
+        found = self.problems.tolerated(self.looked_at).warnings(path, self.looked_at, has_more=has_more)
+        if self.too_long:
+            found.append(
+                f"{path}: {self.too_long} of {self._rows(has_more)} are longer than {checker.max_tokens} tokens and "
+                f"left out (the longest: {self.longest}; {checker.limit_flags}; first: {self.first_too_long})"
+            )
+        if self.unread.keys:
+            found.append(self.unread.warning(path, self.looked_at))
+        return found
+
+    def notes(self, path: str) -> list[str]:
+        """What is usual, and may still explain something: columns that nothing reads."""
+        return [self.unread.warning(path, self.looked_at)] if self.unread.columns and not self.unread.keys else []
+
+    def templated_warning(self, path: str, checker: Checker) -> str:
+        """Prompts that carry the chat template already; "" if there are none."""
+        if not self.templated:
+            return ""
+        return templated_warning(path, self.templated, self.first_templated, checker.markers)
+
+    def _rows(self, has_more: bool) -> str:
+        return f"the {self.looked_at} prompts checked" if has_more else f"{self.looked_at} prompts"
 
 
 @dataclass
@@ -63,24 +143,27 @@ class Checker:
     Args:
         max_tokens: prompts of more tokens are left out; None for no limit.
         limit_flags: what sets it, for messages.
+        judge: what else is checked of a row, where `scan` looks at it.
     """
 
     form: RowFormat
     tokenizer: Any
     max_tokens: int | None = None
     limit_flags: str = "--rollout-max-prompt-len, --rollout-max-context-len or --seq-length"
+    judge: RowJudge | None = None
 
     def __post_init__(self) -> None:
         template = self.form.apply_chat_template and not self.form.raw
         self.markers = template_markers(self.tokenizer) if template else []
 
-    def scan(self, rows: Rows, start: int, stop: int) -> Scan:
-        found = Scan()
-        for low in range(start, stop, _BATCH):
-            self._scan_batch(rows, range(low, min(low + _BATCH, stop)), found)
+    def scan(self, rows: Rows, positions: Sequence[int]) -> Scan:
+        """Check the rows at ``positions``."""
+        found = Scan(looked_at=len(positions))
+        for low in range(0, len(positions), _BATCH):
+            self._scan_batch(rows, positions[low : low + _BATCH], found)
         return found
 
-    def _scan_batch(self, rows: Rows, positions: range, found: Scan) -> None:
+    def _scan_batch(self, rows: Rows, positions: Sequence[int], found: Scan) -> None:
         prompts: list[tuple[int, Prompt]] = []
         for position in positions:
             try:
@@ -88,24 +171,36 @@ class Checker:
             except RowProblem as problem:
                 found.problems.add(rows.where(position), problem)
                 continue
+            found.unread.add(prompt.unread_columns, prompt.unread_keys)
             if self.markers and carries_template(prompt.bare, self.markers):
                 found.templated += 1
                 found.first_templated = found.first_templated or rows.where(position)
             prompts.append((position, prompt))
-        for (position, _), length in zip(prompts, self.lengths([prompt for _, prompt in prompts])):
-            if self.max_tokens is None or length <= self.max_tokens:
+        read = [prompt for _, prompt in prompts]
+        judged = self.judge(read) if self.judge is not None else [[] for _ in read]
+        for (position, _), length, problems in zip(prompts, self.lengths(read), judged, strict=True):
+            for problem in problems:
+                found.problems.add(rows.where(position), problem)
+            if any(problem.refuse_at == 0.0 for problem in problems):
+                continue
+            if self.fits(length):
                 found.kept.append(position)
             else:
                 found.too_long += 1
+                found.first_too_long = found.first_too_long or rows.where(position)
                 found.shortest = length if found.shortest is None else min(found.shortest, length)
                 found.longest = max(found.longest, length)
 
+    def fits(self, length: int) -> bool:
+        return self.max_tokens is None or length <= self.max_tokens
+
     def lengths(self, prompts: list[Prompt]) -> list[int]:
-        """Tokens of each prompt; 0 where nothing can be measured (no limit, or chat messages without template)."""
+        """Tokens of each prompt; 0 where nothing need or can be measured: no limit, a text that is far too short to
+        exceed it, or chat messages without template."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
-        texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and isinstance(p.text, str)}
+        texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and self._may_exceed(p.text)}
         if texts:
             encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             templated = self.form.apply_chat_template
@@ -113,8 +208,13 @@ class Checker:
                 lengths[i] = len(with_opening(self.tokenizer, text, ids, templated=templated))
         return lengths
 
+    def _may_exceed(self, text: str | Messages) -> TypeGuard[str]:
+        """Tokens hold at least a byte each, but for what a tokenizer's normaliser adds."""
+        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > (self.max_tokens or 0)
+
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
-        """(prompt, length) of rows that come one by one; a row that cannot be used is a `UserError`."""
+        """(prompt, length) of rows that come one by one; a row that cannot be used is a `UserError`. The judge is
+        not asked."""
         for where, row in rows:
             try:
                 prompt = read_prompt(row, self.form, self.tokenizer)
@@ -123,68 +223,128 @@ class Checker:
             if self.markers and carries_template(prompt.bare, self.markers):
                 tell(logger, "%s", templated_warning("streamed data", 1, where, self.markers))
                 self.markers = []  # once is enough
+            prompt.where = where
             yield prompt, self.lengths([prompt])[0]
 
 
 def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np.ndarray:
-    """Positions of the rows that can be drawn, in order; int64 [number kept].
+    """Positions of the rows that can be drawn, in order; int64 [number kept]. What was found before the launch
+    (`remember`) is not looked for again.
 
     Args:
-        num_workers: processes that render and tokenise; 0 does it here.
+        num_workers: processes that render and tokenise; 0: as many as the work needs.
     Raises:
         UserError: rows that cannot be used (all of them counted), or no prompt short enough.
     """
-    total = Scan()
-    for part in _scan_all(rows, checker, num_workers):
-        total.merge(part)
-    if total.problems.found:
-        raise total.problems.error(path, len(rows))
-    if not total.kept:
-        raise _all_too_long(path, total, len(rows), checker)
-    if total.too_long:
-        tell(
-            logger,
-            "%s: %d of %d prompts are longer than %d tokens and left out (the longest: %d; %s)",
-            path, total.too_long, len(rows), checker.max_tokens, total.longest, checker.limit_flags,
-        )  # fmt: skip
-    if total.templated:
-        tell(logger, "%s", templated_warning(path, total.templated, total.first_templated, checker.markers))
-    return np.asarray(total.kept, dtype=np.int64)
+    kept = _remembered_rows(rows, path, checker)
+    if kept is not None:
+        return kept
+    found = scan_rows(rows, range(len(rows)), checker, num_workers)
+    if error := found.error(path, checker):
+        raise error
+    for warning in [*found.warnings(path, checker), found.templated_warning(path, checker)]:
+        if warning:
+            tell(logger, "%s", warning)
+    return np.asarray(found.kept, dtype=np.int64)
 
 
-def read_samples(path: str, checker: Checker) -> list[Sample]:
+def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) -> list[Sample]:
     """A sample of each row that can be drawn, in the order of the file, without indices.
 
+    Args:
+        splits: as of `open_rows`.
     Raises:
         UserError: as `open_rows` and `prepare`.
     """
-    rows = open_rows(path)
+    rows = open_rows(path, splits)
     kept = prepare(rows, path, checker)
     prompts = [read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept]
     return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
 
 
-def probe(rows: Rows, path: str, checker: Checker, max_rows: int) -> Scan:
-    """What `prepare` would refuse, as far as the first ``max_rows`` rows show it; for the check before a launch.
+def positions_to_check(num_rows: int) -> Sequence[int]:
+    """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last `SAMPLED_ROWS`, and
+    as many evenly spaced between them. The choice depends on the number of rows alone.
 
-    Raises:
-        UserError: as `prepare`.
+    Example:
+        >>> len(positions_to_check(20_000)), len(positions_to_check(2_000_000))
+        (20000, 6000)
     """
-    count = min(len(rows), max_rows)
-    found = checker.scan(rows, 0, count)
-    if found.problems.found:
-        raise found.problems.error(path, count, has_more=count < len(rows))
-    if not found.kept and count == len(rows):
-        raise _all_too_long(path, found, count, checker)
-    return found
+    if num_rows <= ALL_ROWS:
+        return range(num_rows)
+    head = np.arange(SAMPLED_ROWS)
+    tail = np.arange(num_rows - SAMPLED_ROWS, num_rows)
+    between = np.linspace(SAMPLED_ROWS, num_rows - SAMPLED_ROWS - 1, SAMPLED_ROWS).astype(np.int64)
+    chosen: list[int] = np.unique(np.concatenate([head, between, tail])).tolist()
+    return chosen
 
 
-def _all_too_long(path: str, found: Scan, num_rows: int, checker: Checker) -> UserError:
-    return UserError(
-        f"every prompt of {path} is longer than {checker.max_tokens} tokens",
-        why=f"{num_rows} prompts, the shortest has {found.shortest} tokens",
-        fix=f"raise {checker.limit_flags}, or take other data",
-    )
+# -- rows that were checked before the launch ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckedRows:
+    """Which rows of a data set were kept, and what must be the same for that to hold.
+
+    Attributes:
+        stamp: size and time of the files.
+        first_rows: digest of the first rows and of their lengths, which tells splits and tokenizers apart.
+        kept: positions, int64 [number kept].
+    """
+
+    path: str
+    stamp: tuple[Any, ...]
+    form: RowFormat
+    max_tokens: int | None
+    first_rows: str
+    kept: np.ndarray
+
+
+_checked: list[CheckedRows] = []
+
+
+def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> CheckedRows:
+    """The record of ``found``, a check of all rows."""
+    kept = np.asarray(found.kept, dtype=np.int64)
+    return CheckedRows(path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept)
+
+
+def remember(checked: Sequence[CheckedRows]) -> None:
+    """Let `prepare` in this process go by what was checked before, instead of earlier records."""
+    _checked[:] = checked
+
+
+def remembered() -> list[CheckedRows]:
+    return list(_checked)
+
+
+def _remembered_rows(rows: Rows, path: str, checker: Checker) -> np.ndarray | None:
+    for one in _checked:
+        is_same = (one.path, one.form, one.max_tokens) == (path, checker.form, checker.max_tokens)
+        if is_same and one.stamp == _stamp(path) and one.first_rows == _digest(rows, checker):
+            return one.kept
+    return None
+
+
+def _stamp(path: str) -> tuple[Any, ...]:
+    root = Path(split_slice(path)[0])
+    files = sorted(root.rglob("*")) if root.is_dir() else [root]
+    known = [(str(file), file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in known)
+
+
+def _digest(rows: Rows, checker: Checker) -> str:
+    digest = xxhash.xxh3_64(str(len(rows)).encode())
+    for position in range(min(len(rows), _ROWS_COMPARED)):
+        try:
+            prompt = read_prompt(rows[position], checker.form, checker.tokenizer)
+        except RowProblem:
+            continue
+        ids = []
+        if checker.max_tokens is not None and isinstance(prompt.text, str):
+            ids = checker.tokenizer.encode(prompt.text, add_special_tokens=False)
+        digest.update(repr((prompt.text, prompt.label, ids)).encode())
+    return digest.hexdigest()
 
 
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
@@ -194,11 +354,34 @@ def templated_warning(path: str, count: int, where: str, markers: list[str]) -> 
     )
 
 
-def _scan_all(rows: Rows, checker: Checker, num_workers: int) -> Iterator[Scan]:
-    tasks = [(low, min(low + _TASK, len(rows))) for low in range(0, len(rows), _TASK)]
+def scan_rows(rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int = 0) -> Scan:
+    """Check rows, in several processes where one would take long.
+
+    Args:
+        num_workers: processes; 0: one, and up to eight if the first rows show that the rest takes too long.
+    """
+    total = Scan()
+    if num_workers < 2:
+        first = positions[:_BATCH]
+        started = time.perf_counter()
+        total.merge(checker.scan(rows, first))
+        positions = positions[_BATCH:]
+        seconds = (time.perf_counter() - started) / max(1, len(first)) * len(positions)
+        if seconds <= _SLOW_CHECK:
+            total.merge(checker.scan(rows, positions))
+            return total
+        num_workers = min(8, num_cpus())
+        logger.info("checking %d rows in %d processes; one would take %.0f s", len(positions), num_workers, seconds)
+    for part in _scan_all(rows, positions, checker, num_workers):
+        total.merge(part)
+    return total
+
+
+def _scan_all(rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int) -> Iterator[Scan]:
+    tasks = [positions[low : low + _TASK] for low in range(0, len(positions), _TASK)]
     workers = min(num_workers, len(tasks))
     if workers < 2:
-        yield checker.scan(rows, 0, len(rows))
+        yield checker.scan(rows, positions)
         return
     # spawn: a fork would copy the locks of tokeniser and Ray threads in whatever state they are
     context = multiprocessing.get_context("spawn")
@@ -217,7 +400,7 @@ def _start_worker(rows: Rows, checker: Checker) -> None:
     follow_parent(parent.pid, lambda: os._exit(1))
 
 
-def _scan_task(task: tuple[int, int]) -> Scan:
+def _scan_task(positions: Sequence[int]) -> Scan:
     assert _worker_state is not None
     rows, checker = _worker_state
-    return checker.scan(rows, *task)
+    return checker.scan(rows, positions)

@@ -10,17 +10,23 @@ from slime.errors import UserError
 
 
 class RowProblem(Exception):
-    """One row cannot be used. Raised and caught in `slime.prompts`; users see the `UserError` made from it.
+    """Something is wrong with one row. Raised and caught where rows are read and checked; users see the `UserError`
+    or the warning made from it.
 
     Args:
         kind: completes "3 of 100 rows …"; problems of one kind are counted together.
         detail: about this row (a parse error, the type that was found).
         fix: what to do, the same for all of one kind.
+        refuse_at: share of the rows from which on the run is refused; below it is a warning. 0 refuses a single row,
+            1 refuses only if every row has the problem, and more than 1 never refuses.
     """
 
-    def __init__(self, kind: str, detail: str = "", fix: str = "") -> None:
+    def __init__(self, kind: str, detail: str = "", fix: str = "", *, refuse_at: float = 0.0) -> None:
         super().__init__(kind, detail, fix)
-        self.kind, self.detail, self.fix = kind, detail, fix
+        self.kind = kind
+        self.detail = detail
+        self.fix = fix
+        self.refuse_at = refuse_at
 
     def at(self, where: str) -> UserError:
         """The error for a single row, when rows are streamed."""
@@ -69,14 +75,42 @@ class Problems:
         for count, where, problem in other.found.values():
             self.add(where, problem, count)
 
-    def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
-        """One error for all kinds, the most frequent first.
+    def refused(self, num_rows: int) -> Problems:
+        """The kinds that a run cannot work with, if ``num_rows`` rows were checked."""
+        is_refused = {kind: entry for kind, entry in self.found.items() if entry[0] >= entry[2].refuse_at * num_rows}
+        return Problems(is_refused)
+
+    def tolerated(self, num_rows: int) -> Problems:
+        """The other kinds: a run goes on with a warning."""
+        return Problems({kind: entry for kind, entry in self.found.items() if kind not in self.refused(num_rows).found})
+
+    def told(self, num_rows: int, *, has_more: bool = False) -> str:
+        """All kinds with count and first place, the most frequent first.
 
         Args:
-            num_rows: how many were looked at; ``has_more``: and there are others.
+            num_rows: how many rows were checked.
+            has_more: the data has other rows.
         """
-        ranked = sorted(self.found.values(), key=lambda entry: -entry[0])
-        rows = f"the first {num_rows} rows" if has_more else f"{num_rows} rows"
-        said = "; ".join(f"{count} of {rows} {p.kind} (first: {where})" for count, where, p in ranked)
-        first = ranked[0][2]
-        return UserError(f"{path}: {said}", why=first.detail, fix=first.fix)
+        rows = f"the {num_rows} rows checked" if has_more else f"{num_rows} rows"
+        return "; ".join(f"{count} of {rows} {p.kind} (first: {where})" for count, where, p in self._ranked())
+
+    def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
+        """One error for all kinds; see `told`."""
+        ranked = self._ranked()
+        details = [f"{where}: {p.detail}" if len(ranked) > 1 else p.detail for _, where, p in ranked if p.detail]
+        fixes = dict.fromkeys(p.fix for _, _, p in ranked if p.fix)
+        return UserError(
+            f"{path}: {self.told(num_rows, has_more=has_more)}", why="; ".join(details), fix="; ".join(fixes)
+        )
+
+    def warnings(self, path: str, num_rows: int, *, has_more: bool = False) -> list[str]:
+        """One line per kind; see `told`."""
+        said = []
+        for entry in self._ranked():
+            problem = entry[2]
+            one = Problems({problem.kind: entry}).told(num_rows, has_more=has_more)
+            said.append("; ".join(part for part in (f"{path}: {one}", problem.detail, problem.fix) if part))
+        return said
+
+    def _ranked(self) -> list[tuple[int, str, RowProblem]]:
+        return sorted(self.found.values(), key=lambda entry: -entry[0])

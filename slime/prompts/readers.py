@@ -1,29 +1,49 @@
-"""Rows of a data file: JSONL, Parquet, CSV, Hugging Face data sets. ``path@[a:b]`` takes a slice.
+"""Rows of a data file: JSONL, JSON, CSV, Parquet, Arrow, Hugging Face data sets.
 
-JSONL is read line by line through an index of offsets rather than by `datasets`, which would fill every row up to the
-union of all keys (a row without "metadata" would get one full of None) and cannot say which line is malformed.
+JSON and CSV are read row by row through an index of offsets rather than by `datasets`, which would guess types (a CSV
+field "007" becomes 7, a JSON number 5.10 becomes 5.1), would fill every row up to the union of all keys (a row without
+"metadata" would get one full of None), and cannot say which line is malformed.
 """
 
 from __future__ import annotations
 
+import array
+import bisect
 import codecs
+import contextlib
 import csv
+import io
 import itertools
+import json
+import math
 import mmap
 import re
-from collections.abc import Iterator
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
-import orjson
 
+from slime.data_path import (
+    COMPRESSED_SUFFIXES,
+    CSV_DELIMITERS,
+    JSON_SUFFIXES,
+    ROW_SUFFIXES,
+    TABLE_SUFFIXES,
+    row_suffix,
+    split_name,
+    split_slice,
+)
 from slime.errors import UserError
-from slime.files import JSON_SUFFIXES
+from slime.prompts import dataset_folders
+from slime.prompts.arrow_rows import TableRows, iter_parquet, load_file
+from slime.prompts.labels import JsonRow, NumberAsWritten, written_integer
 from slime.prompts.problems import RowProblem
 
 Row = dict[str, Any]
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 class Rows(Protocol):
@@ -36,96 +56,277 @@ class Rows(Protocol):
         ...
 
 
-def split_slice(path: str) -> tuple[str, slice]:
-    """
-    Example:
-        >>> split_slice("train.jsonl@[-100:]")
-        ('train.jsonl', slice(-100, None, None))
-    """
-    match = _SLICE.match(path)
-    if match is None:
-        if path.endswith("]") and "@[" in path:
-            raise UserError(f"'{path}' has a slice that cannot be read", fix="write it as path@[start:stop]")
-        return path, slice(None)
-    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    return match["path"], slice(start, stop)
+def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Rows:
+    """Open the rows of ``path[:split][@[start:stop]]``.
 
-
-def open_rows(path: str) -> Rows:
-    """The rows of ``path``, which may carry a slice.
-
+    Args:
+        splits: which split of a data set is taken where the path names none, in the order of preference.
     Raises:
-        UserError: no such file, a type that is not known, several splits to choose from, or no rows.
+        UserError: no such file, a type that is not known, several splits or configurations to choose from, a file that
+            cannot be read, or no rows.
     """
     file, part = split_slice(path)
-    _check_exists(file)
+    file, split = split_name(file)
     rows: Rows
-    if Path(file).is_file() and Path(file).suffix in JSON_SUFFIXES:
-        rows = JsonArray(file, part) if _is_json_array(file) else JsonLines(file, part)
-    elif Path(file).is_file() and Path(file).suffix == ".csv":
-        rows = CsvRows(file, part)
+    if Path(file).is_file():
+        rows = _open_file(_without_split(file, split), part)
     else:
-        rows = TableRows(file, part)
+        rows = SlicedRows(_open_dataset(file, split, splits), part)
     if len(rows) == 0:
         raise UserError(f"'{path}' has no rows", fix="check the file and the slice")
     return rows
 
 
-def iter_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """(where, row) one after another, nothing loaded ahead of time; for ``--streaming-data``.
+def iter_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Iterator[tuple[str, Row]]:
+    """(where, row) one after another; files are not loaded ahead of time, for ``--streaming-data``.
 
     Raises:
-        UserError: as `open_rows`; also a malformed line, when it is reached.
+        UserError: as `open_rows`; also a malformed row, when it is reached.
     """
     file, part = split_slice(path)
-    _check_exists(file)
-    suffix = Path(file).suffix
-    negative = (part.start or 0) < 0 or (part.stop or 0) < 0
-    if Path(file).is_file() and suffix in JSON_SUFFIXES and not negative and not _is_json_array(file):
-        yield from itertools.islice(_iter_json_lines(file), part.start, part.stop)
-    elif Path(file).is_file() and suffix == ".parquet" and not negative:
-        yield from itertools.islice(_iter_parquet(file), part.start, part.stop)
-    else:
-        rows = open_rows(path)
-        for position in range(len(rows)):
-            try:
-                yield rows.where(position), rows[position]
-            except RowProblem as problem:
-                raise problem.at(rows.where(position)) from problem
+    file, split = split_name(file)
+    if Path(file).is_file():
+        file = _without_split(file, split)
+        stream = _stream_of(file)
+        if stream is not None and (part.start or 0) >= 0 and (part.stop or 0) >= 0:
+            with _decompressing(file) if file.endswith(COMPRESSED_SUFFIXES) else contextlib.nullcontext():
+                yield from itertools.islice(stream(file), part.start, part.stop)
+            return
+    rows = open_rows(path, splits)
+    for position in range(len(rows)):
+        try:
+            yield rows.where(position), rows[position]
+        except RowProblem as problem:
+            raise problem.at(rows.where(position)) from problem
 
 
-def _check_exists(file: str) -> None:
-    if Path(file).exists():
-        return
+def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
+    """What reads a file from its beginning without an index; None for files that are read as a whole."""
+    suffix = row_suffix(file)
+    if suffix in CSV_DELIMITERS:
+        return _iter_csv
+    if suffix == ".parquet":
+        return iter_parquet
+    if suffix in JSON_SUFFIXES and not _is_json_array(file):
+        return _iter_json_lines
+    return None
+
+
+def _open_file(file: str, part: slice = slice(None)) -> Rows:
+    suffix = row_suffix(file)
+    if suffix in JSON_SUFFIXES:
+        return JsonArray(file, part) if _is_json_array(file) else JsonLines(file, part)
+    if suffix in CSV_DELIMITERS:
+        return CsvRows(file, part)
+    if suffix in TABLE_SUFFIXES:
+        return TableRows(load_file(file, suffix), file, part)
+    types = ", ".join(suffix for suffix in ROW_SUFFIXES if not suffix.endswith(COMPRESSED_SUFFIXES))
+    raise UserError(
+        f"'{file}' is of a type that cannot be read",
+        why=f"its name ends in '{Path(file).suffix}'",
+        fix=f"give {types} ({', '.join(COMPRESSED_SUFFIXES)} behind a type of text), or a data set folder",
+    )
+
+
+def _open_dataset(path: str, split: str | None, splits: Sequence[str]) -> Rows:
+    """All rows of a split of a data set folder."""
+    found = dataset_folders.find(path, split, splits)
+    if found is None:
+        raise _missing(f"{path}:{split}" if split else path)
+    if found.table is not None:
+        name = found.name if len(found.splits) == 1 else f"{found.name}:{found.split}"
+        return TableRows(found.table(), name, slice(None))
+    return ConcatenatedRows([_open_file(file) for file in found.text_files])
+
+
+def _without_split(file: str, split: str | None) -> str:
+    if split is not None:
+        raise UserError(
+            f"'{file}:{split}' names a split of a file",
+            why="a file has none; a data set folder has",
+            fix=f"leave ':{split}' out; a slice of the rows is {file}@[0:100]",
+        )
+    return file
+
+
+def _missing(file: str) -> UserError:
     folder = Path(file).parent
     there = sorted(entry.name for entry in folder.iterdir())[:12] if folder.is_dir() else []
-    raise UserError(
+    return UserError(
         f"there is no data file '{file}'",
         why=f"{folder} has: {', '.join(there) or 'nothing'}" if folder.is_dir() else f"there is no folder {folder}",
         fix="check the path; of the hub's data sets pass org/name, of which nothing may be here",
     )
 
 
-def _is_json_array(file: str) -> bool:
-    if Path(file).suffix != ".json":
-        return False
-    with open(file, "rb") as stream:
-        return stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+# -- parts of rows ---------------------------------------------------------------------------------------------------
 
 
-def _parse_line(line: bytes) -> Row:
+class SlicedRows:
+    """A slice of other rows."""
+
+    def __init__(self, rows: Rows, part: slice) -> None:
+        self._rows = rows
+        self._positions = range(len(rows))[part]
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, position: int) -> Row:
+        return self._rows[self._positions[position]]
+
+    def where(self, position: int) -> str:
+        return self._rows.where(self._positions[position])
+
+
+class ConcatenatedRows:
+    """Rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, position: int) -> Row:
+        part, inside = self._find(position)
+        return part[inside]
+
+    def where(self, position: int) -> str:
+        part, inside = self._find(position)
+        return part.where(inside)
+
+    def _find(self, position: int) -> tuple[Rows, int]:
+        number = bisect.bisect_right(self._ends, position)
+        return self._parts[number], position - (self._ends[number - 1] if number else 0)
+
+
+# -- text files ------------------------------------------------------------------------------------------------------
+
+
+def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
+    """The content of a file, decompressed; to be closed by the caller.
+
+    Args:
+        mapped: it is to be mapped into memory, so a compressed file is decompressed into a temporary one.
+    Raises:
+        UserError: it is UTF-16 or UTF-32, or is not compressed as its name says.
+    """
+    stream: Any
+    if not file.endswith(COMPRESSED_SUFFIXES):
+        stream = open(file, "rb")  # noqa: SIM115
+    else:
+        import pyarrow
+
+        with _decompressing(file):
+            stream = io.BufferedReader(pyarrow.input_stream(file))
+            stream.peek(1)
+            if mapped:
+                with stream as packed:
+                    stream = tempfile.TemporaryFile()  # noqa: SIM115
+                    shutil.copyfileobj(packed, stream, 1 << 22)
+                stream.seek(0)
+    head = stream.peek(4)[:4]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise UserError(
+            f"'{file}' is not UTF-8",
+            why="it begins as UTF-16 or UTF-32 text does",
+            fix=f"convert it: iconv -f UTF-16 -t UTF-8 {file} > utf8{row_suffix(file)}",
+        )
+    return cast(io.BufferedReader, stream)
+
+
+@contextlib.contextmanager
+def _decompressing(file: str) -> Iterator[None]:
     try:
-        row = orjson.loads(line.removeprefix(codecs.BOM_UTF8))  # which editors on Windows put before the first line
-    except orjson.JSONDecodeError as error:
-        fix = "write one JSON object per line, in UTF-8"
-        raise RowProblem("are no valid JSON", str(error).split(": line")[0], fix) from error
-    if not isinstance(row, dict):
-        raise RowProblem("are no JSON objects", f"found a {type(row).__name__}")
-    return row
+        yield
+    except OSError as error:
+        raise UserError(
+            f"'{file}' cannot be decompressed",
+            why=str(error),
+            fix=f"it may be cut short, or not be what '{Path(file).suffix}' says",
+        ) from error
+
+
+def _mapped(file: str) -> np.ndarray:
+    """The content of a file, decompressed and mapped into memory; uint8 [number of bytes]."""
+    with _open_bytes(file, mapped=True) as stream:
+        if not stream.peek(1):
+            return np.zeros(0, dtype=np.uint8)  # which cannot be mapped
+        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
+    """Where a byte stands, in order; int64."""
+    block = 1 << 24
+    found: list[np.ndarray] = [
+        np.flatnonzero(content[at : at + block] == byte[0]) + at for at in range(0, len(content), block)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start, end) of the stretches that line breaks end; what is behind the last one counts if there is anything."""
+    ends = breaks if (len(breaks) and breaks[-1] == size - 1) or not size else np.append(breaks, size)
+    return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
+
+
+class _MappedRows:
+    """Rows of a text file, mapped into memory; holds offsets and a line number per row.
+
+    What a pickle holds is the index: another process maps the file anew.
+    """
+
+    def __init__(self, file: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
+        self._file = file
+        self._starts = starts
+        self._ends = ends
+        self._numbers = numbers
+        self._map: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_map": None}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, position: int) -> str:
+        return f"{self._file}:{self._numbers[position]}"
+
+    def _bytes(self, position: int) -> bytes:
+        if self._map is None:
+            self._map = _mapped(self._file)
+        return self._map[self._starts[position] : self._ends[position]].tobytes()
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+class JsonLines(_MappedRows):
+    """A JSONL file. Blank lines are no rows."""
+
+    def __init__(self, file: str, part: slice) -> None:
+        starts, ends, numbers = _line_offsets(file)
+        super().__init__(file, starts[part], ends[part], numbers[part])
+
+    def __getitem__(self, position: int) -> Row:
+        return _parse_line(self._bytes(position))
+
+
+def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(start, end, line number) of every line that is not blank; int64 arrays."""
+    content = _mapped(file)
+    starts, ends = _between(_positions(content, b"\n"), len(content))
+    keep = ends > starts
+    first = content[starts[keep]]
+    for i in np.flatnonzero(keep)[first <= 32]:  # only a line that begins with white space can be blank
+        keep[i] = bool(bytes(content[starts[i] : ends[i]]).strip())
+    return starts[keep], ends[keep], np.flatnonzero(keep) + 1
 
 
 def _iter_json_lines(file: str) -> Iterator[tuple[str, Row]]:
-    with open(file, "rb") as stream:
+    with _open_bytes(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 try:
@@ -134,162 +335,311 @@ def _iter_json_lines(file: str) -> Iterator[tuple[str, Row]]:
                     raise problem.at(f"{file}:{number}") from problem
 
 
-def _iter_parquet(file: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow.parquet
-
-    position = 0
-    try:
-        opened = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(
-            f"'{file}' is no Parquet file",
-            why=str(error).split(". ")[0],
-            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it stands for)",
-        ) from error
-    with opened as table:
-        for batch in table.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                yield f"{file} row {position}", row
-                position += 1
-
-
-class JsonLines:
-    """A JSONL file, mapped into memory; holds one offset per line. Blank lines are no rows. Pickles as its path."""
-
-    def __init__(self, file: str, part: slice) -> None:
-        self._file, self._part = file, part
-        starts, ends, numbers = _line_offsets(file)
-        self._starts, self._ends, self._numbers = starts[part], ends[part], numbers[part]
-        self._map: mmap.mmap | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return JsonLines, (self._file, self._part)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, position: int) -> Row:
-        if self._map is None:
-            with open(self._file, "rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return _parse_line(self._map[self._starts[position] : self._ends[position]])
-
-    def where(self, position: int) -> str:
-        return f"{self._file}:{self._numbers[position]}"
-
-
-def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start, end, line number) of every line that is not blank; int64 arrays."""
-    breaks, offset, last = [], 0, b"\n"
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 24):
-            breaks.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
-            offset += len(block)
-            last = block[-1:]
-        ends = np.concatenate(breaks) if breaks else np.zeros(0, dtype=np.int64)
-        if last != b"\n":
-            ends = np.append(ends, offset)
-        starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
-        keep = ends > starts
-        for i in np.flatnonzero(keep & (ends - starts <= 16)):  # a line of blanks is short
-            stream.seek(starts[i])
-            keep[i] = bool(stream.read(ends[i] - starts[i]).strip())
-    return starts[keep], ends[keep], np.flatnonzero(keep) + 1
-
-
 class JsonArray:
-    """A .json file that holds one array of objects."""
+    """A .json file that holds one array of objects. Holds its text; pickles as its path."""
 
     def __init__(self, file: str, part: slice) -> None:
         self._file = file
+        self._part = part
+        with _open_bytes(file) as stream:
+            content = stream.read()
         try:
-            rows = orjson.loads(Path(file).read_bytes().removeprefix(codecs.BOM_UTF8))
-        except orjson.JSONDecodeError as error:
+            self._text = content.removeprefix(codecs.BOM_UTF8).decode()
+            items = _array_items(self._text)
+        except ValueError as error:  # of which those of decoding are, too
             raise UserError(f"'{file}' is no valid JSON", why=str(error)) from error
-        self._rows, self._positions = rows[part], range(len(rows))[part]
+        self._items = items[part]
+        self._positions = range(len(items))[part]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonArray, (self._file, self._part)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._items)
 
     def __getitem__(self, position: int) -> Row:
-        if not isinstance(self._rows[position], dict):
-            raise RowProblem("are no JSON objects", f"found a {type(self._rows[position]).__name__}")
-        return self._rows[position]
+        start, end = self._items[position]
+        return _parse(self._text[start:end])
 
     def where(self, position: int) -> str:
-        return f"{self._file} item {self._positions[position]}"
+        line = self._text.count("\n", 0, self._items[position][0]) + 1
+        return f"{self._file}:{line} (item {self._positions[position]})"
 
 
-class CsvRows:
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _array_items(text: str) -> list[tuple[int, int]]:
+    """Where each item of a JSON array begins and ends.
+
+    Raises:
+        ValueError: the text is no JSON array.
+    """
+    # only the extent is of interest: numbers are not converted, whatever their length
+    decoder = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=str)
+    skip = _SPACE.match
+    at = skip(text).end() + 1  # type: ignore[union-attr]
+    items: list[tuple[int, int]] = []
+    end = skip(text, at).end()  # type: ignore[union-attr]
+    if text[end : end + 1] != "]":
+        while True:
+            start = skip(text, at).end()  # type: ignore[union-attr]
+            _, end = decoder.raw_decode(text, start)
+            items.append((start, end))
+            end = skip(text, end).end()  # type: ignore[union-attr]
+            if text[end : end + 1] != ",":
+                break
+            at = end + 1
+    if text[end : end + 1] != "]":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+    rest = skip(text, end + 1).end()  # type: ignore[union-attr]
+    if rest != len(text):
+        raise json.JSONDecodeError("Extra data", text, rest)
+    return items
+
+
+def _is_json_array(file: str) -> bool:
+    if row_suffix(file) != ".json":
+        return False
+    with _open_bytes(file) as stream:
+        return stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _parse_line(line: bytes) -> JsonRow:
+    try:
+        text = line.removeprefix(codecs.BOM_UTF8).decode()  # which editors on Windows put before the first line
+    except UnicodeDecodeError as error:
+        raise _invalid(f"byte {error.start + 1} of the line is not UTF-8") from error
+    return _parse(text)
+
+
+def _parse(text: str) -> JsonRow:
+    try:
+        row = _decode(text)
+    except RecursionError as error:
+        raise _invalid("it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise _invalid(f"{error.msg} (column {error.pos + 1})") from error
+    if not isinstance(row, dict):
+        raise RowProblem("are no JSON objects", f"found a {type(row).__name__}")
+    return JsonRow(row, text)
+
+
+def _decode(text: str) -> Any:
+    text = text.strip()
+    try:
+        row = _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer with more digits than sys.get_int_max_str_digits()
+        row = _LONG_INTEGERS.decode(text)
+    if "\\u" in text:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _invalid("it has half of a surrogate pair (\\ud800 to \\udfff)") from error
+    return row
+
+
+def _invalid(detail: str) -> RowProblem:
+    return RowProblem("are no valid JSON", detail, "write one JSON object per line, in UTF-8")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowProblem("have a key twice in one object", f"the key '{twice}'", "keep the one that is meant")
+    return found
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else NumberAsWritten(text)
+
+
+def _refuse_constant(name: str) -> None:
+    raise RowProblem(
+        "have a number that JSON does not know",
+        f"found {name}",
+        "write null where there is no value, or text where it is an answer",
+    )
+
+
+_HOOKS: dict[str, Any] = {
+    "object_pairs_hook": _unique,
+    "parse_float": _float,
+    "parse_constant": _refuse_constant,
+}
+_DECODER = json.JSONDecoder(**_HOOKS)
+_LONG_INTEGERS = json.JSONDecoder(**_HOOKS, parse_int=written_integer)
+
+
+# -- CSV -------------------------------------------------------------------------------------------------------------
+
+
+class CsvRows(_MappedRows):
     """A CSV file with a header. Every value is the text that stands there: "007" is no number, and "" is an answer."""
 
     def __init__(self, file: str, part: slice) -> None:
-        self._file = file
+        starts, ends, numbers = _csv_offsets(file)
+        super().__init__(file, starts, ends, numbers)
+        self._header = _checked_header(self._record(0), file) if len(self) else []
+        self._starts, self._ends, self._numbers = starts[1:][part], ends[1:][part], numbers[1:][part]
+
+    def __getitem__(self, position: int) -> Row:
+        return _csv_row(self._header, self._record(position))
+
+    def _record(self, position: int) -> list[str]:
         try:
-            with open(file, newline="", encoding="utf-8-sig") as stream:
-                rows = list(csv.DictReader(stream))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                f"'{file}' is no readable CSV", why=str(error), fix="save it as UTF-8, with commas"
-            ) from error
-        self._rows, self._positions = rows[part], range(len(rows))[part]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, position: int) -> Row:
-        row = self._rows[position]
-        if None in row or None in row.values():  # what csv makes of too many and too few
-            raise RowProblem("have another number of columns than the header", f"the row {position} does")
-        return dict(row)
-
-    def where(self, position: int) -> str:
-        return f"{self._file} row {self._positions[position]}"
+            text = self._bytes(position).removeprefix(codecs.BOM_UTF8).decode()
+        except UnicodeDecodeError as error:
+            raise RowProblem("are not UTF-8", str(error), "save the file as UTF-8") from error
+        return list(next(_csv_reader(io.StringIO(text, newline=""), self._file)))
 
 
-class TableRows:
-    """Parquet or Arrow files and data set folders, through `datasets` (memory-mapped)."""
+def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(start, end, line number) of each record that is not blank, the header first; int64 arrays.
 
-    def __init__(self, path: str, part: slice) -> None:
-        table = _load_table(path)
-        self._path, self._positions = path, range(len(table))[part]
-        self._table = table if part == slice(None) else table.select(self._positions)
+    Raises:
+        UserError: as `_csv_records`.
+    """
+    content = _mapped(file)
+    breaks = _positions(content, b"\n")
+    quotes = _positions(content, b'"')
+    returns = _positions(content, b"\r")
+    if not _is_regular(content, quotes, returns, CSV_DELIMITERS[row_suffix(file)].encode()):
+        spans = array.array("q")
+        for start, end, line, _ in _csv_records(file):
+            spans.extend((start, end, line))
+        starts, ends, numbers = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        return starts, ends, numbers
+    outside = np.flatnonzero(np.searchsorted(quotes, breaks) % 2 == 0)
+    starts, ends = _between(breaks[outside], len(content))
+    numbers = np.concatenate([[0], outside + 1])[: len(starts)] + 1
+    keep = ends > starts
+    keep[keep] = (content[starts[keep]] != ord("\r")) | (ends[keep] - starts[keep] > 1)
+    return starts[keep], ends[keep], numbers[keep]
 
-    def __len__(self) -> int:
-        return len(self._table)
 
-    def __getitem__(self, position: int) -> Row:
-        return self._table[position]
+def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes) -> bool:
+    """Whether line breaks with an even number of quotes before them are just those that end a record.
 
-    def where(self, position: int) -> str:
-        return f"{self._path} row {self._positions[position]}"
+    So it is where quotes stand only around fields and doubled in them; ``csv`` takes others, too.
+    """
+    if len(quotes) % 2:
+        return False
+    opening, closing = quotes[::2], quotes[1::2]
+    edges = np.frombuffer(delimiter + b"\r\n", dtype=np.uint8)
+    first = 3 if content[:3].tobytes() == codecs.BOM_UTF8 else 0
+    doubled: np.ndarray = np.zeros(len(opening), dtype=bool)
+    doubled[1:] = opening[1:] == closing[:-1] + 1
+    before = np.isin(content[np.maximum(opening - 1, 0)], edges) | (opening == first)
+    after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (closing == len(content) - 1)
+    if not (before | doubled).all() or not (after | np.append(doubled[1:], False)[: len(closing)]).all():
+        return False
+    lone = returns[np.searchsorted(quotes, returns) % 2 == 0]
+    return bool((lone + 1 < len(content)).all()) and bool((content[lone + 1] == ord("\n")).all())
 
 
-def _load_table(path: str) -> Any:
-    import datasets
+def _iter_csv(file: str) -> Iterator[tuple[str, Row]]:
+    header: list[str] = []
+    for _, _, line, record in _csv_records(file):
+        if not header:
+            header = _checked_header(record, file)
+            continue
+        try:
+            yield f"{file}:{line}", _csv_row(header, record)
+        except RowProblem as problem:
+            raise problem.at(f"{file}:{line}") from problem
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is told once, below
-    folder = Path(path)
-    if folder.is_file() and folder.suffix not in (".parquet", ".arrow"):
+
+class _CountedLines:
+    """Lines of a text stream, and how many bytes of UTF-8 those given so far have."""
+
+    def __init__(self, stream: IO[str], offset: int) -> None:
+        self._stream = stream
+        self.offset = offset
+
+    def __iter__(self) -> _CountedLines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._stream)
+        self.offset += len(line) if line.isascii() else len(line.encode())
+        return line
+
+
+def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
+    """(start, end, line number, fields) of each record that is not blank, the header first.
+
+    Raises:
+        UserError: a record that is no CSV, or bytes that are not UTF-8.
+    """
+    with _open_bytes(file) as content:
+        mark = len(codecs.BOM_UTF8) if content.peek(3).startswith(codecs.BOM_UTF8) else 0
+        content.read(mark)
+        lines = _CountedLines(io.TextIOWrapper(content, "utf-8", newline=""), mark)
+        reader = _csv_reader(lines, file)
+        while True:
+            start = lines.offset
+            line = reader.line_num + 1
+            try:
+                record = next(reader, None)
+            except csv.Error as error:
+                raise _no_csv(f"{file}:{line}", str(error)) from error
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file) from error
+            if record is None:
+                return
+            if record:
+                yield start, lines.offset, line, record
+
+
+def _csv_reader(lines: Any, file: str) -> Any:
+    csv.field_size_limit(sys.maxsize)  # of the process; the default of 131,072 characters is less than a long prompt
+    return csv.reader(lines, strict=True, delimiter=CSV_DELIMITERS[row_suffix(file)])
+
+
+def _no_csv(where: str, error: str) -> UserError:
+    why = "a quote opens here and is never closed" if error == "unexpected end of data" else error
+    return UserError(
+        f"{where}: the row that begins here is no CSV",
+        why=why,
+        fix='put values with commas, quotes or line breaks in quotes, and write a quote in them twice: "say ""hi"""',
+    )
+
+
+def _not_utf8(file: str) -> UserError:
+    with _open_bytes(file) as content:
+        for number, line in enumerate(content, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return UserError(f"{file}:{number}: this line is not UTF-8", why=str(error), fix="save it as UTF-8")
+    raise AssertionError("unreachable")
+
+
+def _checked_header(names: list[str], file: str) -> list[str]:
+    delimiter = CSV_DELIMITERS[row_suffix(file)]
+    others = [other for other in ",;\t|" if other != delimiter and other in names[0]]
+    if len(names) == 1 and others:
         raise UserError(
-            f"'{path}' is of a type that cannot be read",
-            fix="give .jsonl, .json, .parquet, .arrow, .csv or a data set folder",
+            f"{file}:1: the header has one column, '{names[0]}'",
+            why=f"its columns seem to be separated by {others[0]!r}; those of {Path(file).suffix} are by {delimiter!r}",
+            fix="save it with commas as .csv, or with tabs as .tsv",
         )
-    try:
-        if folder.is_file():
-            kind = "parquet" if folder.suffix == ".parquet" else "arrow"
-            return datasets.load_dataset(kind, data_files=str(folder), split="train")
-        saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-        loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # of "An error occurred while generating the dataset", which says nothing
-        why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        fix = "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one data set"
-        raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
-    if len(loaded) > 1 and "train" not in loaded:
-        splits = ", ".join(loaded)
-        raise UserError(f"'{path}' has several splits: {splits}", fix=f"name one: {path}/{next(iter(loaded))}")
-    return loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{file}:1: the header has the column '{twice[0]}' twice", fix="rename one of them")
+    return names
+
+
+def _csv_row(header: list[str], record: list[str]) -> Row:
+    if len(record) != len(header):
+        raise RowProblem(
+            "have another number of columns than the header",
+            f"{len(record)} instead of {len(header)} ({', '.join(header)})",
+            "put values with commas or line breaks in quotes",
+        )
+    return dict(zip(header, record))

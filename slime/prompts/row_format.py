@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
-
-import orjson
 
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin
-from slime.prompts.chat_template import Messages, TemplateRefuses, render_prompt
+from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_source
+from slime.prompts.conversation import (
+    ConversationError,
+    Messages,
+    conversation_in,
+    read_messages,
+    read_tools,
+    unread_keys,
+)
+from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.problems import RowProblem, missing_key
-
-#: Built-in rewards that compare with a label, which must then be text or a number.
-_TEXT_LABELS = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
-#: Those to which a number is something else than its digits: gpqa takes it as the position of a choice.
-_NUMBER_LABELS = frozenset({"gpqa"})
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class RowFormat:
     """Columns and rendering.
 
     Attributes:
-        text_label: the label must be text or a number (it is compared with the response); else anything goes.
-        raw_label: the label stays what it is in the data (--label-type raw); else numbers become text.
+        raw_label: numbers among the labels stay numbers (--label-type raw); else they become text.
         rm_type: the built-in reward, where a row's own metadata does not name another.
+        own_reward: rewards come from a function of the user's, so ``rm_type`` and that of rows have no effect.
         raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised fine-tuning renders
             them together with the answers).
         metadata_required, tools_required: the column was asked for by flag, so at least its key must be there.
@@ -41,9 +41,9 @@ class RowFormat:
     tool_key: str = "tools"
     apply_chat_template: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    text_label: bool = False
     raw_label: bool = False
     rm_type: str | None = None
+    own_reward: bool = False
     raw: bool = False
     metadata_required: bool = False
     tools_required: bool = False
@@ -58,10 +58,10 @@ class RowFormat:
             UserError: the reward compares with a label, and no column of labels is named.
         """
         data, reward = config.data, config.reward
-        text_label = compares_labels(reward.rm_type) and not reward.custom_rm_path
+        compares = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
         user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
-        if text_label and data.label_key is None and not user_code and not rollout.rollout_sample_hook_path:
+        if compares and data.label_key is None and not user_code and not rollout.rollout_sample_hook_path:
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
                 fix="pass --label-key with the column of the right answers",
@@ -73,9 +73,9 @@ class RowFormat:
             tool_key=data.tool_key,
             apply_chat_template=data.apply_chat_template,
             template_kwargs=dict(data.apply_chat_template_kwargs),
-            text_label=text_label,
             raw_label=keeps_raw_labels(config),
-            rm_type=None if reward.custom_rm_path else reward.rm_type,
+            rm_type=reward.rm_type,
+            own_reward=bool(reward.custom_rm_path),
             raw=config.algorithm.loss_type == "sft_loss",
             metadata_required=data.metadata_key != "metadata",
             tools_required=data.tool_key != "tools",
@@ -95,6 +95,8 @@ class Prompt:
         text: text for the tokenizer, or chat messages when no template is applied.
         tokens: ids of a row that was tokenised beforehand, else [].
         bare: the prompt before the template was applied (for the check of `carries_template`).
+        unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing reads.
+        where: where the row comes from, "train.jsonl:17"; set when it is drawn.
     """
 
     text: str | Messages
@@ -102,6 +104,9 @@ class Prompt:
     label: Any
     metadata: dict[str, Any]
     bare: str | Messages
+    unread_columns: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+    where: str = ""
 
 
 def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
@@ -114,90 +119,70 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         raise missing_key(form.input_key, form.input_flag, row)
     value = row[form.input_key]
     metadata = _metadata(row, form)
-    label = _label(row, form, str(metadata.get("rm_type") or form.rm_type or "").removeprefix("boxed_"))
-    tools = _tools(row, form)
+    columns = _unread_columns(row, form)
+    is_tokens = isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    try:
+        conversation = None if is_tokens else conversation_in(value, form.input_key)
+        tools = _tools(row, form, conversation[1] if conversation else None)
+        messages = _messages(conversation[0], tools, form) if conversation else None
+    except ConversationError as error:
+        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix) from error
+    label = None
+    if form.label_key is not None:
+        rm_type = "" if form.own_reward else str(metadata.get("rm_type") or form.rm_type or "")
+        label = read_label(row, form.label_key, form.label_flag, raw=form.raw_label, rm_type=rm_type)
     if tools:
         metadata["tools"] = tools
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
+    if is_tokens:
         try:
-            return Prompt(tokenizer.decode(value) if tokenizer is not None else "", value, label, metadata, "")
+            text = tokenizer.decode(value) if tokenizer is not None else ""
         except OverflowError as error:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
-    prompt = _check_prompt(value, form)
-    text = prompt
+        return Prompt(text, value, label, metadata, "", columns)
+    prompt = _text(value, form) if messages is None else messages
+    keys = unread_keys(messages, template_source(tokenizer)) if messages else ()
+    rendered = prompt
     if form.apply_chat_template and not form.raw:
         try:
-            text = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
+            rendered = render_prompt(tokenizer, prompt, tools=tools or None, **form.template_kwargs)
         except TemplateRefuses as error:
             raise RowProblem("are refused by the chat template", error.why, error.fix) from error
-    return Prompt(text, [], label, metadata, prompt)
+    return Prompt(rendered, [], label, metadata, prompt, columns, tuple(sorted(keys)))
 
 
-def _check_prompt(value: Any, form: RowFormat) -> str | Messages:
+def _unread_columns(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
+    read = (form.input_key, form.label_key, form.metadata_key, form.tool_key)
+    return tuple(name for name, value in row.items() if name not in read and value is not None)
+
+
+def _text(value: Any, form: RowFormat) -> str:
     key = form.input_key
-    if isinstance(value, str):
-        if not value.strip():
-            raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
-        return value
-    if not isinstance(value, list) or not all(isinstance(item, dict) and "role" in item for item in value):
+    if not isinstance(value, str) and value != []:
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise RowProblem(
             f"have a prompt (key '{key}') that is no text, chat messages or token ids",
             f"found {kind}",
             f"check {form.input_flag}; messages are [{{'role': …, 'content': …}}]",
         )
-    # columnar files fill keys that only some messages have with None
-    messages = [{name: item for name, item in message.items() if item is not None} for message in value]
-    if messages and not any("content" in message or "tool_calls" in message for message in messages):
+    if not value or not value.strip():
+        raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
+    return str(value)
+
+
+def _messages(wire: list[Any], tools: list[dict[str, Any]], form: RowFormat) -> Messages:
+    key = form.input_key
+    # columnar files fill keys that only some records have with None
+    messages = read_messages(wire, where=key, tools=tools, drops_nulls=True)
+    said = ("content", "value", "parts", "tool_calls", "function_call", "output", "arguments")
+    if not any(message.get(name) is not None for message in wire for name in said):
         raise RowProblem(
             f"have messages without content (key '{key}')",
-            f"the first one's keys are: {', '.join(messages[0])}",
+            f"the first one's keys are: {', '.join(wire[0])}",
             "a message is {'role': …, 'content': …}",
         )
-    if not any(_has_content(message) for message in messages):
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise RowProblem(f"have an empty prompt (key '{key}')", fix="remove these rows")
     return messages
-
-
-def compares_labels(rm_type: str | None) -> bool:
-    """Whether this built-in reward compares the response with a label that is text or a number."""
-    return (rm_type or "").removeprefix("boxed_") in _TEXT_LABELS
-
-
-def _has_content(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content)
-
-
-def _label(row: dict[str, Any], form: RowFormat, rm_type: str) -> Any:
-    if form.label_key is None:
-        return None
-    if form.label_key not in row:
-        raise missing_key(form.label_key, form.label_flag, row)
-    label = row[form.label_key]
-    if form.text_label and (isinstance(label, bool) or not isinstance(label, (str, int, float))):
-        found = "None" if label is None else f"a {type(label).__name__}"
-        raise RowProblem(
-            f"have a label (key '{form.label_key}') that is neither text nor a number",
-            f"found {found}; the reward function compares it with the response",
-            f"check {form.label_flag}, or write a reward function of your own (--custom-rm-path)",
-        )
-    if form.text_label and isinstance(label, str) and not label.strip():
-        raise RowProblem(f"have an empty label (key '{form.label_key}')", fix="remove these rows")
-    return label if form.raw_label or rm_type in _NUMBER_LABELS else label_text(label)
-
-
-def label_text(label: Any) -> Any:
-    """A label as it stands in the data, for functions that compare it with a response: numbers and booleans as JSON
-    spells them, decimals and dates as text; lists, dicts, text and None stay what they are.
-
-    Example:
-        >>> label_text(22), label_text(True), label_text(0.5), label_text([1, 2])
-        ('22', 'true', '0.5', [1, 2])
-    """
-    if isinstance(label, (bool, int, float)):
-        return json.dumps(label)
-    return str(label) if isinstance(label, (Decimal, datetime.date, datetime.time)) else label
 
 
 def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
@@ -215,22 +200,26 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     return dict(value)
 
 
-def _tools(row: dict[str, Any], form: RowFormat) -> list[dict[str, Any]]:
-    if form.tool_key not in row:
-        if form.tools_required:
-            raise missing_key(form.tool_key, "--tool-key", row)
-        return []
-    value = decoded(row[form.tool_key])
-    if not isinstance(value, (list, type(None))):
-        raise RowProblem(f"have tools (key '{form.tool_key}') that are no list", f"found a {type(value).__name__}")
-    return list(value or [])
+def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, Any]]:
+    """
+    Args:
+        beside: tools that stand beside the messages in one value; a column of tools comes first.
+    """
+    if form.tool_key not in row and form.tools_required:
+        raise missing_key(form.tool_key, "--tool-key", row)
+    value = row.get(form.tool_key)
+    return read_tools(beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True)
 
 
 def decoded(value: Any) -> Any:
-    """Columnar files often hold nested values as JSON text."""
+    """The value of a JSON text, as columnar files often hold nested values; integers keep all digits."""
     if isinstance(value, str) and value.strip():
         try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError:
+            return json.loads(value, parse_constant=_no_json)
+        except (ValueError, RecursionError):
             return value  # reported by type
     return value or None
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -16,7 +16,11 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slime.config.config import Config
 from slime.config.flag import option_of
@@ -25,9 +29,10 @@ from slime.hook_loading import check_class, failures_of, load_function, user_fun
 from slime.hooks import DataSource
 from slime.legacy_paths import replaced
 from slime.log import get_logger, tell
+from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.order import MappedOrder, Order, StreamedOrder
-from slime.prompts.prepare import Checker, Scan, prepare, probe
+from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
 from slime.prompts.row_format import Prompt, RowFormat, read_prompt
@@ -43,9 +48,11 @@ _BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
 _ROWS_LOOKED_AT = 32
 
 
-def make_source(config: Config, tokenizer: Any) -> DataSource:
+def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> DataSource:
     """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns when nothing ends a turn.
 
+    Args:
+        judge: see `PromptSource`.
     Raises:
         UserError: the class cannot be loaded or is no data source; see also `PromptSource`.
     """
@@ -54,13 +61,13 @@ def make_source(config: Config, tokenizer: Any) -> DataSource:
     if opening:
         begins = "prompts that are plain text begin with %r, which the tokenizer puts before one, as in an engine"
         logger.info(begins, tokenizer.decode(opening))
-    return _built(config, tokenizer)
+    return _built(config, tokenizer, judge)
 
 
-def _built(config: Config, tokenizer: Any) -> DataSource:
+def _built(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> DataSource:
     path = config.data.data_source_path
     if not path:
-        return PromptSource(config, tokenizer)
+        return PromptSource(config, tokenizer, judge)
     cls = load_function(path)
     check_class(cls, DataSource, path)
     BUILT_FROM.set((config, tokenizer))
@@ -181,6 +188,8 @@ class PromptSource(DataSource):
     Args:
         config: groups ``data``, ``rollout``, ``reward`` and ``algorithm`` are read.
         tokenizer: renders and measures prompts.
+        judge: further checks of each row. Data sets of more than `ALL_ROWS` rows are not read before the first draw:
+            each row is checked when it is drawn, and left out with a warning if it cannot be used.
     Raises:
         UserError: any of the conditions that `slime.prompts.readers` and `slime.prompts.prepare` name.
 
@@ -190,11 +199,11 @@ class PromptSource(DataSource):
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, judge: RowJudge | None = None) -> None:
         self._group_size = config.rollout.n_samples_per_prompt
         path = config.rollout.buffer_filter_path
         self._buffer = SampleBuffer(config.flat(), user_function(path) if path else _pop_first)
-        self._order = _open_order(config, tokenizer)
+        self._order = _open_order(config, tokenizer, judge)
         seed = config.rollout.rollout_seed
         self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS
         self._shuffles_unasked = config.data.rollout_shuffle and config.origins["rollout_shuffle"].startswith("derived")
@@ -206,6 +215,8 @@ class PromptSource(DataSource):
         """Draws that came out of a restored buffer, so that the data must not give them again."""
         self._positions: dict[int, tuple[int, int]] = {}
         """Where each unfinished draw stands in the data."""
+        self._where: dict[int, str] = {}
+        """The row of each unfinished draw, for messages."""
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
@@ -234,9 +245,19 @@ class PromptSource(DataSource):
             prompt = self._order.take()
             self._next += 1
             self._positions[group_index] = position
+            self._where[group_index] = prompt.where
             if group_index not in self._held:
                 break
         return self._make_group(prompt, group_index)
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether rows were not all checked before the first draw, so that those of no use are left out now."""
+        return isinstance(self._order, MappedOrder) and self._order.unchecked
+
+    def where(self, group_index: int) -> str:
+        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if that is not known."""
+        return self._where.get(group_index, "")
 
     def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
         """Samples that share nothing a user's function might change."""
@@ -266,6 +287,7 @@ class PromptSource(DataSource):
         while self._low in self._done and self._low < self._next:
             self._done.discard(self._low)
             self._positions.pop(self._low, None)
+            self._where.pop(self._low, None)
             self._held.discard(self._low)
             self._low += 1
 
@@ -291,6 +313,7 @@ class PromptSource(DataSource):
         self._buffer.load_state_dict(state["buffer"])
         self._next = self._low = state["low"]
         self._done, self._positions = set(state["done"]), {}
+        self._where = {}
         self._held = self._buffer.group_indices
         if self._order is None:
             return
@@ -314,7 +337,7 @@ class PromptSource(DataSource):
         self._order.seek(0, 0)
 
 
-def _open_order(config: Config, tokenizer: Any) -> Order | None:
+def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Order | None:
     data = config.data
     nothing_is_drawn = config.rollout.num_rollout == 0 or config.debug.load_debug_rollout_data is not None
     if not data.rollout_global_dataset or (nothing_is_drawn and not data.prompt_data):
@@ -324,17 +347,29 @@ def _open_order(config: Config, tokenizer: Any) -> Order | None:
             "there is no prompt data",
             fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout function brings its own",
         )
-    checker = _checker(config, tokenizer)
+    checker = replace(prompt_checker(config, tokenizer), judge=judge)
     options: dict[str, Any] = {"shuffle": data.rollout_shuffle, "seed": config.rollout.rollout_seed}
     if data.streaming_data:
         return StreamedOrder(data.prompt_data, checker, **options)
     rows = open_rows(data.prompt_data)
+    if len(rows) > ALL_ROWS:
+        return MappedOrder(rows, np.arange(len(rows)), checker, **options, unchecked=True)
     kept = prepare(rows, data.prompt_data, checker, data.num_data_workers)
     return MappedOrder(rows, kept, checker, **options)
 
 
-def _checker(config: Config, tokenizer: Any) -> Checker:
-    form, limit = RowFormat.of(config), max_prompt_tokens(config)
+def prompt_checker(config: Config, tokenizer: Any) -> Checker:
+    """What is checked of each row of --prompt-data when it is read and measured.
+
+    Raises:
+        UserError: as `RowFormat.of`.
+    """
+    form = RowFormat.of(config)
+    limit = max_prompt_tokens(config)
+    context = model_context(config) if limit is None else None
+    if context is not None:
+        said = f"the model's context of {context} tokens; --rollout-max-prompt-len sets another limit"
+        return Checker(form, tokenizer, context - 1, said)
     flags = [
         f"{option_of(flag)} {value}"
         for flag, value, longest in _prompt_limits(config)
@@ -343,21 +378,28 @@ def _checker(config: Config, tokenizer: Any) -> Checker:
     return Checker(form, tokenizer, limit, " and ".join(flags)) if flags else Checker(form, tokenizer, limit)
 
 
-def probe_prompts(config: Config, tokenizer: Any, max_rows: int) -> Scan | None:
-    """The check before a launch: can the first ``max_rows`` rows of --prompt-data be used?
+def model_context(config: Config) -> int | None:
+    """Tokens of prompt and response that engines of this run hold, where no flag says so: None if nobody can tell,
+    because engines are not of this run, or functions of the user's make requests of prompts.
 
-    Returns:
-        What was found in them; None of streamed data.
-    Raises:
-        UserError: as `PromptSource`, which looks at all of them.
+    SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its rotary scaling (unless
+    the positions are scaled ones).
     """
-    path, checker = config.data.prompt_data, _checker(config, tokenizer)
-    assert path is not None
-    if config.data.streaming_data:
-        for _ in checker.stream(itertools.islice(iter_rows(path), max_rows)):
-            pass
+    rollout = config.rollout
+    own = rollout.rollout_function_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path
+    if own or config.engine.rollout_external_engine_addrs or config.checkpoint.hf_checkpoint is None:
         return None
-    return probe(open_rows(path), path, checker, max_rows)
+    asked = config.values().get("sglang_context_length")
+    if asked:
+        return int(asked)
+    file = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    if not file.is_file():
+        return None
+    model = read_hf_config(file)
+    positions = model.get("max_position_embeddings")
+    scaling = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    is_scaled = "original_max_position_embeddings" in scaling or "factor" not in scaling
+    return None if not positions else int(positions if is_scaled else positions * scaling["factor"])
 
 
 def max_prompt_tokens(config: Config) -> int | None:

@@ -23,9 +23,9 @@ import yaml
 from slime.config.config import Config
 from slime.config.flags import all_flags
 from slime.config.values import check_number, convert
+from slime.data_path import ROW_SUFFIXES, split_name, split_slice
 from slime.errors import UserError
-from slime.files import ROW_SUFFIXES
-from slime.prompts.readers import split_slice
+from slime.hub import local_data
 from slime.rollout.generate import sampling_params, skips_special_tokens
 
 #: Keys of the reference system's files that are refused → why.
@@ -174,10 +174,12 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
     """``name path name path …``; a single value is the path of a set that is called after its file."""
     if len(values) == 1:
-        path = Path(split_slice(values[0])[0])
-        return [(path.name.removesuffix(path.suffix) or values[0], values[0])]
+        path = split_name(split_slice(values[0])[0])[0]
+        name = Path(path).name
+        suffix = next((suffix for suffix in ROW_SUFFIXES if name.endswith(suffix)), Path(name).suffix)
+        return [(name.removesuffix(suffix) or values[0], values[0])]
     for name in values[::2]:
-        if "/" in name or Path(split_slice(name)[0]).suffix in ROW_SUFFIXES:
+        if "/" in name or split_slice(name)[0].endswith(ROW_SUFFIXES):
             raise UserError(
                 f"--eval-prompt-data has the file '{name}' where the name of an evaluation set is expected",
                 why="it takes pairs of a name and a path",
@@ -214,7 +216,7 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         for key in sorted(_PER_SET_ONLY):
             if not entry.get(key):
                 raise UserError(f"{where}: it has no {key}", fix=f"add '{key}: …'")
-        yield {**defaults, **entry}
+        yield {**defaults, **entry, "path": local_data(str(entry["path"]), download=False)}
 
 
 def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:

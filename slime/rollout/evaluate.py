@@ -12,9 +12,10 @@ from typing import Any
 from slime.config.config import Config
 from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
-from slime.prompts.prepare import Checker, probe, read_samples
-from slime.prompts.readers import open_rows
-from slime.prompts.row_format import RowFormat, compares_labels, keeps_raw_labels
+from slime.prompts.dataset_folders import EVALUATION
+from slime.prompts.prepare import Checker, read_samples
+from slime.prompts.row_format import RowFormat, keeps_raw_labels
+from slime.prompts.source import model_context
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.execution import GroupRunner
 from slime.rollout.failed_groups import too_many_failed
@@ -57,21 +58,11 @@ def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> l
     Raises:
         UserError: rows that cannot be used, or none left.
     """
-    return read_samples(dataset.path, _checker(dataset, config, tokenizer))
+    return read_samples(dataset.path, eval_checker(dataset, config, tokenizer), EVALUATION)
 
 
-def probe_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any, max_rows: int) -> None:
-    """The check before a launch: can the first ``max_rows`` rows of one set be used?
-
-    Raises:
-        UserError: as `read_eval_prompts`.
-    """
-    probe(open_rows(dataset.path), dataset.path, _checker(dataset, config, tokenizer), max_rows)
-
-
-def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
-    own_function = dataset.custom_rm_path or config.reward.custom_rm_path
-    rm_type = None if own_function else dataset.rm_type or config.reward.rm_type
+def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
+    """What is checked of each row of an evaluation set when it is read and measured."""
     form = RowFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
@@ -79,14 +70,19 @@ def _checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checker:
         tool_key=dataset.tool_key,
         apply_chat_template=dataset.apply_chat_template,
         template_kwargs=dataset.apply_chat_template_kwargs,
-        text_label=compares_labels(rm_type),
         raw_label=keeps_raw_labels(config),
-        rm_type=rm_type,
+        rm_type=dataset.rm_type or config.reward.rm_type,
+        own_reward=bool(dataset.custom_rm_path or config.reward.custom_rm_path),
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )
     longest = context_limit(config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len))
-    return Checker(form, tokenizer, longest, limit_flags="--eval-max-prompt-len or --eval-max-context-len")
+    limit_flags = "--eval-max-prompt-len or --eval-max-context-len"
+    context = model_context(config) if longest is None and not dataset.custom_generate_function_path else None
+    if context is not None:
+        longest = context - 1
+        limit_flags = f"the model's context of {context} tokens; --eval-max-prompt-len sets another limit"
+    return Checker(form, tokenizer, longest, limit_flags)
 
 
 def _less_one(context: int | None) -> int | None:

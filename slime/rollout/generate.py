@@ -32,7 +32,8 @@ from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin, replaced
 from slime.log import get_logger, tell
 from slime.observe.trace import record_engine_timings, span
-from slime.prompts.chat_template import between_turns, without_repeated_end
+from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
+from slime.prompts.conversation import read_messages
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
@@ -367,14 +368,9 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         templated = is_in_run() and current_state().templated
         ids = bare and with_opening(tokenizer, sample.prompt, bare, templated=templated)
     else:
-        ids = tokenizer.apply_chat_template(
-            sample.prompt,
-            tools=sample.metadata.get("tools"),
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-            **_template_kwargs(sample),
-        )
+        tools = sample.metadata.get("tools")
+        text = render_messages(tokenizer, sample.prompt, tools=tools, **_template_kwargs(sample))
+        ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:
         raise UserError(f"sample {sample.index} has an empty prompt", fix="remove such rows from the data")
     return list(ids)
@@ -403,7 +399,8 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
     text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **_template_kwargs(sample))
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)
-    sample.append_response_tokens(tokens=tokens, text=f"\n{message['content']}\n", trainable=False)
+    said = "".join(f"\n{one['content']}\n" for one in read_messages([message]))
+    sample.append_response_tokens(tokens=tokens, text=said, trainable=False)
 
 
 def append_result(sample: Sample, result: GenerateResult) -> None:

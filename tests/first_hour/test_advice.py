@@ -12,9 +12,9 @@ import pytest
 from slime.__main__ import main
 from slime.config import make_config, parse_args
 from slime.errors import UserError
-from slime.prompts.source import probe_prompts
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.validate_rows import validate_data
 from tests.support import toy
 
 GOOD = {"prompt": "1+2=", "label": "3"}
@@ -34,9 +34,9 @@ def refused(model: Path, data: Path, **flags: Any) -> UserError:
     """What the look at the data before a launch says."""
     flags = {"input_key": "prompt", "label_key": "label", "rm_type": "math", **flags}
     config = make_config(hf_checkpoint=str(model), prompt_data=str(data), num_rollout=1, **flags)
-    with pytest.raises(UserError) as caught:
-        probe_prompts(config, load_tokenizer(str(model)), 100)
-    return caught.value
+    error = validate_data(config, load_tokenizer(str(model))).error
+    assert error is not None
+    return error
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_a_byte_order_mark_is_no_mistake(model: Path, tmp_path: Path) -> None:
                 hf_checkpoint=str(model), prompt_data=str(data), input_key="prompt", num_rollout=1,
                 streaming_data=streaming,
             )  # fmt: skip
-            probe_prompts(config, load_tokenizer(str(model)), 100)
+            assert validate_data(config, load_tokenizer(str(model))).error is None
 
 
 def test_a_line_that_is_no_json_says_what_one_is(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 from typing import Any
 
-from slime.prompts.chat_template import Messages
+from slime.prompts.conversation import Messages
 from slime.rollout.agents.conversation import Ask, Speech, clean
 from slime.rollout.agents.session import AgentSession
 from slime.rollout.agents.turns import samples_of

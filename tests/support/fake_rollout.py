@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RolloutClient
@@ -25,7 +25,12 @@ class FakeTokenizer:
 
     eos_token_id: int | None = None
     bos_token_id: int | None = None
+    eos_token: str | None = None
     chat_template: str | None = None
+    name_or_path = "fake"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
@@ -35,9 +40,9 @@ class FakeTokenizer:
         """As the fake client words its answers."""
         return "".join(chr(97 + token % 26) for token in tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        assert kwargs["tokenize"] and kwargs["add_generation_prompt"] and not kwargs["return_dict"]
-        return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages), add_special_tokens=False)
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        assert not kwargs["tokenize"]
+        return "".join(f"{m['role']}:{m['content']};" for m in messages)
 
 
 class FakeClient(RolloutClient):

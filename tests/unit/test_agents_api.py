@@ -328,31 +328,31 @@ def _input(*items: Any) -> dict[str, Any]:
 
 
 ODD = [
-    ("chat/completions", _history(reasoning_content=5), "reasoning_content must be a string"),
-    ("chat/completions", _history(reasoning_content=["hm"]), "reasoning_content must be a string"),
-    ("chat/completions", _history(tool_calls=5), "tool_calls must be a list"),
-    ("chat/completions", _history(tool_calls="ab"), "tool_calls must be a list"),
-    ("chat/completions", _history(tool_calls=[{"function": {}}]), "tool_calls must be objects"),
+    ("chat/completions", _history(reasoning_content=5), "a 'reasoning_content' that is not text"),
+    ("chat/completions", _history(reasoning_content=["hm"]), "a 'reasoning_content' that is not text"),
+    ("chat/completions", _history(tool_calls=5), "messages[1].tool_calls: tool_calls that are not a list"),
+    ("chat/completions", _history(tool_calls="ab"), "not valid JSON"),
+    ("chat/completions", _history(tool_calls=[{"function": {}}]), "tool_calls[0]: a call without the name"),
     (
         "chat/completions",
         _history(tool_calls=[{"function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}]),
-        "no valid JSON",
+        "not valid JSON",
     ),
     (
         "chat/completions",
         _history(tool_calls=[{"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]),
-        "half a character",
+        "surrogates not allowed",
     ),
     ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"tools": []}}, "must be without tools"),
     ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"messages": []}}, "must be without messages"),
     ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"continue_final_message": True}}, "refused"),
     ("responses", {"input": []}, "at least one item"),
     ("responses", _input({"role": "alien", "content": "x"}), "the role of input"),
-    ("responses", _input({"type": "reasoning", "summary": [], "content": 7}), "content must be a string"),
+    ("responses", _input({"type": "reasoning", "summary": [], "content": 7}), "neither text nor a list"),
     ("messages", {"messages": [_USER], "output_config": {"format": {"type": "json_schema"}}}, "constrained decoding"),
     ("messages", {"messages": [_USER], "output_format": {"type": "json_schema"}}, "constrained decoding"),
-    ("messages", _history(content=[{"type": "tool_use", "id": "a", "input": {}}]), "tool_calls must be objects"),
-    ("messages", _history(content=[{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]), "must be an object"),
+    ("messages", _history(content=[{"type": "tool_use", "id": "a", "input": {}}]), "a call without the name"),
+    ("messages", _history(content=[{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]), "not valid JSON"),
 ]
 
 

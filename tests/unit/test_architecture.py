@@ -26,6 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FLOORS = (
     *(
         "errors",
+        "data_path",
         "files",
         "path_patterns",
         "stacks",

@@ -95,7 +95,9 @@ def test_prompt_becomes_tokens_once_and_without_special_tokens() -> None:
     sample = generate_once(Sample(index=0, prompt="ab"), client)
     assert client.calls[0]["input_ids"] == [97, 98] == sample.tokens[:2]
     chat = Sample(index=0, prompt=[{"role": "user", "content": "x"}])
-    assert prompt_token_ids(FakeTokenizer(), chat) == [ord(c) for c in "user:x;"]
+    tokenizer = FakeTokenizer()
+    tokenizer.chat_template = "any"
+    assert prompt_token_ids(tokenizer, chat) == [ord(c) for c in "user:x;"]
 
 
 def test_plain_text_begins_as_a_server_would_begin_it_and_templated_text_as_it_stands() -> None:
@@ -111,8 +113,10 @@ def test_plain_text_begins_as_a_server_would_begin_it_and_templated_text_as_it_s
 
 def test_messages_are_rendered_with_the_runs_arguments_of_the_template_or_the_samples_own() -> None:
     class Moody(FakeTokenizer):
-        def apply_chat_template(self, messages: list[dict[str, Any]], mood: str = "none", **kwargs: Any) -> list[int]:
-            return self.encode(mood, add_special_tokens=False)
+        chat_template = "{{ mood }}"
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], mood: str = "none", **kwargs: Any) -> str:
+            return mood
 
     messages = [{"role": "user", "content": "x"}]
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from slime.config import make_config
+from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.rollout.rewards import instructions
 from slime.rollout.rewards.instructions import NEEDS_DATA, check_data, check_task, follows_all, read_task
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.rewards.row_checks import check_rows
+from slime.rollout.validate_rows import validate_data
 from slime.samples.types import Sample
+from tests.support.prompt_fixtures import make_tokenizer
 
 with_package = pytest.mark.skipif(
     importlib.util.find_spec("if_verifiable") is None,
@@ -84,7 +85,13 @@ def test_a_launch_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch
     row = {"input": "x", "metadata": {"rm_type": "ifbench", **of("count:numbers", N=1)}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="needs the package if-verifiable"):
-        check_rows(make_config(num_rollout=1, prompt_data=str(tmp_path / "rows.jsonl"), rm_type="math"), 10)
+        check_rows(make_config(num_rollout=1, prompt_data=str(tmp_path / "rows.jsonl"), rm_type="random"))
+
+
+def check_rows(config: Config) -> None:
+    error = validate_data(config, make_tokenizer()).error
+    if error is not None:
+        raise error
 
 
 # -- the package -----------------------------------------------------------------------------------------------------
@@ -214,24 +221,23 @@ def config_for(rows: list[dict[str, Any]], folder: Path, **flags: Any) -> Any:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, r"rows.jsonl:2: --rm-type ifbench finds no instructions"),
-        (of("count:nmbers"), r"rows.jsonl:2: no instruction .* 'count:nmbers'"),
+        ({}, r"rows.jsonl:2\)\s+why: .*--rm-type ifbench finds no instructions"),
+        (of("count:nmbers"), r"rows.jsonl:2\)\s+why: no instruction .* 'count:nmbers'"),
         (of("format:title_case", "ratio:stop_words"), "the checkers of ratio:stop_words need data"),
     ],
 )
 def test_rows_are_looked_at_before_a_launch(words: Path, row: dict[str, Any], said: str) -> None:
     good = of("count:numbers", N=1)
     with pytest.raises(UserError, match=said):
-        check_rows(config_for([good, row], words), 10)
-    check_rows(config_for([good, row], words), 1)
-    check_rows(config_for([good, {"rm_type": "math", **row}], words), 10)
-    check_rows(config_for([good, row], words, custom_rm_path="their.function"), 10)
-    asked = {"rm_type": "math", "eval_prompt_data": ["set", str(words / "rows.jsonl")], "eval_interval": 1}
-    check_rows(config_for([good, row], words, **asked), 10)
+        check_rows(config_for([good, row], words))
+    check_rows(config_for([good, {"rm_type": "random", **row}], words))
+    check_rows(config_for([good, row], words, custom_rm_path="their.function"))
+    asked = {"rm_type": "random", "eval_prompt_data": ["set", str(words / "rows.jsonl")], "eval_interval": 1}
+    check_rows(config_for([good, row], words, **asked))
     (words / "sets.yaml").write_text(f"datasets: [{{name: a, path: {words}/rows.jsonl, rm_type: ifbench}}]")
     with pytest.raises(UserError, match=said):
         check_rows(
-            config_for([good, row], words, rm_type="math", eval_config=str(words / "sets.yaml"), eval_interval=1), 10
+            config_for([good, row], words, rm_type="random", eval_config=str(words / "sets.yaml"), eval_interval=1)
         )
 
 

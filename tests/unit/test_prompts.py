@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from slime import log
 from slime.config import make_config
+from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.log import untold
 from slime.prompts.chat_template import carries_template, render_prompt, template_markers
 from slime.prompts.order import shuffled
 from slime.prompts.prepare import Checker, prepare
-from slime.prompts.readers import JsonLines, iter_rows, open_rows, split_slice
+from slime.prompts.readers import JsonLines, iter_rows, open_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.source import PromptSource, make_source
 from slime.prompts.tokenizer import load_tokenizer, stop_token_report, with_opening
@@ -77,7 +78,7 @@ def test_csv_is_text_as_it_stands(tmp_path: Path) -> None:
     file.write_text('prompt,label\n"one, two",007\nNA,\n', encoding="utf-8-sig")
     rows = open_rows(f"{file}@[0:2]")
     assert [rows[0], rows[1]] == [{"prompt": "one, two", "label": "007"}, {"prompt": "NA", "label": ""}]
-    assert [where for where, _ in iter_rows(str(file))] == [f"{file} row 0", f"{file} row 1"]
+    assert [where for where, _ in iter_rows(str(file))] == [f"{file}:2", f"{file}:3"]
     file.write_text("prompt,label\nonly one\n")
     with pytest.raises(UserError, match="another number of columns than the header"):
         list(iter_rows(str(file)))
@@ -190,11 +191,12 @@ def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(tmp_path: P
     path = write_jsonl(tmp_path / "l.jsonl", [{"input": "x" * n} for n in (3, 9, 10, 4)])
     with caplog.at_level(logging.WARNING):
         assert len(source_of(path, rollout_max_context_len=10)) == 3
-    said = "1 of 4 prompts are longer than 9 tokens and left out (the longest: 10; --rollout-max-context-len 10)"
-    assert said in caplog.text and said in untold()[-1], "the terminal says it, too"
+    limit = "--rollout-max-context-len 10"
+    said = f"1 of 4 prompts are longer than 9 tokens and left out (the longest: 10; {limit}; first: "
+    assert f"{said}{path}:3)" in caplog.text and said in untold()[-1], "the terminal says it, too"
     assert len(source_of(path, rollout_max_context_len=10, rollout_max_prompt_len=3)) == 1
     told = untold()[-1]
-    assert "3 of 4 prompts are longer than 3 tokens" in told and "the longest: 10; --rollout-max-prompt-len 3)" in told
+    assert "3 of 4 prompts are longer than 3 tokens" in told and "the longest: 10; --rollout-max-prompt-len 3;" in told
     assert len(source_of(path, seq_length=5)) == 2
     with pytest.raises(UserError, match=r"every prompt .* than 2 tokens\s+why: 4 prompts, the shortest has 3"):
         source_of(path, rollout_max_context_len=3)
@@ -285,7 +287,7 @@ def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: 
         ([{"input": "a", "y": " "}], {"label_key": "y", "rm_type": "f1"}, ["empty label"]),
         ([{"input": "a", "metadata": [1]}], {}, ["metadata (key 'metadata') that is no dict", "found a list"]),
         ([{"input": "a"}], {"metadata_key": "info"}, ["no key 'info'"]),
-        ([{"input": "a", "tools": {"x": 1}}], {}, ["tools (key 'tools') that are no list"]),
+        ([{"input": "a", "tools": {"x": 1}}], {}, ["have a tool that is not a function with a name"]),
         ([["a"]], {}, ["are no JSON objects", "found a list"]),
         (
             [{"input": ""}, {"inp": "x"}, {"input": ""}],
@@ -433,7 +435,7 @@ def test_a_shuffled_stream_has_every_item_once_and_depends_on_the_seed_alone(ite
 
 
 def test_read_prompt_leaves_the_row_alone() -> None:
-    row = {"input": "q", "metadata": {"a": 1}, "tools": [{"t": 1}]}
+    row = {"input": "q", "metadata": {"a": 1}, "tools": [{"name": "t"}]}
     prompt = read_prompt(row, RowFormat(), TOKENIZER)
     prompt.metadata["b"] = 2
     assert row["metadata"] == {"a": 1}

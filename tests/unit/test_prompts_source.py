@@ -78,12 +78,32 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("flags", [{}, {"rollout_shuffle": True}, {"rollout_shuffle": True, "streaming_data": True}])
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rows of which some are too long, and some cannot be used."""
+    rows = [{"input": "long"}, *({"input": f"p{i}"} for i in range(4)), {"inptu": "p"}, {"input": "p4"}, {"input": ""}]
+    return write_jsonl(tmp_path_factory.mktemp("mixed") / "d.jsonl", rows)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"rollout_shuffle": True},
+        {"rollout_shuffle": True, "streaming_data": True},
+        pytest.param({"rollout_shuffle": True, "rollout_max_prompt_len": 2}, id="unchecked rows"),
+    ],
+)
 @given(steps=STEPS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(data, flags, steps) -> None:
+def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(
+    data, mixed, monkeypatch, flags, steps
+) -> None:
     """Draw, consume, put back, and resume from a saved state in any order: draw k is always the same prompt with the
     same indices, an unfinished draw comes again, and a finished one never does."""
+    if "rollout_max_prompt_len" in flags:
+        monkeypatch.setattr("slime.prompts.source.ALL_ROWS", 4)
+        data = mixed
     always = {group[0].group_index: group[0].prompt for group in make(data, **flags).get_samples(100)}
     source, under_way, consumed = make(data, **flags), [], set()
     for action, number in steps:

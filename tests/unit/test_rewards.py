@@ -115,6 +115,10 @@ def test_the_last_box_is_found_with_balanced_braces(before: str, inside: str) ->
         ("red green blue", "red", 0.5),
         ("", "", 1.0),
         ("", "x", 0),
+        ("It don’t matter in the U.S.", "it dont matter in US", 1.0),
+        ("a well-known «1,000»", "well known 1000", 1.0),
+        ("<think>red or green?</think> blue", "blue", 1.0),
+        ("<think>blue", "blue", 0.0),
     ],
 )
 def test_f1(response: str, label: str, f1: float) -> None:
@@ -124,7 +128,7 @@ def test_f1(response: str, label: str, f1: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "plain"),
     [
-        (r"$\frac12$", "frac{1}{2}"),
+        (r"$\frac12$", r"\frac{1}{2}"),
         (r"\boxed{7}", "7"),
         ("1,234,567", "1234567"),
         (r"12 \text{ inches}", "12"),

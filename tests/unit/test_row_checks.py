@@ -10,25 +10,32 @@ import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.rollout.rewards.row_checks import check_rows
+from slime.rollout.validate_rows import validate_data
+from tests.support.prompt_fixtures import make_tokenizer
+
+TOKENIZER = make_tokenizer()
 
 
 def check(folder: Path, rm_types: list[Any], **flags: Any) -> None:
     rows = [{"input": "x", "label": "1", "metadata": {"rm_type": rm_type}} for rm_type in rm_types]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    check_rows(make_config(**{"num_rollout": 1, "prompt_data": str(path), **flags}), 10)
+    flags = {"num_rollout": 1, "prompt_data": str(path), "label_key": "label", **flags}
+    error = validate_data(make_config(**flags), TOKENIZER).error
+    if error is not None:
+        raise error
 
 
 def test_a_reward_that_a_row_names_and_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows.jsonl:3: there is no reward type 'maths'") as refused:
+    with pytest.raises(UserError, match=r"1 of 3 rows name a reward .*first: .*rows.jsonl:3") as refused:
         check(tmp_path, ["math", "boxed_math", "maths"])
+    assert "there is no reward type 'maths'" in refused.value.why
     assert "did you mean 'math'" in str(refused.value.fix)
     check(tmp_path, ["math", "boxed_math", None, ""], rm_type="math")
 
 
 def test_a_row_that_asks_a_server_whose_address_is_not_given(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows.jsonl:2: its rm_type remote_rm needs an address"):
+    with pytest.raises(UserError, match=r"rows.jsonl:2\)\s+why: the rm_type remote_rm needs an address"):
         check(tmp_path, ["math", "boxed_remote_rm"])
     check(tmp_path, ["math", "remote_rm"], rm_url="http://127.0.0.1:1/judge")
 

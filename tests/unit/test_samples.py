@@ -44,6 +44,9 @@ THINKING = (
 )
 
 
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
 @pytest.fixture
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was told yet, and records reach caplog, whatever another test configured."""
@@ -89,7 +92,7 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     [
         (CHATML, "4<|im_end|>", ""),  # and a newline behind it
         (CHATML.replace("<|im_end|>\\n", "<|im_end|>"), "4<|im_end|>", ""),
-        (CHATML.replace("<|im_end|>\\n", "\\n"), "4\n", "writes none of '<|im_end|>' after the assistant's words"),
+        (CHATML.replace("<|im_end|>\\n", "\\n"), "4", "writes none of '<|im_end|>' after the assistant's words"),
         (CHATML.replace("<|im_end|>\\n", ""), "4", "writes none of '<|im_end|>' after the assistant's words"),
         (
             GENERATION.replace("'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"),
@@ -105,7 +108,9 @@ def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
     tokenizer.name_or_path = "/models/mine"
     for _ in range(2):
         sample = Sample(prompt=chat("2+2?", "4"), group_index=0)
-        SftEncoder(config_for(), tokenizer).encode(sample)
+        encoder = SftEncoder(config_for(), tokenizer)
+        encoder.encode(sample)
+        encoder.totals.tell(tokenizer)
         assert trained_text(sample, tokenizer) == [trained], "no token is added"
     assert len(caplog.messages) == (1 if said else 0)
     assert all(said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages)
@@ -124,31 +129,43 @@ def test_a_tokenizer_without_an_end_token_is_told(caplog: pytest.LogCaptureFixtu
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = None
     sample = Sample(prompt="2+2=", label="4", group_index=0)
-    SftEncoder(config_for(), tokenizer).encode(sample)
+    encoder = SftEncoder(config_for(), tokenizer)
+    encoder.encode(sample)
+    encoder.totals.tell(tokenizer)
     assert trained_text(sample, tokenizer) == ["4"]
     assert "the tokenizer has no end token" in caplog.text
 
 
-def test_templates_that_render_past_turns_differently() -> None:
+def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_one_execution(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(THINKING)
-    sample = Sample(prompt=chat("hi", "hello", "2+2?", "4"), group_index=0)
-    SftEncoder(config_for(), tokenizer).encode(sample)
-    assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]
+    rows = [{"messages": chat("hi", "hello", "2+2?", "4")}, {"messages": chat("hi", "hello")}]
+    path = write_jsonl(tmp_path / "s.jsonl", rows)
+    config = config_for(prompt_data=path, input_key="messages", global_batch_size=2)
+    output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
+    (split,), (whole,) = (group.executions for group in output.samples)
+    answers = ["hello", "4"]
+    assert [trained_text(one, tokenizer) for one in split] == [[THOUGHT + text + "<|im_end|>"] for text in answers]
+    assert len(whole) == 1 and output.metrics is not None
+    assert output.metrics["rollout/sft_split_conversations"] == 1
+    [batch] = to_train_batches(output.samples, config, TrainLayout(), 0)
+    assert len(batch.steps) == 1, "a conversation counts as one of the batch"
+    trained = [sum(one.loss_mask or []) for one in split]
+    assert batch.rollout_mask_sums[:2] == [sum(trained)] * 2, "and is weighted as one"
 
 
 TEXT = st.text(st.sampled_from("abc .\n?"), min_size=1, max_size=8)
+WORDS = TEXT.filter(str.strip)
 
 
-@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING]))
+@given(st.lists(st.tuples(TEXT, WORDS), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING]))
 @settings(max_examples=60)
 def test_any_conversation_trains_exactly_its_answers(turns: list[tuple[str, str]], template: str) -> None:
     tokenizer = make_tokenizer(template)
     sample = Sample(prompt=chat(*[text for turn in turns for text in turn]), group_index=0)
-    SftEncoder(config_for(), tokenizer).encode(sample)
-    runs = trained_text(sample, tokenizer)
-    assert len(runs) == len(turns)
-    for run, (_, answer) in zip(runs, turns):
-        assert run.removeprefix("<think>\n\n</think>\n\n") == answer + "<|im_end|>"
+    samples = SftEncoder(config_for(), tokenizer).encode(sample)
+    runs = [run for one in samples for run in trained_text(one, tokenizer)]
+    thought = THOUGHT if template is THINKING else ""
+    assert runs == [f"{thought}{answer}<|im_end|>" for _, answer in turns]
 
 
 def test_messages_can_be_left_out_of_the_loss() -> None:
@@ -157,8 +174,9 @@ def test_messages_can_be_left_out_of_the_loss() -> None:
     sample = Sample(prompt=messages, group_index=0)
     SftEncoder(config_for(), TOKENIZER).encode(sample)
     assert trained_text(sample, TOKENIZER) == ["right<|im_end|>"]
-    with pytest.raises(UserError, match="step_loss_mask of 0"):  # it would train all of the assistant's
-        SftEncoder(config_for(), make_tokenizer(GENERATION)).encode(Sample(prompt=messages, group_index=0))
+    marked = make_tokenizer(GENERATION)  # its marks would train all of the assistant's
+    SftEncoder(config_for(), marked).encode(sample)
+    assert trained_text(sample, marked) == ["right<|im_end|>"]
 
 
 TEMPLATED = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"

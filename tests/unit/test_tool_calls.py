@@ -320,6 +320,6 @@ def test_arguments_of_former_calls_reach_the_template_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
     assert tokenizer.decode(render_chat(body, tokenizer)) == "Bern"
-    broken = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}
-    with pytest.raises(BadRequest, match="arguments of a call are no valid JSON"):
+    broken = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}
+    with pytest.raises(BadRequest, match=r"messages\[0\].tool_calls\[0\]: arguments of a call that are not valid"):
         render_chat(broken, tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from slime.engines.chat_messages import read_messages, read_tools, refuse_constraints, shows_tools, with_objects
+from slime.engines.chat_messages import read_messages, read_tools, refuse_constraints, shows_tools
 from slime.engines.embedded.generate_request import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
@@ -31,6 +31,7 @@ from slime.engines.request_fields import (
     optional,
 )
 from slime.engines.tool_calls import ToolFormat, Tools, tool_schemas
+from slime.prompts.chat_template import template_form
 
 #: OpenAI's words for sampling parameters that have another name here.
 _RENAMED = {
@@ -96,7 +97,7 @@ def parse_chat(
     _check_temperature(body)
     wants = optional(body, "logprobs", FLAG, False)
     asked = {
-        "input_ids": render_chat(body, tokenizer, text_arguments=calls is not None and calls.text_arguments),
+        "input_ids": render_chat(body, tokenizer),
         "return_logprob": wants,
         "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
     }
@@ -136,26 +137,24 @@ def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAI
     return request
 
 
-def render_chat(body: Mapping[str, Any], tokenizer: Any, *, text_arguments: bool = False) -> list[int]:
+def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     """Token ids of ``messages`` under the model's chat template.
 
-    Args:
-        text_arguments: the template wants the arguments of former calls as text, not as objects.
     Raises:
         BadRequest: messages of a form that the template or a text model does not take.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise BadRequest("this model has no chat template; use /generate or /v1/completions")
-    flat = read_messages(body)
+    messages = read_messages(body)
     tools = read_tools(body)
     if tools and not shows_tools(tokenizer):
         raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
-    if not text_arguments:
-        flat = [with_objects(message) for message in flat]
     continues = optional(body, "continue_final_message", FLAG, False)
-    if continues and flat[-1]["role"] != "assistant":
+    if continues and messages[-1]["role"] != "assistant":
         raise BadRequest("continue_final_message needs a last message of the assistant", "continue_final_message")
     options = optional(body, "chat_template_kwargs", OBJECT, {})
+    form = template_form(tokenizer, **options)
+    flat = [form.shown(message) for message in form.merged(messages)]
     try:
         ids = tokenizer.apply_chat_template(
             flat,

@@ -1,7 +1,6 @@
 """What a client asks, in one form for all protocols, and the way from messages to tokens and back.
 
-A message is one of chat completions: ``role``, ``content`` as text, ``tool_calls`` with their arguments as text,
-``tool_call_id``, ``name``, and ``reasoning_content``, which is SGLang's field for what was thought.
+A message has the one form of `slime.prompts.conversation`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from typing import Any
 import orjson
 
 from slime.engines.chat_answers import tool_call
-from slime.engines.chat_messages import shows_tools, with_objects
+from slime.engines.chat_messages import refused, shows_tools
 from slime.engines.reasoning import ReasoningFormat, reasoning_format
-from slime.engines.request_fields import LIST, TEXT, BadRequest, optional
+from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import Reply, ToolFormat, tool_format, tool_schemas
 from slime.errors import UserError
 from slime.prompts.chat_template import (
-    Messages,
     TemplateRefuses,
     before_past_turn,
     between_turns,
@@ -30,6 +28,7 @@ from slime.prompts.chat_template import (
     takes_any_order,
     without_repeated_end,
 )
+from slime.prompts.conversation import Messages, read_messages
 
 #: Tokens at the end of a prompt in which an opening mark of reasoning is looked for.
 _TAIL = 8
@@ -85,23 +84,14 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Messages with the fields that mean something alone, and the role "system" for developers.
+    """Messages in the one form of `slime.prompts.conversation`, with the fields that mean something alone.
 
     Raises:
-        BadRequest: reasoning that is no text, or calls that are none.
+        BadRequest: one that cannot be understood.
     """
-    found = []
-    for message in messages:
-        one = {name: message[name] for name in _FIELDS if message.get(name) not in (None, [])}
-        optional(one, "reasoning_content", TEXT, "")
-        for call in optional(one, "tool_calls", LIST, []):
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise BadRequest("tool_calls must be objects, with a function that has a name in each", "tool_calls")
-        one["content"] = message.get("content") or ""
-        one["role"] = "system" if one["role"] == "developer" else one["role"]
-        found.append(one)
-    return found
+    with refused("messages"):
+        read = read_messages(messages)
+    return [{name: message[name] for name in _FIELDS if name in message} for message in read]
 
 
 # -- what is the same ----------------------------------------------------------------------------------------------
@@ -220,8 +210,7 @@ class Speech:
         return without_repeated_end(before, self._encode(text))
 
     def _rendered(self, render: Any, ask: Ask, messages: Messages, **options: Any) -> str:
-        as_text = self.calls is not None and self.calls.text_arguments
-        shown = messages if as_text else [with_objects(message) for message in messages]
+        shown = messages
         if not self._takes_any_order:
             shown = in_turns(shown, begins=render is not between_turns)
         try:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from slime.engines.chat_answers import event
+from slime.engines.chat_messages import refused
 from slime.engines.request_fields import FLAG, LIST, OBJECT, TEXT, BadRequest, integer, optional, required, strings
 from slime.log import get_logger
-from slime.prompts.chat_template import Messages
+from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.rollout.agents.conversation import Ask, clean
 from slime.rollout.agents.session import AgentSession
 from slime.rollout.agents.turns import Turn
@@ -32,12 +32,14 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     messages = required(body, "messages", LIST)
     if not messages:
         raise BadRequest("messages must have at least one message", "messages")
-    system = _text(body.get("system"), "system")
+    with refused("system"):
+        system = read_text(body.get("system"), "system", join="\n")
     found: Messages = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise BadRequest(f"messages[{index}] must be an object with the role user or assistant", "messages")
-        found += _messages(message, f"messages[{index}]")
+    with refused("messages"):
+        found += read_messages(messages)
     if found[-1]["role"] == "assistant":
         raise BadRequest("the last message must not be the assistant's: its beginning cannot be given here", "messages")
     if optional(body, "output_config", OBJECT, {}).get("format") or body.get("output_format"):
@@ -63,49 +65,10 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")]
     if len(own) < len(tools):
         logger.debug("an agent's tools that are no functions are left out: %d", len(tools) - len(own))
-    found = []
-    for tool in own:
-        function = {"name": required(tool, "name", TEXT), "parameters": tool.get("input_schema") or {}}
-        if tool.get("description"):
-            function["description"] = tool["description"]
-        found.append({"type": "function", "function": function})
-    return found or None
-
-
-def _messages(message: Mapping[str, Any], where: str) -> Messages:
-    """A message as those of chat completions: results of tools come first, as in the API they must."""
-    content = message.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else LIST.read(where, content)
-    said: dict[str, Any] = {"role": message["role"], "content": ""}
-    results: Messages = []
-    has_text = False
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            said["content"] += str(block.get("text") or "")
-            has_text = True
-        elif kind == "thinking":
-            said["reasoning_content"] = said.get("reasoning_content", "") + str(block.get("thinking", ""))
-        elif kind == "tool_use":
-            arguments = json.dumps(optional(block, "input", OBJECT, {}), ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            call = {"id": block.get("id"), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
-        elif kind == "tool_result":
-            text = _text(block.get("content"), where)
-            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
-        elif kind != "redacted_thinking":
-            raise BadRequest(f"{where} has a block of the type {kind!r}; only text is taken here", "messages")
-    return results + ([said] if has_text or not results else [])
-
-
-def _text(content: Any, where: str) -> str:
-    """A string, or blocks of text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(block, dict) and block.get("type") == "text" for block in content):
-        return "\n".join(str(block.get("text") or "") for block in content)
-    raise BadRequest(f"{where} must be a string or blocks of text; only text is taken here", where)
+    bare = [{name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own]
+    schemas = [{"input_schema": tool.get("input_schema") or {}} for tool in own]
+    with refused("tools"):
+        return read_tools([one | schema for one, schema in zip(bare, schemas)]) or None
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.engines.chat_answers import event
-from slime.engines.chat_messages import read_tools, refuse_constraints
+from slime.engines.chat_messages import read_tools, refuse_constraints, refused
 from slime.engines.request_fields import FLAG, LIST, OBJECT, TEXT, BadRequest, asks_for_nothing, integer, optional
 from slime.log import get_logger
-from slime.prompts.chat_template import Messages
+from slime.prompts.conversation import Messages, read_messages
 from slime.rollout.agents.chat_api import error, error_event, ping
 from slime.rollout.agents.conversation import Ask, clean
 from slime.rollout.agents.session import AgentSession
@@ -21,8 +21,7 @@ __all__ = ["error", "error_event", "events", "ping", "read", "whole"]
 logger = get_logger(__name__)
 
 _UNSUPPORTED = ("background", "conversation", "prompt")
-_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-_ROLES = ("system", "developer", "user")
+_ROLES = ("system", "developer", "user", "assistant")
 _PREFIX = "resp_"
 
 
@@ -86,55 +85,16 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _messages(items: list[Any]) -> Messages:
-    """Items as messages of chat completions: reasoning, text and calls in a row are one message of the assistant."""
-    found: Messages = []
-    said: dict[str, Any] | None = None  # the assistant's message that is being put together
+    """Items as messages: reasoning, text and calls in a row are one message of the assistant."""
+    given = []
     for index, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise BadRequest(f"input[{index}] must be an object", "input")
-        kind = item.get("type") or "message"
-        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
-            if said is None or _begins_anew(kind, said):
-                said = {"role": "assistant", "content": ""}
-                found.append(said)
-            _add(said, kind, item)
-            continue
-        said = None
-        if kind == "message":
-            role = item.get("role") or "user"
-            if role not in _ROLES:
-                raise BadRequest(f"the role of input[{index}] must be one of {', '.join(_ROLES)}, assistant", "input")
-            found.append({"role": role, "content": _text(item.get("content"))})
-        elif kind == "function_call_output":
-            message = {"role": "tool", "content": _text(item.get("output")), "tool_call_id": item.get("call_id")}
-            found.append(message)
-        else:
-            raise BadRequest(f"input[{index}] is of the type {kind!r}, which is not supported for agents", "input")
-    return found
-
-
-def _begins_anew(kind: str, said: Mapping[str, Any]) -> bool:
-    if kind == "function_call":
-        return False
-    return bool(said["content"] or said.get("tool_calls") or (kind == "reasoning" and "reasoning_content" in said))
-
-
-def _add(said: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
-    if kind == "reasoning":
-        said["reasoning_content"] = _text(item.get("content"))
-    elif kind == "message":
-        said["content"] = _text(item.get("content"))
-    else:
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _PARTS for part in content):
-        return "".join(str(part.get("text") or "") for part in content)
-    raise BadRequest("content must be a string or a list of text parts; only text is taken here", "input")
+        if isinstance(item, dict) and (item.get("type") or "message") == "message":
+            item = item | {"type": "message", "role": item.get("role") or "user"}
+            if item["role"] not in _ROLES:
+                raise BadRequest(f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input")
+        given.append(item)
+    with refused("input"):
+        return read_messages(given, where="input")
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

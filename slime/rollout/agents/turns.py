@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from slime.prompts.chat_template import Messages
+from slime.prompts.conversation import Messages
 from slime.rollout.agents.conversation import Ask, Reading, Speech, call_ids, digest, key_of
 from slime.samples.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
 

@@ -8,15 +8,15 @@ from typing import Any
 from slime.config.make import config_of
 from slime.errors import UserError
 from slime.prompts import tokenizer as tokenizers
-from slime.prompts.chat_template import Messages, end_of_turn_tokens, render_messages
+from slime.prompts.conversation import Messages
 from slime.prompts.order import permutation
 from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat
+from slime.prompts.sft_encoding import SftEncoding
 from slime.rollout.eval_datasets import EvalDataset, resolved
 from slime.rollout.generate import is_in_run
 from slime.rollout.loop import current_loop
-from slime.rollout.sft import encode_chat
 from slime.samples.types import Sample
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -144,14 +144,16 @@ class MultiTurnLossMaskGenerator:
         """(tokens, mask), up to the last trained token. Messages with a ``step_loss_mask`` of 0 are not trained.
 
         Raises:
-            UserError: no assistant message, or a template whose turns cannot be found again.
+            UserError: no assistant message, or a template whose turns cannot be told, or that rewrites earlier turns.
         """
-
-        def render(part: Messages, ask: bool) -> str:
-            return render_messages(self.tokenizer, part, tools=tools, add_generation_prompt=ask)
-
-        ends = list(end_of_turn_tokens(self.tokenizer).values()) or [self.tokenizer.eos_token or ""]
-        return encode_chat(messages, self.tokenizer, render, ends, tools=tools)
+        sequences = SftEncoding(self.tokenizer).encode(messages, tools=tools).sequences
+        if len(sequences) > 1:
+            raise UserError(
+                f"this conversation becomes {len(sequences)} sequences, and one is asked for",
+                why="the chat template rewrites earlier turns, so one sequence cannot train each of them as generated",
+                fix="train with --loss-type sft_loss, which splits it, or set step_loss_mask 0 on the earlier turns",
+            )
+        return sequences[0].tokens, sequences[0].mask
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         return get_response_lengths(loss_masks)

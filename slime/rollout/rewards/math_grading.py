@@ -1,47 +1,50 @@
-r"""Is the answer in a response mathematically equal to the label? Through math-verify, in processes of their own
-(``python -m slime.rollout.rewards.math_grading``), because comparing two expressions can take for ever."""
+r"""Grade mathematical answers: is the answer in a response equal to the label?
+
+`slime.rollout.rewards.math_answers` reads both and decides; what it does not read (sums, integrals,
+derivatives) goes to math-verify. Grading runs in processes of its own
+(``python -m slime.rollout.rewards.math_grading``), because math-verify can take for ever.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.rollout.rewards.grading_worker import serve
-from slime.rollout.rewards.text import after_thinking, last_boxed
+from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
+from slime.rollout.rewards.text import after_thinking, final_text, last_boxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
+#: Words of a response that is all answer.
+_SHORT = 6
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     r"""1.0 if the response's answer equals the label, else 0.0.
 
-    The answer is the last ``\boxed{…}``; without one (unless ``boxed_only``) what math-verify finds in the tail of the
-    response: "the answer is …", the last formula, the last number. A label in the style of GSM8K counts from its
-    "####" on.
+    The answer is the last ``\boxed{…}``; without one (unless ``boxed_only``) what follows the last
+    "answer is" or "Answer:", else the last formula or number of the response. Only text after
+    ``</think>`` counts. A label in the style of GSM8K counts from its "####" on. docs/rewards.md says
+    when two answers are equal. An empty label or answer scores 0.
 
     Example:
         >>> grade_math(r"Half of it is left: \boxed{\frac{1}{2}}", "0.5")
         1.0
     """
-    gold = str(label).rsplit("####", 1)[-1].strip()
-    gold_boxed = last_boxed(gold)
-    gold = gold if gold_boxed is None else gold_boxed.strip()
-    answer = last_boxed(response)
-    if answer is None and boxed_only:
+    wanted = label_answer(label)
+    text = final_text(response)
+    if label is None or not wanted or text is None:
         return 0.0
-    if answer is not None and _squeezed(answer) == _squeezed(gold):
-        return 1.0
-    golds = _parse_gold(gold)
-    _quiet()
-    from math_verify import parse, verify
-
-    text = response[-_TAIL:] if answer is None else f"\\boxed{{{answer}}}"
-    answers = parse(text, parsing_timeout=None)
-    return float(bool(golds) and bool(answers) and verify(list(golds), answers, timeout_seconds=None))
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return float(_is_right(wanted, boxed))
+    if boxed_only:
+        return 0.0
+    return float(any(_is_right(wanted, answer) for answer in _stated(text, wanted)))
 
 
 def grade_deepscaler(response: str, label: Any) -> float:
@@ -50,20 +53,135 @@ def grade_deepscaler(response: str, label: Any) -> float:
     return 0.0 if answer is None else grade_math(answer, label, boxed_only=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _parse_gold(gold: str) -> tuple[Any, ...]:
-    """The label's expression; the samples of a group share it."""
+@functools.lru_cache(maxsize=1024)
+def _answer_of(label: str) -> str:
+    gold = label.rsplit("####", 1)[-1].strip()
+    boxed = last_boxed(gold)
+    return gold if boxed is None else boxed.strip()
+
+
+def label_answer(label: Any) -> str:
+    r"""The answer in a label: what follows "####", or the content of its ``\boxed{…}``."""
+    return _answer_of(str(label))
+
+
+# -- answers in prose ------------------------------------------------------------------------------
+
+_ANCHOR = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*")
+_SENTENCE_END = re.compile(r"\n|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(?!\d[^$]*\s\$\d)(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S
+)
+_NUMBER = re.compile(
+    r"(?<![\w.\\^_√/{,])(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
+)
+_CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
+_REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
+
+
+def _stated(text: str, label: str) -> Iterator[str]:
+    """The answer of a text without a box, in one or two spellings."""
+    tail = text[-_TAIL:]
+    anchors = list(_ANCHOR.finditer(tail))
+    is_words = isinstance(read_answer(label), Words)
+    if anchors:
+        rest = tail[anchors[-1].end() :].lstrip()
+        end = _SENTENCE_END.search(rest)
+        statement = (rest[: end.start()] if end else rest).strip()
+        yield from _answers_in(statement, is_words)
+        return
+    if len(text.split()) <= _SHORT and not re.search(r"[A-Za-z]{3,} ?[:,]", text) and _is_whole(text):
+        yield text
+        return
+    if is_words:
+        return
+    yield from _last_in(tail)
+
+
+def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
+    if re.match(r"(?i)not\b", statement):
+        return
+    if _is_whole(statement):
+        yield statement
+        return
+    if is_words:
+        yield _REASON.split(statement, maxsplit=1)[0]
+        yield statement
+        return
+    formula = _FORMULA.search(statement)
+    if formula:
+        yield next(group for group in formula.groups() if group is not None)
+        return
+    number = _NUMBER.search(statement)
+    if number:
+        yield number[0].strip()
+
+
+def _last_in(tail: str) -> Iterator[str]:
+    formulas = list(_FORMULA.finditer(tail))
+    after = tail[formulas[-1].end() :] if formulas else tail
+    if formulas and not _NUMBER.search(after):
+        yield next(group for group in formulas[-1].groups() if group is not None)
+        return
+    numbers = list(_NUMBER.finditer(after))
+    sentences = [part for part in _SENTENCE_END.split(after) if part.strip()]
+    if sentences:
+        clause = _CLAUSE.split(sentences[-1])[-1].strip()
+        is_prose = len(re.findall(r"[A-Za-z]{2,}", clause)) > 2
+        if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
+            yield clause
+            return
+    if numbers:
+        yield numbers[-1][0].strip()
+
+
+def _is_whole(statement: str) -> bool:
+    """Whether all of a statement is one mathematical answer, without prose around it."""
+    answer = read_answer(statement)
+    return answer is not None and not _has_words(answer)
+
+
+def _has_words(answer: Any) -> bool:
+    if isinstance(answer, (Words, Opaque)):
+        return True
+    parts = (getattr(answer, name, ()) for name in ("items", "parts", "sides"))
+    return any(_has_words(part) for group in parts for part in group)
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def _is_right(label: str, answer: str) -> bool:
+    verdict = same_answer(label, answer)
+    return _math_verify(label, answer) if verdict is None else verdict
+
+
+def _math_verify(label: str, answer: str) -> bool:
+    """math-verify's opinion. Its rounding to six places is undone: 6.6e-34 is not 1.1e-34."""
     _quiet()
+    import sympy
+    from math_verify import parse, verify
+
+    golds = list(_parse(label))
+    answers = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    if not golds or not answers or not verify(golds, answers, timeout_seconds=None):
+        return False
+    gold, given = golds[0], answers[0]
+    if not isinstance(gold, sympy.Expr) or not isinstance(given, sympy.Expr) or gold == given:
+        return True
+    if not gold.is_number or not given.is_number:
+        return True
+    x, y = sympy.N(gold, 30), sympy.N(given, 30)
+    return bool(abs(x - y) <= abs(x) * sympy.Float("1e-6"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(label: str) -> tuple[Any, ...]:
+    """The label's expression; the samples of a group share it."""
     from math_verify import parse
 
-    plain = gold.strip("$ ").rstrip(".")
-    number = re.fullmatch(r"[-+]?[\d,]*\.?\d+", plain)
-    text = plain.replace(",", "") if number else gold if "$" in gold else f"\\boxed{{{gold}}}"
-    return tuple(parse(text, parsing_timeout=None))
-
-
-def _squeezed(text: str) -> str:
-    return re.sub(r"\s+|\$|\\[,!;]", "", text)
+    return tuple(parse(f"\\boxed{{{label}}}", parsing_timeout=None))
 
 
 @functools.cache

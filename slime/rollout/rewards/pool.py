@@ -29,6 +29,7 @@ from slime.hook_loading import (
 from slime.hooks import RewardFunction
 from slime.legacy_paths import replaced
 from slime.log import get_logger
+from slime.prompts.labels import label_text
 from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
@@ -263,7 +264,7 @@ class RewardPool:
             return self._zero()
 
     async def _graded(self, pool: GradingPool, grader: str, response: str, label: Any, rm_type: str) -> float:
-        grade = await pool.grade(grader, response, label, min(self._timeout, MATH_DEADLINE))
+        grade = await pool.grade(grader, response, label_text(label), min(self._timeout, MATH_DEADLINE))
         if grade.failure:
             self._count(grade.failure, f"--rm-type {rm_type}", 1)
         return grade.score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -40,7 +41,8 @@ class RemoteReward:
             connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
             # the address is the user's: it may lie behind the proxy of the environment, unlike those of the run
             self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
-        body = orjson.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+        # not by orjson, which takes neither integers beyond 64 bits nor floats of a class of their own
+        body = json.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label}).encode()
         last: Exception | str = ""
         for attempt in range(self._tries):
             if attempt:

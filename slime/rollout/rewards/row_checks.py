@@ -1,72 +1,110 @@
-"""Can rows be judged that name a reward of their own, or that `slime.rollout.rewards.instructions` is to judge? Asked
-before a launch."""
+"""Check rows against the rewards that will judge them: is there such a reward, can it grade the label, can it read the
+instructions? Asked before a launch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.legacy_paths import replaced
-from slime.prompts.readers import iter_rows
-from slime.prompts.row_format import decoded
-from slime.rollout.eval_datasets import eval_datasets
-from slime.rollout.rewards.instructions import NAME, OLD_NAME, Task, check_data, check_package, check_task, read_task
+from slime.prompts.problems import RowProblem
+from slime.prompts.row_format import Prompt
+from slime.rollout.eval_datasets import EvalDataset
+from slime.rollout.rewards.instructions import NAME, OLD_NAME, check_data, check_package, check_task, read_task
+from slime.rollout.rewards.labels import check_label
 from slime.rollout.rewards.pool import check_rm_type
 
 
-def check_rows(config: Config, max_rows: int) -> None:
-    """Look at the first rows of each data file. Where functions of the user's make samples of rows, what those have
-    shows when they are judged; where a plugin's function judges them, it knows.
+@dataclass
+class RewardJudge:
+    """Checks that the built-in rewards can judge rows (a `slime.prompts.prepare.RowJudge`).
 
-    Raises:
-        UserError: as `check_rm_type` of what a row names, `read_task`, `check_task` and `check_data`; or the package is
-            missing.
+    Args:
+        rm_type: the reward of rows whose metadata names none.
+        rm_url: address of ``remote_rm``.
+        label_flag: names the column of labels, for messages.
+        inject: what the data set adds to the metadata of a row.
     """
-    tasks = list(_tasks(config, max_rows))
-    for where, task in tasks:
+
+    rm_type: str | None
+    rm_url: str | None = None
+    label_flag: str = "--label-key"
+    inject: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    _known: dict[str, RowProblem | None] = field(default_factory=dict)
+    """Rewards that rows have named, and data of NLTK's that their instructions need → what is wrong with it."""
+
+    @staticmethod
+    def of_training(config: Config) -> RewardJudge | None:
+        """The check of --prompt-data; None where functions of the user's judge its rows, or nobody does."""
+        rollout, data = config.rollout, config.data
+        own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
+        unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
+        if own or unread or _makes_samples(config):
+            return None
+        return RewardJudge(config.reward.rm_type, config.reward.rm_url)
+
+    @staticmethod
+    def of_evaluation(dataset: EvalDataset, config: Config) -> RewardJudge | None:
+        """The same of an evaluation set."""
+        own = dataset.custom_rm_path or dataset.custom_generate_function_path
+        if own or _makes_samples(config):
+            return None
+        return RewardJudge(config.reward.rm_type, config.reward.rm_url, "--eval-label-key", dataset.inject_metadata)
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
+        problems = (self._problem(prompt) for prompt in prompts)
+        return [[] if problem is None else [problem] for problem in problems]
+
+    def _problem(self, prompt: Prompt) -> RowProblem | None:
+        metadata = self.inject(prompt.metadata)
+        own = str(metadata.get("rm_type") or "")
+        if own and (problem := self._once(own, lambda: self._check_named(own))):
+            return problem
+        rm_type = own or self.rm_type or ""
+        if rm_type.removeprefix("boxed_") != NAME:
+            reason = check_label(rm_type, prompt.label, metadata)
+            if reason is None:
+                return None
+            return RowProblem(
+                f"have a label that --rm-type {rm_type} cannot grade",
+                f"the label {reason}",
+                f"mend or remove these rows, or name another column ({self.label_flag})",
+            )
+        if replaced(OLD_NAME) is not None:
+            return None
         try:
+            check_package()
+            task = read_task(metadata, "the first")
             check_task(task)
         except UserError as error:
-            raise UserError(f"{where}: {error.what}", error.why, error.fix) from error
-    check_data(name for _, task in tasks for name, _ in task)
+            return RowProblem("have instructions that cannot be judged", _told(error), error.fix)
+        names = sorted({name for name, _ in task})
+        return self._once("\n".join(names), lambda: check_data(names))
 
-
-def _tasks(config: Config, max_rows: int) -> Iterator[tuple[str, Task]]:
-    reward, known, is_ours = config.reward, set[str](), replaced(OLD_NAME) is None
-    for path, key, injected in _files(config):
-        for where, row in itertools.islice(iter_rows(path), max_rows):
-            metadata = decoded(row.get(key))
-            metadata = injected(metadata if isinstance(metadata, dict) else {})  # others are told with all rows
-            own = str(metadata.get("rm_type") or "")
-            if own and own not in known:
-                _check_own(own, where, config)
-                known.add(own)
-            if is_ours and (own or reward.rm_type or "").removeprefix("boxed_") == NAME:
-                check_package()
-                yield where, read_task(metadata, where)
-
-
-def _check_own(rm_type: str, where: str, config: Config) -> None:
-    try:
+    def _check_named(self, rm_type: str) -> None:
         check_rm_type(rm_type)
-    except UserError as error:
-        raise UserError(f"{where}: {error.what}", error.why, error.fix) from error
-    if rm_type.removeprefix("boxed_") == "remote_rm" and not config.reward.rm_url:
-        raise UserError(f"{where}: its rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+        if rm_type.removeprefix("boxed_") == "remote_rm" and not self.rm_url:
+            raise UserError("the rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+
+    def _once(self, key: str, check: Callable[[], None]) -> RowProblem | None:
+        if key not in self._known:
+            self._known[key] = None
+            try:
+                check()
+            except UserError as error:
+                self._known[key] = RowProblem("name a reward that cannot judge them", _told(error), error.fix)
+        return self._known[key]
 
 
-def _files(config: Config) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
-    """Path, column of metadata, and what becomes of it."""
-    data, rollout = config.data, config.rollout
-    if config.reward.custom_rm_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path:
-        return
-    own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
-    unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
-    if data.prompt_data and not own and not unread:
-        yield data.prompt_data, data.metadata_key, dict
-    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
-        if not (dataset.custom_rm_path or dataset.custom_generate_function_path):
-            yield dataset.path, dataset.metadata_key, dataset.inject_metadata
+def _makes_samples(config: Config) -> bool:
+    """Whether functions of the user's make samples of rows, or judge them: what these have shows then."""
+    rollout = config.rollout
+    own = config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_sample_hook_path
+    return any(own)
+
+
+def _told(error: UserError) -> str:
+    return f"{error.what} ({error.why})" if error.why else error.what

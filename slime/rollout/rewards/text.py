@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+
+from slime.rollout.rewards.math_answers import is_text, same_answer
+from slime.rollout.rewards.math_notation import plain_latex
 
 
 def last_boxed(text: str) -> str | None:
@@ -32,23 +37,40 @@ def after_thinking(text: str) -> str | None:
     return None
 
 
+def final_text(text: str) -> str | None:
+    """What a response says after its reasoning; None where it never stops thinking.
+
+    Without ``<think>`` and ``</think>`` the whole response counts.
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if closed:
+        return rest
+    return None if "<think>" in text else text
+
+
 # -- F1 --------------------------------------------------------------------------------------------------------------
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250)."""
-    text = "".join(" " if c in string.punctuation else c for c in text.lower())
+    """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250).
+
+    Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000); other
+    punctuation separates words, so that "well-known" is "well known".
+    """
+    text = re.sub(r"(?<=\d),(?=\d)|[.'’‘`]", "", text.lower())
+    text = "".join(" " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text)
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
 def grade_f1(response: str, label: Any) -> float:
-    """Token F1 of response and label after normalisation.
+    """Token F1 of label and response, from ``</think>`` on, after normalisation.
 
     Example (2 of 3 words are right, 2 of 2 are found):
         >>> grade_f1("The big red dog", "red dog")
         0.8
     """
-    return f1_of_words(response, label)[0]
+    text = final_text(response)
+    return 0.0 if text is None else f1_of_words(text, label)[0]
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
@@ -65,39 +87,72 @@ def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
 
 #: Where DAPO's answers stand.
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
+#: Characters at the end of a response in which DAPO looks for it.
+_DAPO_TAIL = 300
+#: Units and nouns that an answer is compared without.
 _DAPO_UNITS = re.compile(
-    r"\b(square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|"
-    r"meters|meals|edges|students|childrentickets|multiples)\b"
+    r"(?<![A-Za-z\\])(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|"
+    r"cm|gm|pounds|meters|meals|edges|students|childrentickets|children|tickets|multiples)"
+    r"(?![A-Za-z])(?:\s*\^\s*\{?[23]\}?)?"
+)
+_DAPO_DROPPED = re.compile(
+    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|"
+    r"\\mathrm\{\s*th\s*\}|"
+    r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
+)
+_DAPO_LOOKALIKES = str.maketrans(
+    {"−": "-", "–": "-", "°": "", "×": r"\times", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty"}
 )
 
 
 def normalise_final_answer(answer: str) -> str:
-    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): no units, text, dollar signs, commas.
+    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): what follows the last "=", without
+    units, degrees, articles, text, dollars, blanks and the commas of thousands; ``\frac12`` and ``\sqrt3`` in braces.
 
     Example:
         >>> normalise_final_answer(r"x = \$1,000 \text{ dollars}")
         '1000'
+        >>> normalise_final_answer(r"20\text{ cm}^3"), normalise_final_answer(r"\sqrt 3")
+        ('20', '\\sqrt{3}')
     """
-    answer = answer.split("=")[-1]
-    for old, new in ((r"\%", ""), ("%", ""), (r"\$", ""), (r"\ ", ""), (r"\!", ""), ("\\\\", "\\")):
-        answer = answer.replace(old, new)
-    math = re.search(r"\$(.*?)\$", answer)
-    answer = math[1] if math else answer
-    answer = re.sub(r"\\text\{\s*(?:and|or)?\s*\}", ",", answer)
-    answer = re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", lambda m: _DAPO_UNITS.sub("", m[1]), answer)
-    answer = re.sub(r"\\overline\{(.*?)\}", r"\1", answer)
-    boxed = last_boxed(answer)
-    answer = _DAPO_UNITS.sub("", answer if boxed is None else boxed)
-    answer = re.sub(r"\\?frac([^{\s\\])([^{\s\\])", r"frac{\1}{\2}", answer.replace(r"\frac", "frac"))
-    answer = re.sub(r"sqrt([^{\s\\])", r"sqrt{\1}", answer).replace("$", "").strip().rstrip(".")
-    answer = re.sub(r"\s+", "", answer)
-    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
-        answer = answer.replace(",", "")
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
+    text = answer.split("=")[-1].translate(_DAPO_LOOKALIKES).replace("mbox", "text")
+    boxed = last_boxed(text)
+    text = text if boxed is None else boxed
+    text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})", "", text)
+    text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text, flags=re.I)
+    text = _DAPO_DROPPED.sub("", text)
+    math = re.search(r"\$(.+?)\$", text)
+    text = (math[1] if math else text).replace("$", "")
+    text = re.sub(r",?\s*\\text\{\s*(?:and|or)\s*\}|\s+and\s+", ",", text)
+    text = re.sub(r"\\(?:text|mathrm)\{\s*(?:m|s|kg|g|h)\s*\}(?:\^\{?\d\}?)?", "", text)
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}(\^\{?[23]\}?)?", _without_units, text)
+    text = re.sub(r"\\(?:overline|boxed)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\s+", " ", _DAPO_UNITS.sub("", text)).strip(" .*`,")
+    text = re.sub(r"\\?frac\s*([^{\s\\])\s*([^{\s\\])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\?sqrt\s*([^{\s\\\[(])", r"\\sqrt{\1}", text)
+    text = text.replace(" ", "").rstrip(".")
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+
+
+#: Ends of a turn or a proof, which belong to no answer.
+_END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
+
+
+def _without_units(found: re.Match[str]) -> str:
+    """A text's content; nothing, with its power, where it is a unit: \\text{ cm}^3."""
+    left = _DAPO_UNITS.sub("", found[1])
+    return (left + (found[2] or "")) if left.strip() or not found[1].strip() else left
 
 
 def grade_dapo(response: str, label: Any) -> dict[str, Any]:
     """Score ±1 by the last "Answer: …" line within the last 300 characters (DAPO, arXiv:2503.14476).
+
+    An answer is right if it is the label after `normalise_final_answer`, or equal to it by the rules of
+    `slime.rollout.rewards.math_answers`. It is wrong if those tell the two apart: ``1,2`` is not 12,
+    although the published normalisation says so.
 
     Returns:
         ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; train on it with ``--reward-key score``.
@@ -106,56 +161,318 @@ def grade_dapo(response: str, label: Any) -> dict[str, Any]:
         >>> grade_dapo("We get\\nAnswer: $42$", "42")
         {'score': 1.0, 'acc': True, 'pred': '42'}
     """
-    right, predicted = final_answer(response[-300:], label)
+    right, predicted = final_answer(response[-_DAPO_TAIL:], label)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
 
 
 def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple[bool, str]:
-    """Whether the last match of ``pattern`` is the label, both in Minerva's form, and what it is."""
+    """Whether the last match of ``pattern`` is the label, and what it is in Minerva's form."""
     found = re.findall(pattern, response)
-    predicted = normalise_final_answer(found[-1]) if found else "[INVALID]"
-    return bool(found) and predicted == normalise_final_answer(str(label)), predicted
+    if not found or label is None:
+        return False, "[INVALID]"
+    given = _END_MARKS.sub("", found[-1]).strip().lstrip("}*_ \"'").rstrip("*_ \"'.")
+    predicted = normalise_final_answer(given)
+    wanted = normalise_final_answer(str(label))
+    if not predicted or not wanted:
+        return False, predicted or "[INVALID]"
+    verdict = same_answer(_unboxed(str(label)), _unboxed(given))
+    if verdict is None or (not verdict and is_text(_unboxed(str(label)))):
+        return predicted == wanted, predicted
+    return verdict, predicted
+
+
+def _unboxed(text: str) -> str:
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed
 
 
 # -- multiple choice -------------------------------------------------------------------------------------------------
 
+#: Where a row does not say which letters its choices have.
+_LETTERS = "ABCDEFGHIJ"
+#: LaTeX that changes the font of a choice and nothing else.
+_FONTS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathcal|mathbb|bm|"
+    r"boldsymbol|bold|mbox|hbox|operatorname|emph|underline|fbox|large|Large|rm|bf|it|displaystyle|left|right)"
+    r"(?![A-Za-z])\s*"
+)
+_SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
+#: Decoration around a letter: Markdown, quotes, dollars, braces.
+_MARKS = "*_`\"'“”‘’«»$"
+_STATEMENTS = re.compile(
+    r"""(?ix)
+    答案\s*(?:是|为)?\s*:? | \b(?:answer|ans\.?|choice|option|selection|response|letter|solution|result)s?\b
+        (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|above|given|the|
+            this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
+            thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
+            choice|answer|number|:)\b)*
+        [\s*_`"'“‘]*(?:\bis\b|\bare\b|\bbe\b|:|=|-+>|→|⇒|[\s(*]\Z)?
+    | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+
+        (?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
+        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|vote\ for|opt\ for|
+        went\ with)
+        (?:\ that)?
+    | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|it\ is|it's|which\ is|
+        correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leav(?:es|ing)(?:\ us\ with)?)\b
+    | \b(?:therefore|thus|hence|so)\b[,:]?
+    """
+)
+_GAP = re.compile(
+    r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
+    r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
+)
+_NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|"
+    r"eliminat\w+|"
+                       r"exclud\w+|reject\w*|rather than|instead of)\b")  # fmt: skip
+_DENIED = re.compile(r"(?i)(?:n['’]t|\bnot|\bnever|\bnor)\b[\w ]{0,16}$")
+_CONTRASTED = re.compile(
+    r"(?i)^[\s)*_`\]}.]*(?:is|are|was|seems|looks|would be)\s+(?:clearly |definitely |also |the )?"
+    r"(?:not|wrong|incorrect|false|ruled|eliminated|excluded|impossible)\b"
+)
+
 
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1 if the letter chosen in the response is the right one.
+    r"""1 if the letter chosen in the response is the right one.
+
+    What counts is the last statement of a choice after ``</think>``: a ``\boxed{…}``, "the answer is C",
+    "I choose (C)", or a letter that stands alone. The English words "a" and "I" are no letters, and two
+    letters ("A and B") are no choice.
 
     ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a dict by letter);
-    ``metadata["valid_letters"]`` limits the letters, A to D by default.
+    ``metadata["valid_letters"]`` limits the letters; they are those of the choices, else A to J.
 
     Example:
         >>> grade_gpqa("Not A. The answer is (C).", "C")
         1.0
     """
+    letters, texts = valid_choices(metadata)
+    wanted = label_letter(label, letters, texts)
+    text = final_text(response)
+    if wanted is None or text is None:
+        return 0.0
+    text = unicodedata.normalize("NFKC", text)
+    return float(chosen_letter(text, letters, texts) == wanted)
+
+
+def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
+    """Letters that may be chosen, and the texts of the choices by letter ({} where a row has none)."""
     metadata = metadata or {}
     choices = metadata.get("choices") or []
     texts = dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
-    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or texts or "ABCD"]
-    wanted = _label_letter(label, letters, texts)
-    return float(wanted is not None and _chosen_letter(response, letters, texts) == wanted)
+    texts = {str(letter).upper(): text for letter, text in texts.items()}
+    letters = metadata.get("valid_letters") or texts or _LETTERS
+    return [str(letter).upper() for letter in letters], texts
 
 
-def _label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
-    if isinstance(label, int) and 0 <= label < len(letters):
-        return letters[label]
+def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter that a label means: itself, a position in ``letters``, or the choice with this text."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        return letters[label] if 0 <= label < len(letters) else None
     text = str(label).strip()
-    if text.strip("().").upper() in letters:
-        return text.strip("().").upper()
-    return next((k for k, choice in texts.items() if normalise_answer(str(choice)) == normalise_answer(text)), None)
-
-
-def _chosen_letter(response: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    text = after_thinking(response) or response
     boxed = last_boxed(text)
-    if boxed is not None:
-        inner = re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", r"\1", boxed)
-        return _label_letter(inner, letters, texts)
-    group = "([" + "".join(map(re.escape, letters)) + "])"
-    for pattern in (rf"(?i)answer\s*(?:is|:)?\s*[:*]*\s*[(*]*{group}\b", rf"\({group}\)", rf"\b{group}\b"):
-        found = re.findall(pattern, text)
-        if found:
-            return found[-1].upper()
+    return _letter_of(text if boxed is None else boxed, letters, texts)
+
+
+def _unfonted(text: str) -> str:
+    text = _SPACES.sub(" ", text.replace(r"\(", "$").replace(r"\)", "$"))
+    return _FONTS.sub("", text).replace("{", " ").replace("}", " ").strip()
+
+
+def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The one choice that is the whole of ``text``: by its letter, by letter and text, or by its text."""
+    own = _choice_with_text(text, texts)
+    if own is not None and len(text.strip()) > 1:
+        return own
+    plain = " ".join(_unfonted(text).strip(_MARKS + " .").split())
+    plain = re.sub(r"(?i)^(?:(?:the|final|correct|answer|option|choice|is)\b[\s:=]*)+(?=\W*\w)", "", plain).strip(
+        _MARKS + " "
+    )
+    group = "".join(map(re.escape, letters))
+    if found := re.fullmatch(rf"(?i)[(\[]?\s*([{group}])\s*[)\].:,]*", plain):
+        return found[1].upper()
+    if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|"
+        rf"([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
+                         rf"([{group}])\s+[-–—=]+\s+(\S.*)", plain):  # fmt: skip
+        letter, rest = (found[1] or found[3] or found[5]).upper(), found[2] or found[4] or found[6] or ""
+        if re.match(rf"(?:and|or|&|,|/)?\s*[(\[]?[{group}]\b[)\]]?(?:\W|$)", rest) and not texts:
+            return None
+        return letter
+    return own
+
+
+def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
+    if not texts:
+        return None
+    plain = _plain_choice(text)
+    if not plain:
+        return None
+    return next((letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain), None)
+
+
+def _plain_choice(text: str) -> str:
+    formula = re.sub(r"[\s{}]+", " ", plain_latex(text).lower()).strip()
+    return normalise_answer(formula) if not re.search(r"[\d\\^/=<>]", formula) else re.sub(r"[\s()*]+", "", formula)
+
+
+def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter that a response settles on; None where it settles on none, or on several."""
+    stated = [found for found in _stated_letters(text, letters, texts) if found]
+    if stated:
+        return max(stated, key=lambda found: found[0])[1]
+    return _only_letter(text, letters, texts)
+
+
+def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Iterator[tuple[int, str | None]]:
+    """Position and letter of each statement of a choice; None for a statement of several letters."""
+    for position, inner in _boxes(text):
+        letter = _letter_of(inner, letters, texts)
+        several = re.search(rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner))
+        if letter is not None or several:
+            yield position, letter
+    group = "".join(map(re.escape, letters))
+    for found in _STATEMENTS.finditer(text):
+        if (stated := _letter_after(text, found.end(), group)) is not None:
+            is_weak = found[0].lower().strip(" ,:") in _WEAK
+            if is_weak and not stated[2]:
+                continue
+            is_negated = _NEGATION.search(text[found.start() : stated[0]]) or _DENIED.search(
+                text[: found.start()][-30:]
+            )
+            if not is_negated:
+                yield stated[0], stated[1]
+        elif texts and (by_text := _text_after(text, found.end(), texts)):
+            yield found.end(), by_text
+    after = re.compile(
+        rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
+        r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly |indeed )?(?:the )?"
+        r"(?:only )?(?:correct|right|best|answer|true|final)\b"
+    )
+    for found in after.finditer(text):
+        before = text[max(0, found.start() - 14) : found.start()]
+        if not re.search(rf"\b[{group}]\)?\s*(?:and|or|,)\s*$", before):
+            yield found.start(1), found[1].upper()
+        else:
+            yield found.start(1), None
+
+
+_WEAK = frozenset({"therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"})
+
+
+def _boxes(text: str) -> Iterator[tuple[int, str]]:
+    for found in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
+        inner = last_boxed(text[found.start() :]) if "boxed" not in text[found.end() :] else None
+        if inner is None:
+            inner = _braced(text, found.end())
+        if inner is not None:
+            yield found.start(), inner
+
+
+def _braced(text: str, start: int) -> str | None:
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
     return None
+
+
+def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
+    """(position, letter or None for several, whether it is decorated) of the choice that begins at ``start``."""
+    gap = _GAP.match(text, start)
+    assert gap
+    at = gap.end()
+    window = text[at : at + 80]
+    clean = re.sub(r"^(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf|textit|boldsymbol)\s*\{|[{$])+\s*", "", window)
+    found = re.match(rf"([(\[]?)\s*([{group}{group.lower()}])(?![\w'’-])(?:\s*([)\]]))?", clean)
+    if not found:
+        return None
+    letter, rest = found[2], clean[found.end() :]
+    before = text[start:at]
+    is_marked = bool((found[1] and found[3]) or re.search(r"[*_`\"“$]$", before) or clean != window or found[3])
+    follows = re.match(r"[*_`\"'”’}$]*\s*(?:[.,;:!?\n)—–]|$|\\\)|\\\])", rest)
+    if not is_marked and not follows:
+        if letter.islower():
+            return None
+        word = re.match(r"[*_`\"'”’]*\s+([a-z]+)", rest)
+        if letter in "AI" and (not word or word[1] not in _AFTER_A):
+            return None
+    if letter in "ai" and not is_marked and ":" not in before and not re.match(r"\W*$", rest):
+        return None
+    several = re.match(
+        rf"[*_`\"'”’}})\]$]*\s*(?:,\s*)?(?:and|or|&|/|,|as well as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
+        rest,
+    )
+    if _CONTRASTED.match(rest):
+        return None
+    if several and several[1].upper() != letter.upper():
+        return at, None, True
+    return at, letter.upper(), is_marked or bool(follows)
+
+
+_AFTER_A = frozenset(
+    [
+        "because",
+        "since",
+        "as",
+        "is",
+        "and",
+        "or",
+        "for",
+        "with",
+        "which",
+        "where",
+        "while",
+        "so",
+        "due",
+        "given",
+        "but,",
+        "by",
+    ]
+)
+
+
+def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
+    gap = re.compile(r"[\s:=*_`\"“$-]*(?:(?:the|is|be)\s+)?").match(text, start)
+    assert gap
+    for rest in (text[start:], text[gap.end() :]):
+        line = re.split(r"\n|[.!?](?:\s|$)|\bbecause\b|\bsince\b", rest.strip(), maxsplit=1)[0]
+        letter = _choice_with_text(line.strip(_MARKS + " :"), texts)
+        if letter:
+            return letter
+    return None
+
+
+def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
+    """The letter of a response without a statement: one that stands alone, or the last in brackets or bold."""
+    whole = _letter_of(text, letters, texts)
+    if whole is not None:
+        return whole
+    group = "".join(map(re.escape, letters))
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in (lines[-1:] or [""]) + lines[:1]:
+        if (letter := _letter_of(line, letters, texts)) is not None:
+            return letter
+    marked = []
+    for found in re.finditer(rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text):
+        sentence = re.split(r"[.!?\n]\s", text[: found.start()])[-1]
+        if not _NEGATION.search(sentence) and not _CONTRASTED.match(text[found.end() :]):
+            marked.append((found[1] or found[2]).upper())
+    if marked:
+        return marked[-1]
+    if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
+        return None
+    bare = re.findall(
+        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’-])", text.strip()
+    )
+    if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
+        return next(letter for letter in bare if letter not in "AI")
+    if texts and lines:
+        there = [letter for letter, choice in texts.items() if _mentions(lines[-1], str(choice))]
+        if len(there) == 1 and not _NEGATION.search(lines[-1]):
+            return there[0]
+    return None
+
+
+def _mentions(line: str, choice: str) -> bool:
+    words = normalise_answer(choice)
+    return bool(words) and f" {words} " in f" {normalise_answer(line)} "

@@ -1,0 +1,140 @@
+"""Rows of Parquet and Arrow files, and of data sets that `datasets` loads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_Convert = Callable[[Any], Any]
+
+
+class TableRows:
+    """Rows of a `datasets.Dataset`, mapped into memory.
+
+    Args:
+        name: what the table is called in messages.
+    """
+
+    def __init__(self, table: Any, name: str, part: slice) -> None:
+        self._name = name
+        self._positions = range(len(table))[part]
+        self._table = table if part == slice(None) else table.select(self._positions)
+        self._converts = _conversions(table.data.schema)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return _converted(self._table[position], self._converts)
+
+    def where(self, position: int) -> str:
+        return f"{self._name} row {self._positions[position]}"
+
+
+def load_file(file: str, suffix: str) -> Any:
+    """The `datasets.Dataset` of a Parquet or Arrow file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    import datasets
+
+    kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
+    with loading(file):
+        return datasets.load_dataset(kind, data_files=file, split="train")
+
+
+def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of a Parquet file, one batch of rows in memory.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    import pyarrow.parquet
+
+    position = 0
+    try:
+        opened = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(
+            f"'{file}' is no Parquet file",
+            why=str(error).split(". ")[0],
+            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it stands for)",
+        ) from error
+    with opened as table:
+        converts = _conversions(table.schema_arrow)
+        for batch in table.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                yield f"{file} row {position}", _converted(row, converts)
+                position += 1
+
+
+@contextlib.contextmanager
+def loading(path: str) -> Iterator[None]:
+    """`datasets` without its own messages; what it raises becomes a `UserError` about ``path``."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # of "An error occurred while generating the dataset", which says nothing
+        why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+        fix = "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one data set"
+        raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, Any]:
+    for name, convert in converts.items():
+        row[name] = convert(row[name])
+    return row
+
+
+def _conversions(schema: pyarrow.Schema) -> dict[str, _Convert]:
+    """By column, what Arrow's own conversion to Python gets wrong: short floats come with the digits of a long one."""
+    found = {field.name: _conversion(field.type) for field in schema}
+    return {name: convert for name, convert in found.items() if convert is not None}
+
+
+def _conversion(kind: pyarrow.DataType) -> _Convert | None:
+    from pyarrow import types
+
+    if types.is_float16(kind):
+        return partial(_shortest, np.float16)
+    if types.is_float32(kind):
+        return partial(_shortest, np.float32)
+    if types.is_dictionary(kind):
+        return _conversion(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _conversion(kind.value_type)
+        return partial(_in_list, inner) if inner else None
+    if types.is_struct(kind):
+        fields = _conversions(kind.fields)
+        return partial(_in_struct, fields) if fields else None
+    return None
+
+
+def _shortest(kind: type[np.floating[Any]], value: Any) -> Any:
+    """The float with the fewest digits that is ``value`` when rounded to ``kind``: 0.1, not 0.10000000149011612."""
+    return float(str(kind(value))) if isinstance(value, float) else value
+
+
+def _in_list(convert: _Convert, value: Any) -> Any:
+    return [convert(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_struct(fields: dict[str, _Convert], value: Any) -> Any:
+    return _converted(value, fields) if isinstance(value, dict) else value

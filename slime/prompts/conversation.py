@@ -1,0 +1,621 @@
+"""Turn every wire form of a conversation into one form: the messages that `slime.prompts.chat_template` renders.
+
+Wire forms: OpenAI's chat completions and Responses, Anthropic's messages, ShareGPT (``from``/``value``), Gemini's
+``parts``, a whole conversation as JSON text, and what columnar files make of each of them.
+
+A message in the one form has ``role``, ``content`` (text), and where there is something to say: ``reasoning_content``
+(text), ``tool_calls`` (``id``, ``type``, ``function`` with ``name`` and ``arguments`` as an object), ``tool_call_id``,
+``name``, and ``step_loss_mask`` 0 for a turn that is not trained. Other keys stay as they are: a template may read
+them. Reading messages that are in the one form changes nothing.
+
+>>> read_messages([{"from": "human", "value": "hi"}, {"role": "assistant", "content": [{"text": "hello"}]}])
+[{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.errors import UserError
+
+Messages = list[dict[str, Any]]
+
+#: Names that other systems give to roles → ours. A role that is not here stays what it is.
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+#: Roles of the assistant whose text is a call of a tool (ShareGPT).
+_CALLING_ROLES = ("function_call", "tool_call")
+#: Keys under which other systems keep what was thought before an answer, the first that is there counts.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+#: Keys that say whether an assistant's turn is trained; 0 and false: it is not.
+LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
+#: Keys of a message in the one form.
+_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask")
+#: Keys of wire forms that carry no meaning of their own once the message is read.
+_CONSUMED = ("from", "value", "parts", "function_call", *REASONING_KEYS, *LOSS_KEYS)
+_TEXT_PARTS = ("text", "input_text", "output_text", "summary_text")
+_REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
+_MEDIA = ("image", "audio", "video", "file", "document", "pdf")
+_ITEMS = ("function_call", "function_call_output", "reasoning", "message")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL)
+
+
+class ConversationError(UserError):
+    """A message, a call or a tool cannot be understood.
+
+    Args:
+        kind: a noun phrase without places and values, so that rows of one kind are counted together.
+        where: the place, e.g. ``messages[3].tool_calls[0]``.
+        detail: what was found there.
+    """
+
+    def __init__(self, kind: str, where: str, detail: str = "", fix: str = "") -> None:
+        super().__init__(f"{where}: {kind}", detail, fix)
+        self.args = (kind, where, detail, fix)  # pickling calls the class with them
+        self.kind = kind
+        self.where = where
+        self.detail = detail
+
+    def sentence(self) -> str:
+        """The whole error on one line, for answers of a server."""
+        return f"{self.what}: {self.detail}" if self.detail else self.what
+
+
+# -- a conversation ------------------------------------------------------------------------------------------------
+
+
+def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any] | None:
+    """The messages, still in their wire form, and the tools of a value that is a conversation; None for any other.
+
+    A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one message, a struct of lists
+    (what columnar files make of a sequence of structs), or any of these as JSON text.
+
+    Raises:
+        ConversationError: text that is meant as a conversation and is not valid JSON.
+    """
+    if isinstance(value, str):
+        value = _from_text(value, where)
+    if isinstance(value, Mapping):
+        for key in ("messages", "conversations", "conversation"):
+            if value.get(key) is not None:
+                inner = conversation_in(value[key], where)
+                return inner and (inner[0], inner[1] or value.get("tools"))
+        if any(isinstance(value.get(key), list) for key in ("role", "from")):
+            columns = {key: column for key, column in value.items() if isinstance(column, list)}
+            return [dict(zip(columns, item)) for item in zip(*columns.values())], None
+        return ([value], None) if "role" in value or "from" in value else None
+    if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+        return list(value), None
+    return None
+
+
+def _from_text(text: str, where: str) -> Any:
+    """The list or object that a text is the JSON of; None for text that is just text."""
+    start = text.lstrip()[:1]
+    if start not in ("[", "{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not _LOOKS_LIKE_MESSAGES.match(text):
+            return None
+        raise ConversationError(
+            "a conversation as text that is not valid JSON",
+            where,
+            f"{error}: {text[:80]!r}",
+            "write it with json.dumps, not with str()",
+        ) from error
+    is_messages = isinstance(found, Mapping) or (
+        isinstance(found, list)
+        and bool(found)
+        and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in found)
+    )
+    return found if is_messages else None
+
+
+def read_messages(
+    messages: Iterable[Any],
+    *,
+    where: str = "messages",
+    tools: list[dict[str, Any]] | None = None,
+    drops_nulls: bool = False,
+) -> Messages:
+    """Messages of any wire form in the one form.
+
+    Args:
+        where: name of the list, for errors.
+        tools: as `read_tools` returns them: their schemas say where null is a value.
+        drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are absent, unless the
+            tool's schema allows null there. Columnar files fill each record up to the union of all keys.
+    Raises:
+        ConversationError: a message that cannot be understood, images and other media; names the place.
+    """
+    reader = _Reader(_schemas(tools), drops_nulls)
+    for number, message in enumerate(messages):
+        reader.add(message, f"{where}[{number}]")
+    return reader.messages
+
+
+def read_text(content: Any, where: str, *, join: str = "") -> str:
+    """Content that is text or a list of text parts, as one text.
+
+    Args:
+        join: what stands between two parts.
+    Raises:
+        ConversationError: anything else.
+    """
+    return _Reader({}, False).content(content, where, role="user", join=join).text
+
+
+def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
+    """0 or 1 as the `LOSS_KEYS` of a message say; None where there are none.
+
+    Raises:
+        ConversationError: a value that is neither 0 nor 1, or keys that contradict each other.
+    """
+    said: dict[str, int] = {}
+    for key in LOSS_KEYS:
+        value = message.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ConversationError(
+                f"a '{key}' that is neither 0 nor 1",
+                where,
+                f"found {value!r}; a turn is trained or it is not",
+                f"write 0 or 1 (false or true), or leave '{key}' out",
+            )
+        said[key] = int(value)
+    if len(set(said.values())) > 1:
+        given = ", ".join(f"{key}: {value}" for key, value in said.items())
+        raise ConversationError("keys of the loss that contradict each other", where, given, "keep one of them")
+    return next(iter(said.values()), None)
+
+
+class _Reader:
+    """Collects messages; a wire message may become several, and several items of Responses may become one."""
+
+    def __init__(self, schemas: Mapping[str, Any], drops_nulls: bool) -> None:
+        self.messages: Messages = []
+        self._schemas = schemas
+        self._drops_nulls = drops_nulls
+        self._open: dict[str, Any] | None = None
+        """The assistant's message that items of Responses are still added to."""
+
+    def add(self, message: Any, where: str) -> None:
+        if not isinstance(message, Mapping):
+            raise ConversationError(
+                "a message that is not an object",
+                where,
+                f"found {_named(message)}",
+                "a message is {'role': …, 'content': …}",
+            )
+        given = {key: value for key, value in message.items() if value is not None}
+        kind = given.get("type")
+        is_item = kind in _ITEMS and ("role" not in given or kind == "message") and "from" not in given
+        if is_item and (kind in ("reasoning", "function_call") or given.get("role") == "assistant"):
+            self._add_item(given, where)
+            return
+        self._open = None
+        if is_item and kind == "function_call_output":
+            output = self.content(given.get("output"), where, role="tool")
+            self.messages.append({"role": "tool", "content": output.text} | _pick(given, call_id="tool_call_id"))
+            return
+        if is_item:
+            given.pop("type")
+        elif isinstance(kind, str) and "role" not in given and "from" not in given:
+            raise ConversationError(f"an item of the type {kind!r}, which is not supported", where)
+        self._add_message(given, where)
+
+    def _add_item(self, item: dict[str, Any], where: str) -> None:
+        """Reasoning, text and calls in a row are one message of the assistant."""
+        said = self._open
+        kind = item["type"]
+        begins = said is None or (
+            kind != "function_call"
+            and bool(said["content"] or "tool_calls" in said or (kind == "reasoning" and "reasoning_content" in said))
+        )
+        if begins or said is None:
+            said = {"role": "assistant", "content": ""}
+            self._open = said
+            self.messages.append(said)
+        if kind == "reasoning":
+            content = self.content(item.get("content"), where, role="assistant")
+            said["reasoning_content"] = content.text + content.reasoning
+        elif kind == "message":
+            said["content"] = self.content(item.get("content"), where, role="assistant").text
+        else:
+            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+            said.setdefault("tool_calls", []).append(self._call(call, where))
+
+    def _add_message(self, given: dict[str, Any], where: str) -> None:
+        wire_role = given.get("role", given.get("from"))
+        if not isinstance(wire_role, str) or not wire_role.strip():
+            keys = ", ".join(map(str, given)) or "none"
+            raise ConversationError(
+                "a message without a role", where, f"its keys are: {keys}", "a message is {'role': …, 'content': …}"
+            )
+        role = _ROLES.get(wire_role.lower(), wire_role.lower())
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            role = wire_role
+        wire = given.get("content", given.get("value", given.get("parts")))
+        calls = self._calls(given, where)
+        if wire_role.lower() in _CALLING_ROLES and isinstance(wire, str):
+            calls = [*self._calls({"tool_calls": wire}, where), *calls]
+            wire = None
+        content = self.content(wire, where, role=role)
+        said: dict[str, Any] = {"role": role, "content": content.text}
+        reasoning = self._reasoning(given, where) or content.reasoning
+        if reasoning:
+            said["reasoning_content"] = reasoning
+        calls += content.calls
+        if calls:
+            said["tool_calls"] = calls
+        for key in ("tool_call_id", "name"):
+            if given.get(key) not in _NOTHING:
+                said[key] = given[key]
+        loss = reading_loss_keys(given, where)
+        if role == "assistant" and loss == 0:
+            said["step_loss_mask"] = 0
+        known = (*_KEYS, *_CONSUMED)
+        said |= {key: value for key, value in given.items() if key not in known and value not in _NOTHING}
+        self.messages += content.results
+        if not content.results or content.has_text or reasoning or calls:
+            self.messages.append(said)
+
+    @staticmethod
+    def _reasoning(given: Mapping[str, Any], where: str) -> str:
+        for key in REASONING_KEYS:
+            value = given.get(key)
+            if value in _NOTHING:
+                continue
+            if not isinstance(value, str):
+                raise ConversationError(f"a '{key}' that is not text", where, f"found {_named(value)}")
+            return value
+        return ""
+
+    # -- content --
+
+    def content(self, content: Any, where: str, *, role: str, join: str = "") -> _Content:
+        found = _Content()
+        if content is None:
+            return found
+        if isinstance(content, str):
+            found.add(content)
+            return found
+        if role == "tool" and not _is_parts(content):
+            value = without_nulls(content) if self._drops_nulls else content
+            try:
+                found.add(json.dumps(value, ensure_ascii=False))
+            except (TypeError, ValueError) as error:
+                raise ConversationError("a tool's result that JSON cannot write", where, str(error)) from error
+            return found
+        parts = [content] if isinstance(content, Mapping) else content
+        if not isinstance(parts, list | tuple):
+            raise ConversationError(
+                "content that is neither text nor a list of parts",
+                where,
+                f"found {_named(content)}",
+                "write it as a string, or a list of parts such as {'type': 'text', 'text': …}",
+            )
+        for number, part in enumerate(parts):
+            self._part(part, f"{where}.content[{number}]", found, join)
+        return found
+
+    def _part(self, part: Any, where: str, found: _Content, join: str) -> None:
+        if isinstance(part, str):
+            found.add(part, join)
+            return
+        if not isinstance(part, Mapping):
+            raise ConversationError("a part of content that is not an object", where, f"found {_named(part)}")
+        given = {key: value for key, value in part.items() if value is not None}
+        kind = given.get("type")
+        if kind is None:
+            media = next((key for key in given if _is_media(key)), None)
+            kind = media or ("text" if "text" in given else None)
+        if kind in _TEXT_PARTS:
+            text = given.get("text", "")
+            if not isinstance(text, str):
+                raise ConversationError("a part of text that is not text", where, f"found {_named(text)}")
+            found.add(text, join)
+        elif kind == "refusal":
+            found.add(str(given.get("refusal", "")), join)
+        elif kind in _REASONING_PARTS:
+            thought = given.get(kind, given.get("text", ""))
+            inner = self.content(thought, where, role="assistant")
+            found.reasoning += inner.text
+        elif kind == "redacted_thinking":
+            return
+        elif kind == "tool_use":
+            found.calls.append(self._call(given, where))
+        elif kind == "tool_result":
+            inner = self.content(given.get("content"), where, role="tool", join="\n")
+            result = {"role": "tool", "content": inner.text} | _pick(given, tool_use_id="tool_call_id")
+            found.results.append(result)
+        elif isinstance(kind, str) and _is_media(kind):
+            raise ConversationError(
+                f"a part of the type {kind!r}: only text is taken here",
+                where,
+                "images, audio, video and files are not supported in this version",
+                "remove these rows, or describe what they show in words",
+            )
+        else:
+            keys = ", ".join(map(str, given)) or "none"
+            shown = f"of the type {kind!r}" if kind else "without a type"
+            raise ConversationError(f"a part {shown}: only text is taken here", where, f"its keys are: {keys}")
+
+    # -- calls of tools --
+
+    def _calls(self, given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+        calls = _decoded(given.get("tool_calls"), f"{where}.tool_calls")
+        legacy = _decoded(given.get("function_call"), f"{where}.function_call")
+        found = [calls] if isinstance(calls, Mapping) else calls or []
+        if not isinstance(found, list | tuple):
+            raise ConversationError("tool_calls that are not a list", f"{where}.tool_calls", f"found {_named(calls)}")
+        read = [self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)]
+        if isinstance(legacy, Mapping) and any(value is not None for value in legacy.values()):
+            read.append(self._call(legacy, f"{where}.function_call"))
+        return read
+
+    def _call(self, call: Any, where: str) -> dict[str, Any]:
+        call = _decoded(call, where)
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if function is None and isinstance(call, Mapping):
+            function = call
+        function = _decoded(function, where)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ConversationError(
+                "a call without the name of its tool",
+                where,
+                f"found {str(call)[:200]}",
+                "a call is {'type': 'function', 'function': {'name': …, 'arguments': …}}",
+            )
+        arguments = next((function[k] for k in ("arguments", "parameters", "input") if function.get(k) is not None), {})
+        if isinstance(arguments, str):
+            arguments = _arguments_of_text(arguments, where)
+        elif self._drops_nulls:
+            arguments = without_nulls(arguments, self._schemas.get(name, {}))
+        if not isinstance(arguments, Mapping):
+            raise ConversationError(
+                "arguments of a call that are not a JSON object",
+                where,
+                f"those of {name} are {_named(arguments)}: {str(arguments)[:200]}",
+                "write them as an object, or as the JSON text of one, encoded once",
+            )
+        given_id = call.get("id")
+        read: dict[str, Any] = {} if given_id in _NOTHING else {"id": given_id}
+        return read | {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+@dataclass
+class _Content:
+    """What the parts of a message's content say."""
+
+    text: str = ""
+    has_text: bool = False
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    results: Messages = field(default_factory=list)
+
+    def add(self, text: str, join: str = "") -> None:
+        self.text += (join if self.has_text else "") + text
+        self.has_text = True
+
+
+def _is_parts(content: Any) -> bool:
+    """Whether a tool's result is a list of parts rather than a value of its own."""
+    parts = [content] if isinstance(content, Mapping) else content
+    kinds = (*_TEXT_PARTS, "tool_result")
+    return isinstance(parts, list | tuple) and all(
+        isinstance(part, Mapping)
+        and (
+            part.get("type") in kinds
+            or (isinstance(part.get("type"), str) and _is_media(part["type"]))
+            or [key for key, value in part.items() if value is not None] == ["text"]
+        )
+        for part in parts
+    )
+
+
+def _is_media(kind: str) -> bool:
+    words = re.split(r"[_\W]+", kind.lower())
+    return any(word.removesuffix("s") in _MEDIA for word in words)
+
+
+def _pick(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    return {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) not in _NOTHING}
+
+
+def _named(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _decoded(value: Any, where: str) -> Any:
+    """Columnar files often hold nested values as JSON text."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    return _json(value, "calls or tools as text that is not valid JSON", where)
+
+
+def _arguments_of_text(text: str, where: str) -> Any:
+    return _json(text, "arguments of a call that are not valid JSON", where) if text.strip() else {}
+
+
+def _json(text: str, kind: str, where: str) -> Any:
+    try:
+        found = json.loads(text, parse_constant=_not_json)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be written
+        return found
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(
+            kind, where, f"{error}: {text[:200]!r}", "write them as an object, or as the JSON text of one"
+        ) from error
+
+
+def _not_json(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+# -- tools ---------------------------------------------------------------------------------------------------------
+
+
+def read_tools(value: Any, *, where: str = "tools", drops_nulls: bool = False) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form ``{"type": "function", "function": {"name": …, "parameters": …}}``.
+
+    They may come wrapped so, bare, in Anthropic's form (``input_schema``), and all of them or each as JSON text.
+
+    Args:
+        drops_nulls: keys that are null in nested records are absent.
+    Raises:
+        ConversationError: one that is not a function with a name.
+    """
+    value = _decoded(value, where)
+    if isinstance(value, Mapping):
+        value = [value]
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise ConversationError("tools that are not a list", where, f"found {_named(value)}")
+    return [_tool(tool, f"{where}[{number}]", drops_nulls) for number, tool in enumerate(value) if tool is not None]
+
+
+def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
+    tool = _decoded(tool, where)
+    function = _decoded(tool.get("function"), where) if isinstance(tool, Mapping) else None
+    if function is None and isinstance(tool, Mapping) and tool.get("type") in (None, "function", "custom"):
+        function = {key: value for key, value in tool.items() if key != "type"}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConversationError(
+            "a tool that is not a function with a name",
+            where,
+            f"found {str(tool)[:200]}",
+            "a tool is {'type': 'function', 'function': {'name': …, 'parameters': …}}",
+        )
+    function = {key: value for key, value in function.items() if value is not None or not drops_nulls}
+    if "input_schema" in function:
+        function["parameters"] = function.pop("input_schema")
+    if isinstance(function.get("parameters"), str):
+        function["parameters"] = _decoded(function["parameters"], where)
+    if drops_nulls:
+        function = without_nulls(function)
+    return {"type": "function", "function": function}
+
+
+def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The schema of each tool's arguments, by name."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+def without_nulls(value: Any, schema: Any = None) -> Any:
+    """The value without keys that are null, at any depth, except where ``schema`` allows null. Lists keep theirs.
+
+    Example:
+        >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
+        {'b': {'d': [None]}}
+        >>> without_nulls({"a": None, "b": None}, {"properties": {"a": {"type": ["string", "null"]}}})
+        {'a': None}
+    """
+    if isinstance(value, Mapping):
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        parts = properties if isinstance(properties, Mapping) else {}
+        return {
+            key: without_nulls(item, parts.get(key))
+            for key, item in value.items()
+            if item is not None or allows_null(parts.get(key))
+        }
+    if isinstance(value, list | tuple):
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [without_nulls(item, items) for item in value]
+    return value
+
+
+def allows_null(schema: Any) -> bool:
+    """Whether a part of a JSON schema names null among its types or values."""
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds or []
+    values = schema.get("enum")
+    choices = [
+        choice
+        for key in ("anyOf", "oneOf")
+        for choice in (schema.get(key) if isinstance(schema.get(key), list) else [])
+    ]
+    return (
+        "null" in kinds
+        or schema.get("nullable") is True
+        or (isinstance(values, list) and None in values)
+        or any(allows_null(choice) for choice in choices)
+    )
+
+
+# -- keys that nothing reads -----------------------------------------------------------------------------------------
+
+
+def unread_keys(messages: Messages, template: str | None) -> set[str]:
+    """Keys of messages, in the one form, that neither this system nor the chat template reads.
+
+    Args:
+        template: its source; a key that it names counts as read.
+    """
+    others = {key for message in messages for key in message if key not in _KEYS}
+    return {key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))}
+
+
+@dataclass
+class UnreadKeys:
+    """Counts rows by the keys in them that nothing reads.
+
+    Example:
+        >>> unread = UnreadKeys()
+        >>> unread.add(columns=["id"], keys=["citations"])
+        >>> unread.add(columns=["id"], keys=[])
+        >>> unread.warning("train.jsonl", 2)
+        'train.jsonl: nothing reads the columns id (2 of 2 rows), nor the message keys citations (1 of 2 rows)'
+    """
+
+    columns: Counter[str] = field(default_factory=Counter)
+    keys: Counter[str] = field(default_factory=Counter)
+
+    def add(self, columns: Iterable[str], keys: Iterable[str]) -> None:
+        """Count one row."""
+        self.columns.update(columns)
+        self.keys.update(keys)
+
+    def merge(self, other: UnreadKeys) -> None:
+        self.columns.update(other.columns)
+        self.keys.update(other.keys)
+
+    def warning(self, path: str, num_rows: int) -> str:
+        """One sentence; "" where every key is read."""
+        said = [
+            f"the {what} {', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"
+            for what, found in (("columns", self.columns), ("message keys", self.keys))
+            if found
+        ]
+        return f"{path}: nothing reads {', nor '.join(said)}" if said else ""

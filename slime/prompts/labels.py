@@ -1,0 +1,172 @@
+"""Labels as they are written in the data.
+
+A reward function compares a label with a response, which is text. So a number among the labels becomes the text that
+stands in the data, digit by digit: ``5.10`` is "5.10" and not "5.1", and integers keep all digits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from decimal import Decimal
+from typing import Any
+
+from slime.prompts.problems import RowProblem, missing_key
+
+#: Built-in rewards that compare the response with a label, which must then be text, a number or a date.
+_COMPARING = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
+#: Built-in rewards to which a number is not its digits: gpqa takes it as the position of a choice.
+_POSITIONS = frozenset({"gpqa"})
+_DATES = (datetime.date, datetime.time, datetime.timedelta)
+
+
+class NumberAsWritten(float):
+    """A JSON number that prints as it is written (``5.10``, ``1e5``); in arithmetic the nearest float.
+
+    Example:
+        >>> NumberAsWritten("5.10"), NumberAsWritten("5.10") == 5.1
+        (5.10, True)
+    """
+
+    __slots__ = ("_text",)
+    _text: str
+
+    def __new__(cls, text: str) -> NumberAsWritten:
+        number = super().__new__(cls, text)
+        number._text = text
+        return number
+
+    def __repr__(self) -> str:
+        return self._text
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NumberAsWritten, (self._text,)
+
+
+class JsonRow(dict[str, Any]):
+    """A JSON object. Its values are plain; `written` reads one again with the digits that the text has."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def written(self, key: str) -> Any:
+        """The value of a key; a number in it is an int or `NumberAsWritten`."""
+        value = self[key]
+        if value is None or isinstance(value, (str, bool)) or (type(value) is int and value):
+            return value
+        return json.loads(self._text, parse_float=NumberAsWritten, parse_int=written_integer)[key]
+
+
+def written_integer(text: str) -> int | NumberAsWritten:
+    """A JSON integer as an int where that has the same digits: not of "-0", nor beyond what `int` reads."""
+    try:
+        return NumberAsWritten(text) if text == "-0" else int(text)
+    except ValueError:  # sys.get_int_max_str_digits()
+        return NumberAsWritten(text)
+
+
+def compares_labels(rm_type: str | None) -> bool:
+    """Whether this built-in reward compares the response with the label."""
+    return (rm_type or "").removeprefix("boxed_") in _COMPARING
+
+
+def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: str) -> Any:
+    """The label of a row, as `label_text` spells it.
+
+    Args:
+        flag: what names the column, for messages.
+        raw: numbers stay Python numbers (--label-type raw).
+        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must be text, a number or
+            a date.
+    Raises:
+        RowProblem: no such column, or a label that cannot be compared.
+    """
+    if key not in row:
+        raise missing_key(key, flag, row)
+    label = row[key]
+    if compares_labels(rm_type):
+        _check_comparable(label, key, flag)
+    if rm_type.removeprefix("boxed_") in _POSITIONS and _is_position(label):
+        return int(label)
+    if raw:
+        if isinstance(label, NumberAsWritten):
+            raise RowProblem(
+                f"have a label (key '{key}') that no Python number holds",
+                f"found {label!s:.40}",
+                "leave --label-type raw out, which keeps it as text",
+            )
+        return label
+    return label_text(written(row, key))
+
+
+def written(row: dict[str, Any], key: str) -> Any:
+    """The value of a column with numbers as the data has them."""
+    return row.written(key) if isinstance(row, JsonRow) else row[key]
+
+
+def label_text(label: Any) -> Any:
+    """The label with numbers, booleans, decimals, dates and times as text.
+
+    A number of JSON is its own text, a decimal keeps its scale, a float of a columnar file is the shortest text that
+    reads as the same float; booleans are spelled as JSON does. NaN, which is how columnar files say that there is
+    none, becomes None. Lists and dicts stay, with decimals and dates in them as text. So do text and None.
+
+    Example:
+        >>> label_text(22), label_text(True), label_text(0.5), label_text(Decimal("5.10")), label_text([1, 2])
+        ('22', 'true', '0.5', '5.10', [1, 2])
+    """
+    if isinstance(label, bool):
+        return json.dumps(label)
+    if isinstance(label, int):
+        return str(label)
+    if isinstance(label, float):
+        return None if math.isnan(label) else repr(label)
+    return _holdable(label)
+
+
+def _holdable(value: Any) -> Any:
+    """What JSON can hold of it, numbers left alone."""
+    if isinstance(value, Decimal):
+        return format(value, "f") if value.is_finite() else str(value)
+    if isinstance(value, _DATES):
+        return str(value)
+    if isinstance(value, list):
+        return [_holdable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _holdable(item) for name, item in value.items()}
+    return value
+
+
+def _is_number(label: Any) -> bool:
+    """Whether it is a number, NaN and the infinities excluded; what overflows a float is one."""
+    if isinstance(label, (float, Decimal)) and not isinstance(label, NumberAsWritten):
+        return math.isfinite(label)
+    return isinstance(label, (int, float)) and not isinstance(label, bool)
+
+
+def _is_position(label: Any) -> bool:
+    return _is_number(label) and not isinstance(label, NumberAsWritten) and label == int(label)
+
+
+def _check_comparable(label: Any, key: str, flag: str) -> None:
+    if isinstance(label, (float, Decimal)) and not _is_number(label):
+        raise RowProblem(
+            f"have a label (key '{key}') that is no number",
+            f"found {label}; the reward function compares it with the response",
+            "remove these rows, or write what the right answer is as text",
+        )
+    if not (_is_number(label) or isinstance(label, (str, *_DATES))):
+        found = "None" if label is None else f"a {type(label).__name__}"
+        raise RowProblem(
+            f"have a label (key '{key}') that is neither text nor a number",
+            f"found {found}; the reward function compares it with the response",
+            f"check {flag}, or write a reward function of your own (--custom-rm-path)",
+        )
+    if isinstance(label, str) and not label.strip():
+        raise RowProblem(f"have an empty label (key '{key}')", fix="remove these rows")

@@ -1,0 +1,594 @@
+"""Tokens and loss masks of supervised conversations, for any chat template.
+
+A turn is trained as the model would generate it: its prompt is what the template renders up to there, with the
+generation prompt; what is trained is what the same template adds when the turn is answered, up to its end-of-turn
+token. Both are found by comparing renderings, never by line breaks or marks of a known template.
+
+Turns of a conversation share one sequence as long as each prompt begins with the turns before it, as they were
+generated. Where a template rewrites earlier turns (it leaves their reasoning out, or ends them with another token),
+a new sequence begins: the earlier turns are its context, and are trained in the sequences before it.
+
+Each piece is tokenised by itself, so that no token crosses the border between what is trained and what is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.errors import UserError
+from slime.log import get_logger, tell
+from slime.prompts.chat_template import (
+    REASONING_MARKS,
+    TemplateForm,
+    TemplateRefuses,
+    Thought,
+    reasoning_of,
+    render_shown,
+    special_tokens,
+    template_form,
+    template_source,
+)
+from slime.prompts.conversation import Messages, read_messages
+from slime.prompts.tokenizer import with_opening
+
+logger = get_logger(__name__)
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
+_ONE, _OTHER = "Aprobe of the head", "Zprobe of the head"
+
+
+@dataclass(frozen=True)
+class TrainedSequence:
+    """Tokens up to the last trained one, and a 0/1 mask of the same length."""
+
+    tokens: list[int]
+    mask: list[int]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return self.mask.index(1)
+
+
+@dataclass(frozen=True)
+class Unended:
+    """Why a turn is trained without an end token, what to do about it, and the last token that is trained."""
+
+    what: str
+    fix: str
+    last: str
+
+
+@dataclass
+class Encoded:
+    """A row of supervised data, encoded.
+
+    Attributes:
+        sequences: one, or several where the template rewrites earlier turns.
+        lost_reasoning: turns with reasoning in the data that the template does not write.
+        without_reasoning: turns without reasoning although the generation prompt opens it.
+        unended: why the first turn that is trained without an end token has none; None: every turn ends with one.
+    """
+
+    sequences: list[TrainedSequence] = field(default_factory=list)
+    lost_reasoning: int = 0
+    without_reasoning: int = 0
+    unended: Unended | None = None
+
+
+@dataclass
+class _Sequence:
+    """Pieces of text, each trained or not."""
+
+    number: int = 0
+    """The message that ends it."""
+    text: str = ""
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+
+    def add(self, text: str, trained: bool) -> None:
+        if text:
+            self.text += text
+            self.pieces.append((text, trained))
+
+
+@dataclass(frozen=True)
+class _Turn:
+    prompt: str
+    said: str
+
+
+class SftEncoding:
+    """Encodes rows of supervised data: conversations, or prompts with their answers.
+
+    Args:
+        ends: ids of tokens that end an answer.
+        template_kwargs: for the chat template.
+        apply_chat_template: a prompt that is plain text is a user's message.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Iterable[int] = (),
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+        apply_chat_template: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._kwargs = template_kwargs or {}
+        self._templates_text = apply_chat_template
+        self._special = special_tokens(tokenizer)
+        self._source = template_source(tokenizer)
+        self._form = template_form(tokenizer, **self._kwargs)
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        of_template = [number for number, text in self._special.items() if text and self._form.end.endswith(text)]
+        self.ends = frozenset([*ends, *eos, *of_template])
+        self._known: dict[str, list[int]] = {}
+
+    def read_ahead(self, texts: Iterable[str]) -> None:
+        """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the tokeniser takes
+        several times as long as itself."""
+        unique = list(dict.fromkeys(texts))
+        ids = self.tokenizer(unique, add_special_tokens=False)["input_ids"] if unique else []
+        self._known = dict(zip(unique, ids, strict=True))
+
+    def _ids(self, text: str) -> list[int]:
+        known = self._known.get(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if known is None else known
+
+    def encode(
+        self,
+        prompt: str | Messages,
+        label: Any = None,
+        *,
+        tokens: list[int] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Encoded:
+        """Encode one row.
+
+        Args:
+            prompt: a conversation with answers, or a prompt to which ``label`` is the answer.
+            tokens: of a prompt that was tokenised beforehand.
+        Raises:
+            UserError: there is nothing to train on, or a turn cannot be trained; says why.
+        """
+        if isinstance(prompt, list):
+            messages = read_messages(prompt, tools=tools)
+            if any(message["role"] == "assistant" for message in messages):
+                return self._conversation(messages, tools)
+        if not isinstance(label, str) or not label:
+            raise UserError(
+                "there is no answer to train on",
+                why="the prompt holds no assistant message, and the label is "
+                + (f"a {type(label).__name__}" if label is not None else "not set"),
+                fix="pass --label-key, or rows of chat messages that end with the assistant's",
+            )
+        if tokens:
+            return self._plain(list(tokens), label)
+        if isinstance(prompt, list) or self._templates_text:
+            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            answer = {"role": "assistant", "content": label}
+            return self._conversation(read_messages([*asked, answer], tools=tools), tools)
+        opened = with_opening(self.tokenizer, prompt, self._ids(prompt), templated=False)
+        return self._plain(opened, label)
+
+    def _plain(self, prompt: list[int], label: str) -> Encoded:
+        answer = self._ids(label)
+        if self.tokenizer.eos_token_id is not None:
+            answer = [*answer, self.tokenizer.eos_token_id]
+        found = Encoded([TrainedSequence(prompt + answer, [0] * len(prompt) + [1] * len(answer))])
+        if not self._is_end(answer):
+            found.unended = self._unended(answer)
+        return found
+
+    def _is_end(self, ids: list[int]) -> bool:
+        return bool(ids) and ids[-1] in self.ends
+
+    # -- conversations --
+
+    def _conversation(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Encoded:
+        messages = self._form.merged(messages)
+        renderer = _Renderer(self.tokenizer, self._form, messages, tools, self._kwargs)
+        found = Encoded()
+        sequences: list[_Sequence] = []
+        trained = 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("step_loss_mask", 1) == 0:
+                continue
+            thought = reasoning_of(message)
+            if not (thought.answer.strip() or thought.text.strip() or message.get("tool_calls")):
+                continue  # nothing was said
+            turn = self._turn(renderer, number, message, thought, found)
+            if not sequences or not turn.prompt.startswith(sequences[-1].text):
+                sequences.append(_Sequence())
+            sequences[-1].add(turn.prompt[len(sequences[-1].text) :], False)
+            sequences[-1].add(turn.said, True)
+            trained += 1
+            sequences[-1].number = number
+        if not trained:
+            raise UserError(
+                "there is no assistant message to train on",
+                why="each of them is empty, or marked as not trained",
+                fix="give each conversation an answer, or remove the row",
+            )
+        found.sequences = [self._tokens(sequence, renderer, found) for sequence in sequences]
+        if _GENERATION_TAG.search(self._source) and len(sequences) == 1:
+            untrained = any(message.get("step_loss_mask", 1) == 0 for message in messages)
+            if not untrained:
+                found.sequences = [self._marked(renderer, found.sequences[0], found)]
+        return found
+
+    def _turn(
+        self, renderer: _Renderer, number: int, message: dict[str, Any], thought: Thought, found: Encoded
+    ) -> _Turn:
+        """The prompt of message ``number``, and what the model generates after it."""
+        form = self._form
+        answered = renderer.answered(number)
+        prompt = renderer.prompt(number)
+        if prompt is None or not answered.startswith(prompt):
+            turn = self._after_another_head(renderer, number, thought, answered, prompt, found)
+        elif form.asks:
+            turn = _Turn(prompt, answered[len(prompt) :])
+        else:
+            head = renderer.head(number, answered)
+            start = len(prompt) if not head[len(prompt) :].strip() else len(head)
+            turn = _Turn(answered[:start], answered[start:])
+        said = self._up_to_end(turn.said)
+        _check(said, message, thought, number)
+        if thought.text.strip() and thought.text.strip() not in said:
+            found.lost_reasoning += 1
+        return _Turn(turn.prompt, said)
+
+    def _after_another_head(
+        self,
+        renderer: _Renderer,
+        number: int,
+        thought: Thought,
+        answered: str,
+        prompt: str | None,
+        found: Encoded,
+    ) -> _Turn:
+        """The turn where the generation prompt is not the beginning of the answered turn: it opens reasoning, say."""
+        head = renderer.head(number, answered)
+        said = answered[len(head) :]
+        if prompt is None:
+            return _Turn(head, said)
+        # what comes before may be written in another way, too: compare from the end of the message before
+        before = renderer.text_before(number)
+        is_in_both = before in prompt and before in head
+        at = prompt.rfind(before) if is_in_both else 0
+        head_at = head.rfind(before) if is_in_both else 0
+        tail_of_head, tail_of_prompt = head[head_at:], prompt[at:]
+        common = len(_common_prefix(tail_of_head, tail_of_prompt))
+        shared = prompt[: at + common]
+        opened = tail_of_prompt[common:]  # in the prompt alone
+        missing = tail_of_head[common:]  # before an answer alone
+        rest = missing + said
+        marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
+        if marks is None and opened.strip():
+            if before and before in missing and not is_in_both:
+                raise _undetermined(
+                    number, "the template writes what comes before it in another way once it is answered"
+                )
+            return _Turn(shared, rest)
+        if marks is None:
+            return _Turn(prompt, rest.lstrip() if opened else rest)
+        begin, end = marks
+        if end in opened:  # an empty block of reasoning: the answer follows, unless there is reasoning after all
+            return _Turn(shared, rest) if thought.text.strip() else _Turn(prompt, rest)
+        gap = "\n" if opened.endswith("\n") else ""
+        bare = rest.lstrip()
+        if not thought.text.strip():
+            if bare.startswith(end):
+                return _Turn(prompt, bare if gap else rest)
+            found.without_reasoning += 1
+            return _Turn(shared + missing, said)
+        if bare.startswith(begin):
+            return _Turn(prompt, bare[len(begin) :].removeprefix(gap))
+        if bare.startswith(thought.text.strip()):
+            return _Turn(prompt, bare)
+        answer = renderer.without_reasoning(number, thought)
+        reasoning = thought.text.removeprefix(gap) + end + thought.gap
+        if thought.marks is None:
+            reasoning = f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
+        return _Turn(prompt, reasoning + answer)
+
+    def _up_to_end(self, said: str) -> str:
+        """Without what the template writes behind the end-of-turn token."""
+        form = self._form
+        if form.tail and said.endswith(form.tail):
+            return said[: len(said) - len(form.tail)] + form.end
+        stripped = said.rstrip()
+        return stripped if any(text and stripped.endswith(text) for text in self._special.values()) else said
+
+    def _tokens(self, sequence: _Sequence, renderer: _Renderer, found: Encoded) -> TrainedSequence:
+        tokens: list[int] = []
+        mask: list[int] = []
+        needs_end = False
+        for text, trained in sequence.pieces:
+            ids = self._ids(text)
+            bits = [int(trained)] * len(ids)
+            if needs_end:
+                if ids[0] in self.ends:
+                    bits[0] = 1  # GLM: a turn ends with the token that begins the next one
+                else:
+                    found.unended = found.unended or self._unended(tokens)
+            tokens += ids
+            mask += bits
+            needs_end = trained and not self._is_end(tokens)
+        if needs_end:
+            following = renderer.following(sequence.number, sequence.text)
+            ids = self._ids(following) if following else []
+            if ids and ids[0] in self.ends:
+                tokens.append(ids[0])
+                mask.append(1)
+            else:
+                found.unended = found.unended or self._unended(tokens)
+        return TrainedSequence(tokens, mask)
+
+    def _unended(self, tokens: list[int]) -> Unended:
+        last = str(self.tokenizer.decode(tokens[-1:]))
+        if not self.ends:
+            return Unended("the tokenizer has no end token", "set eos_token in its tokenizer_config.json", last)
+        names = sorted(str(self.tokenizer.convert_ids_to_tokens(one)) for one in self.ends)
+        return Unended(
+            f"the chat template writes none of {', '.join(map(repr, names))} after the assistant's words",
+            "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label without"
+            " --apply-chat-template, which end with it",
+            last,
+        )
+
+    # -- templates that mark themselves what is trained --
+
+    def _marked(self, renderer: _Renderer, ours: TrainedSequence, found: Encoded) -> TrainedSequence:
+        """What a template with ``{% generation %}`` marks, which is compared with what we find."""
+        tokens, mask = renderer.marked()
+        size = len(ours.tokens)
+        marked = self._without_blanks_after_ends(tokens, mask)
+        if tokens[:size] == ours.tokens:  # marks may leave something out, and add nothing that is never generated
+            marked = [bit & both for bit, both in zip(marked, ours.mask)]
+        if 1 not in marked:
+            raise UserError(
+                "the chat template marks none of the assistant's words with {% generation %}",
+                fix="mark the assistant's text and its end token, or take a template without these marks",
+            )
+        end = len(marked) - marked[::-1].index(1)
+        theirs = TrainedSequence(tokens[:end], marked[:end])
+        text = self.trained_text(theirs)
+        found.lost_reasoning = sum(thought not in text for thought in renderer.thoughts() if thought)
+        special = list(self._special.values())
+        said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
+        meant = _bare(self.trained_text(ours), special)
+        if said != meant:
+            tell(
+                logger,
+                "the chat template marks %.200r with {%% generation %%}, and the model would generate %.200r: what "
+                "both have in common is trained",
+                said, meant, once=f"generation marks {hash(self._source)}",
+            )  # fmt: skip
+        found.unended = None
+        if not self._is_end(theirs.tokens):
+            found.unended = self._unended(theirs.tokens)
+            if tokens[end : end + 1] and tokens[end] in self.ends:
+                found.unended = Unended(
+                    "the chat template writes the end token behind its {% generation %} block, not in it",
+                    "move {% endgeneration %} behind that token",
+                    found.unended.last,
+                )
+        return theirs
+
+    def _without_blanks_after_ends(self, tokens: list[int], mask: list[int]) -> list[int]:
+        """The mask without the line break that some templates mark behind the end token."""
+        found = list(mask)
+        ended = False
+        for at, (token, bit) in enumerate(zip(tokens, mask)):
+            if bit and ended and not str(self.tokenizer.decode([token])).strip():
+                found[at] = 0
+            else:
+                ended = bool(bit) and token in self.ends
+        return found
+
+    def trained_text(self, sequence: TrainedSequence) -> str:
+        """The trained tokens of a sequence as text."""
+        return str(self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit]))
+
+
+class _Renderer:
+    """Renders the beginnings of one conversation."""
+
+    def __init__(
+        self, tokenizer: Any, form: TemplateForm, messages: Messages, tools: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self._messages = messages
+        self._shown = [form.shown(message) for message in messages]
+        self._tools = tools
+        self._kwargs = kwargs
+
+    def _render(self, messages: Messages, *, ask: bool = False) -> str:
+        return render_shown(self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs)
+
+    def prompt(self, number: int) -> str | None:
+        """What the model is given before message ``number``; None where the template takes no such prompt."""
+        try:
+            return self._render(self._shown[:number], ask=True) if number else None
+        except TemplateRefuses:
+            return None
+
+    def answered(self, number: int) -> str:
+        return self._render(self._shown[: number + 1])
+
+    def head(self, number: int, answered: str) -> str:
+        """The beginning of ``answered`` up to where message ``number`` begins to speak."""
+        variants = [self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)]
+        try:
+            one, other = (self._render([*self._shown[:number], variant]) for variant in variants)
+        except TemplateRefuses as error:
+            raise _undetermined(number, error.why) from error
+        return _common_prefix(answered, _common_prefix(one, other))
+
+    def text_before(self, number: int) -> str:
+        """The text of the message before message ``number``."""
+        return str(self._messages[number - 1]["content"]).strip() if number else ""
+
+    def without_reasoning(self, number: int, thought: Thought) -> str:
+        """What is rendered of message ``number`` behind its head when it has no reasoning."""
+        message = {key: value for key, value in self._messages[number].items() if key != "reasoning_content"}
+        shown = self._form.shown(message | {"content": thought.answer})
+        answered = self._render([*self._shown[:number], shown])
+        return answered[len(self.head(number, answered)) :]
+
+    def following(self, number: int, text: str) -> str:
+        """What the template writes behind ``text``, which ends with message ``number``, when the next message comes;
+        "" where it writes something else before it."""
+        calls = self._shown[number].get("tool_calls")
+        after: dict[str, Any] = {"role": "user", "content": "hello"}
+        if calls:
+            after = {"role": "tool", "content": "hello", "name": calls[0]["function"]["name"]}
+            after |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
+        try:
+            whole = self._render([*self._shown[: number + 1], self._form.shown(after)])
+        except TemplateRefuses:
+            return ""
+        return whole[len(text) :] if whole.startswith(text) else ""
+
+    def thoughts(self) -> list[str]:
+        """The reasoning of each message."""
+        return [reasoning_of(message).text.strip() for message in self._messages if message["role"] == "assistant"]
+
+    def marked(self) -> tuple[list[int], list[int]]:
+        """Tokens of the whole conversation and the mask of what the template marks."""
+        encoded = self._tokenizer.apply_chat_template(
+            self._shown,
+            tools=self._tools or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._kwargs,
+        )
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+
+
+#: What may not be cut: tokens of control and tags.
+_UNITS = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\])")
+
+
+def _common_prefix(a: str, b: str) -> str:
+    """The longest common beginning that ends within no tag.
+
+    Example:
+        >>> _common_prefix("hi<A></think>yes", "hi<A><think>"), _common_prefix("<A>yes", "<A>yet")
+        ('hi<A>', '<A>ye')
+    """
+    length = 0
+    for one, other in zip(_UNITS.split(a), _UNITS.split(b)):
+        if one == other:
+            length += len(one)
+            continue
+        if not (_UNITS.fullmatch(one) or _UNITS.fullmatch(other)):
+            length += next((i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other)))
+        break
+    return a[:length]
+
+
+def _bare(text: str, special: Iterable[str]) -> str:
+    for token in special:
+        text = text.replace(token, "") if token else text
+    return "".join(text.split())
+
+
+def _check(said: str, message: dict[str, Any], thought: Thought, number: int) -> None:
+    """
+    Raises:
+        UserError: the template leaves out text or calls of the message.
+    """
+    answer = thought.answer.strip()
+    if answer and answer not in said:
+        raise _undetermined(number, f"the template does not write its text as it is: {answer[:80]!r}")
+    for call in message.get("tool_calls", ()):
+        name = call["function"]["name"]
+        if name not in said:
+            raise _undetermined(number, f"the template does not write its call of {name!r}")
+
+
+def _undetermined(number: int, why: str) -> UserError:
+    return UserError(
+        f"what the model would generate as messages[{number}] cannot be told from the chat template",
+        why=why,
+        fix='mend chat_template.jinja of the model, mark the message with "step_loss_mask": 0, or remove the row',
+    )
+
+
+# -- what is told of many rows -------------------------------------------------------------------------------------
+
+
+@dataclass
+class SftTotals:
+    """What encoding found in many rows.
+
+    Attributes:
+        rows: that were encoded; split: those that became several sequences; sequences: of all rows.
+    """
+
+    rows: int = 0
+    split: int = 0
+    sequences: int = 0
+    lost_reasoning: int = 0
+    without_reasoning: int = 0
+    unended: Unended | None = None
+
+    def add(self, encoded: Encoded) -> None:
+        """Count one row."""
+        self.rows += 1
+        self.split += len(encoded.sequences) > 1
+        self.sequences += len(encoded.sequences)
+        self.lost_reasoning += encoded.lost_reasoning
+        self.without_reasoning += encoded.without_reasoning
+        self.unended = self.unended or encoded.unended
+
+    def merge(self, other: SftTotals) -> None:
+        self.rows += other.rows
+        self.split += other.split
+        self.sequences += other.sequences
+        self.lost_reasoning += other.lost_reasoning
+        self.without_reasoning += other.without_reasoning
+        self.unended = self.unended or other.unended
+
+    def tell(self, tokenizer: Any) -> None:
+        """Say once in this process what users are to know."""
+        name = tokenizer.name_or_path
+        if self.split:
+            tell(
+                logger,
+                "%d of %d conversations are split into several samples (%d in all), because the chat template rewrites "
+                "earlier turns, e.g. without their reasoning: each sample ends where the model would have been asked "
+                "next. They are trained with the weight of one conversation",
+                self.split, self.rows, self.sequences, once=f"sft split {name}",
+            )  # fmt: skip
+        if self.lost_reasoning:
+            tell(
+                logger,
+                "the chat template has no place for reasoning: %d answers of %d conversations are trained without "
+                "theirs. To train it, write it into the content between <think> marks, or take another template",
+                self.lost_reasoning, self.rows, once=f"sft lost reasoning {name}",
+            )  # fmt: skip
+        if self.without_reasoning:
+            tell(
+                logger,
+                "the generation prompt opens reasoning (<think>), and %d answers of %d conversations have none: they "
+                "are trained without the opening mark, so the prompt differs from the one that engines are given",
+                self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
+            )  # fmt: skip
+        if self.unended is not None:
+            tell(
+                logger,
+                "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last token that is "
+                "trained is %r; %s. No token is added unasked",
+                self.unended.what, name, self.unended.last, self.unended.fix,
+                once=f"no end {name} {self.unended.what}",
+            )  # fmt: skip

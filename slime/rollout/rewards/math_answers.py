@@ -1,0 +1,1378 @@
+r"""Read a final answer of a mathematical problem as what it is, and compare it with a label.
+
+An answer is a number (with a unit, a percent sign, a base), an expression, a list, a set, a tuple, an
+interval, a union, a matrix, an equation or inequality, a ratio, a time, a date or words. `same_answer`
+decides by that structure; docs/rewards.md has the rules. What it cannot read it leaves to the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from slime.rollout.rewards.math_notation import enclosed, plain_latex, split_top
+from slime.rollout.rewards.math_values import (
+    Node,
+    NotMath,
+    TooBig,
+    Undefined,
+    as_float,
+    contains,
+    equal,
+    number_of,
+    proportional,
+    ratio_at,
+    read_expression,
+    symbols_of,
+    with_sign,
+)
+from slime.rollout.rewards.measures import Unit, read_unit
+
+#: Longer answers are compared as text.
+_MAX_ANSWER = 3000
+_MAX_ITEMS = 200
+#: Digits from which a decimal counts as an approximation of the exact label …
+_APPROXIMATE_DIGITS = 6
+#: … and those from which a decimal label is met by the exact value.
+_LABEL_DIGITS = 3
+
+
+# -- what an answer may be -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number or expression, perhaps with a unit.
+
+    Attributes:
+        decimal: (value, size of the last digit, significant digits) of a written decimal.
+        glued: the reading of "12m" as 12 metres; the node is then 12 · m.
+    """
+
+    text: str
+    node: Node
+    unit: Unit | None = None
+    percent: bool = False
+    decimal: tuple[Fraction, Fraction, int] | None = None
+    glued: Quantity | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    r"""Several answers. Brackets: "" of a plain list, ``\{`` of a set, else those of tuples and intervals."""
+
+    opening: str
+    items: tuple[Any, ...]
+    closing: str
+
+
+@dataclass(frozen=True)
+class Union_:
+    parts: tuple[Any, ...]
+    operator: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    rows: tuple[tuple[Any, ...], ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Relation:
+    r"""A chain such as a < b <= c; ``signs`` are one fewer than ``sides``."""
+
+    sides: tuple[Any, ...]
+    signs: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    parts: tuple[Any, ...]
+    clock: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class Clock:
+    minutes: int
+    has_half: bool
+
+
+@dataclass(frozen=True)
+class Date:
+    month: int
+    day: int | None
+    year: int | None
+
+
+@dataclass(frozen=True)
+class Based:
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A letter with the text of the choice behind it: "(C) 12"."""
+
+    letter: str
+    rest: Any
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Mathematics that is not read here (sums, integrals, conditions)."""
+
+    text: str
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+_COMMAS = re.compile(r"\s*[,;]\s*(?:\\ )?(?:and\b|or\b)?\s*|\s+(?:and|or)\s+|\s*\\text\{\s*(?:and|or)\s*\}\s*")
+_ONLY_COMMA = re.compile(r"\s*[,;]\s*")
+_CUPS = re.compile(r"\s*\\(?:cup|cap|setminus)(?![A-Za-z])\s*|\s+U\s+|(?<=[)\]}])\s*U\s*(?=[(\[\\])")
+_SIGNS = re.compile(
+    r"\s*(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])|\\in(?![A-Za-z])|"
+    r"\\to(?![A-Za-z])|<=|>=|!=|==|=|<|>)\s*"
+)
+_SIGN_NAMES = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "="}
+_COLON = re.compile(r"\s*:\s*")
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.S)
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
+_SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
+_COMPOUND = re.compile(
+    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?)?"
+)
+_HEDGE = re.compile(r"(?i)\A(?:approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])")
+_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
+_CURRENCY = re.compile(r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S)
+_PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
+_BASE = re.compile(
+    r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|([a-z]+))\s*\)?\s*\}?)"
+)
+_IN_BASE = re.compile(r"([0-9A-Fa-f]+)\s*(?:\(?\s*(?:in\s+)?base\s*[- ]?\s*(\d{1,2}|[a-z]+)\s*\)?)")
+_BASES = {
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
+    "eleven": 11, "twelve": 12, "sixteen": 16, "hex": 16, "binary": 2, "octal": 8,
+}  # fmt: skip
+_CLOCK = re.compile(
+    r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?", re.I
+)
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
+_DATE = re.compile(
+    r"(?:\w+day,? )?(?:(?P<m1>[A-Za-z]{3,9})\.? (?P<d1>\d{1,2})(?:st|nd|rd|th)?(?:,? (?P<y1>\d{4}))?|"
+    r"(?:the )?(?P<d2>\d{1,2})(?:st|nd|rd|th)?(?: of)? (?P<m2>[A-Za-z]{3,9})\.?(?:,? (?P<y2>\d{4}))?|"
+    r"(?P<m3>[A-Za-z]{3,9})\.?,? (?P<y3>\d{4})|(?P<y4>\d{4})[-/](?P<m4>\d{1,2})[-/](?P<d4>\d{1,2}))"
+)
+_ORDINAL = re.compile(r"(\d+)(?:\^?\{?\s*\\?(?:st|nd|rd|th)\s*\}?)")
+_MULTIPLES = {
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
+_MULTIPLE = re.compile(r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion|dozen)\b(.*)", re.S)
+_NUMBER_WORDS = {
+    word: number
+    for number, word in enumerate(
+        [
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+            "seventeen",
+            "eighteen",
+            "nineteen",
+            "twenty",
+        ]
+    )
+}
+_SAME_WORDS = (
+    ("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "\\emptyset", "none",
+     "no such number exists", "nosolution"),
+    ("does not exist", "dne", "doesn't exist", "limit does not exist"),
+    ("all real numbers", "all reals", "\\r", "(-\\infty,\\infty)", "real numbers", "any real number", "all real number",
+     "every real number"),
+    ("undefined", "not defined"),
+    ("yes", "true"), ("no", "false"),
+)  # fmt: skip
+_CANONICAL_WORDS = {word: words[0] for words in _SAME_WORDS for word in words}
+_DECIMAL = re.compile(
+    r"([-+]?)(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?: ?(?:\\times|\\cdot|\*|[xX]) ?10\^ ?\{? ?\(?([-+]?\d+)\)? ?\}?|"
+    r"[eE]([-+]?\d+))?"
+)
+_WHOLE_SCIENTIFIC = re.compile(r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)")
+_MEASURE = re.compile(
+    r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]*\d\.?|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
+    r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
+    r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|\(|\)|\\overline\{\d+\}| (?=[\d\\(+*/-])(?!\\circ))+)"
+    r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
+    re.S,
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def read_answer(text: str) -> Any:
+    r"""One of the classes above; None of an answer without content.
+
+    Example:
+        >>> read_answer(r"\boxed{}"), read_answer("yes").words
+        (None, 'yes')
+    """
+    text = _HEDGE.sub("", plain_latex(text[:_MAX_ANSWER]), count=1) if text else ""
+    return _read(text, 0) if text else None
+
+
+def _read(text: str, depth: int) -> Any:
+    text = text.strip()
+    if not text:
+        return None
+    if depth > 20:
+        return Opaque(text)
+    for reader in _READERS:
+        answer = reader(text, depth)
+        if answer is not None:
+            return answer
+    return _words(text) if _is_wordy(text) else Opaque(_squeezed(text))
+
+
+def _read_choice(text: str, depth: int) -> Any:
+    found = _CHOICE.fullmatch(text) if depth == 0 else None
+    if not found:
+        return None
+    if found[1] is None and _SIGNS.search(text):
+        return None
+    return Choice(found[1] or found[2], _read(found[3], depth + 1))
+
+
+def _read_special(text: str, _: int) -> Any:
+    found = _CLOCK.fullmatch(text)
+    if found and (clock := _clock(found)):
+        return clock
+    found = _DATE.fullmatch(text.replace("^", "").replace("{", "").replace("}", ""))
+    if found and (date := _date(found)):
+        return date
+    if found := _ORDINAL.fullmatch(text):
+        return _quantity(found[1], ("n", Fraction(int(found[1]))))
+    if (found := _COMPOUND.fullmatch(text)) and (compound := _compound(found)):
+        return compound
+    found = _BASE.fullmatch(text)
+    if found is None and (found := _IN_BASE.fullmatch(text)):
+        return _based(found[1], found[2])
+    return _based(found[1], found[2] or found[3]) if found else None
+
+
+def _compound(found: re.Match[str]) -> Quantity | None:
+    """5 ft 3 in, 2 hours and 30 minutes."""
+    parts = [(found[n], read_unit(found[n + 1], allow_words=False)) for n in (1, 3, 5) if found[n]]
+    known = [(Fraction(number.rstrip(".")), unit) for number, unit in parts if unit]
+    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not known[0][1].dimension:
+        return None
+    factors = [unit.factor for _, unit in known]
+    if factors != sorted(set(factors), reverse=True):
+        return None
+    total = sum((number * unit.factor for number, unit in known), Fraction(0)) / factors[0]
+    return Quantity(found[0], ("n", total), known[0][1])
+
+
+def _based(digits: str, base: str) -> Based | None:
+    number = int(base) if base.isdigit() else _BASES.get(base, 0)
+    if not 2 <= number <= 36 or any(int(digit, 36) >= number for digit in digits if digit != "."):
+        return None
+    return Based(digits.upper().lstrip("0") or "0", number)
+
+
+def _clock(found: re.Match[str]) -> Any:
+    half = (found[4] or "").lower()
+    hour, minute, second = int(found[1] or found[5]), int(found[2] or found[6] or 0), int(found[3] or found[7] or 0)
+    if not half:
+        whole = found[0]
+        if found[7] is None and "clock" not in whole:
+            return None  # a ratio, perhaps; its reader looks at both
+        return Clock(hour * 3600 + minute * 60 + second, has_half=False)
+    if not 1 <= hour <= 12 or minute > 59:
+        return None
+    return Clock((hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True)
+
+
+def _date(found: re.Match[str]) -> Date | None:
+    name = found["m1"] or found["m2"] or found["m3"]
+    if name:
+        months = [n for n, month in enumerate(_MONTHS, 1) if month.startswith(name.lower())]
+        if len(months) != 1 or (len(name) > 4 and name.lower() != _MONTHS[months[0] - 1]):
+            return None
+        month = months[0]
+    else:
+        month = int(found["m4"])
+    day = found["d1"] or found["d2"] or found["d4"]
+    year = found["y1"] or found["y2"] or found["y3"] or found["y4"]
+    if not 1 <= month <= 12 or (day and not 1 <= int(day) <= 31):
+        return None
+    return Date(month, int(day) if day else None, int(year) if year else None)
+
+
+def _read_matrix(text: str, depth: int) -> Any:
+    found = _MATRIX.fullmatch(text)
+    if found:
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2].replace(r"\hline", "")) if row.strip()]
+        cells = [[cell.strip(" ,.") for cell in row.split(r"&")] for row in rows]
+        if r"\begin" in found[2]:
+            return None
+        if found[1] == "cases":
+            return _cases(cells, depth)
+        kind = "det" if found[1] in ("vmatrix", "Vmatrix") else "matrix"
+        return Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), kind)
+    whole = enclosed(text)
+    if whole and whole[0] == "[" and re.match(r"\[", whole[1]):
+        rows, _ = split_top(whole[1], _ONLY_COMMA)
+        inner = [enclosed(row.strip()) for row in rows]
+        if all(row and row[0] == "[" and row[2] == "]" for row in inner):
+            cells = [split_top(row[1], _ONLY_COMMA)[0] for row in inner if row]
+            if len({len(row) for row in cells}) == 1:
+                return Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix")
+    if whole and r"\begin" in whole[1] and _MATRIX.fullmatch(whole[1]):
+        return _read_matrix(whole[1], depth)
+    return None
+
+
+def _cases(cells: list[list[str]], depth: int) -> Any:
+    if all(len([cell for cell in row if cell]) == 1 for row in cells):
+        items = tuple(_read("".join(row), depth + 1) for row in cells)
+        return Sequence_("", items, "")
+    condition = re.compile(r"^(?:if|for|when|where)\b\s*")
+    return Sequence_(
+        r"\{",
+        tuple(Sequence_("(", tuple(_read(condition.sub("", cell), depth + 1) for cell in row), ")") for row in cells),
+        r"\}",
+    )
+
+
+def _read_union(text: str, depth: int) -> Any:
+    parts, separators = split_top(text, _CUPS)
+    if not separators:
+        return None
+    kinds = {re.sub(r"\s", "", separator).replace("U", r"\cup") for separator in separators}
+    if len(kinds) > 1:
+        return None
+    head = re.match(r"[A-Za-z]\w* ?(?:\\in|=) ?", parts[0])
+    if head:
+        parts[0] = parts[0][head.end() :]
+    return Union_(tuple(_read(part, depth + 1) for part in parts), kinds.pop())
+
+
+def _read_list(text: str, depth: int) -> Any:
+    if _THOUSANDS.fullmatch(text):
+        return None
+    parts, separators = split_top(text, _COMMAS)
+    parts = [part for part in (part.strip() for part in parts) if part]
+    if not separators or len(parts) < 2:
+        return None
+    if len(parts) > _MAX_ITEMS:
+        return Opaque(_squeezed(text))
+    if _is_sentence(text, parts):
+        return _words(text)
+    if _CURRENCY.fullmatch(text) and _THOUSANDS.fullmatch(_CURRENCY.fullmatch(text)[4]):  # type: ignore[index]
+        return None
+    if all(_ONLY_COMMA.fullmatch(separator) for separator in separators) and (joined := _measured_thousands(text)):
+        return _read(joined, depth + 1)
+    return Sequence_("", tuple(_read(part, depth + 1) for part in parts), "")
+
+
+def _measured_thousands(text: str) -> str | None:
+    r"""1,000 cm, or 12,345 \times 2: digits in threes before something that is no further number."""
+    found = re.match(r"([-+]?(?:\\\$ ?)?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)(?![\d,])([^,;]*)$", text)
+    if not found or re.search(r"\b(?:and|or)\b", found[2]):
+        return None
+    return found[1].replace(",", "") + found[2]
+
+
+def _is_sentence(text: str, parts: Sequence[str]) -> bool:
+    """Whether commas and "and" are those of prose."""
+    words = re.findall(r"[A-Za-z']+", text)
+    return len(words) >= 3 * len(parts) + 2 and not re.search(r"[=<>\\]", text)
+
+
+def _read_brackets(text: str, depth: int) -> Any:
+    whole = enclosed(text)
+    if not whole:
+        return None
+    opening, inner, closing = whole
+    if not inner:
+        return Words(r"\emptyset", "no solution") if opening == r"\{" else None
+    if opening == r"\{" and (found := _SET_BUILDER.fullmatch(inner)):
+        condition = _read(found[1], depth + 1)
+        is_read = isinstance(condition, (Relation, Union_, Sequence_)) and _intervals(condition) is not None
+        return condition if is_read else Opaque(_squeezed(text))
+    if opening == r"\langle":
+        opening, closing = "(", ")"
+    parts, separators = split_top(inner, _ONLY_COMMA)
+    parts = [part.strip() for part in parts]
+    if separators and all(parts) and len(parts) <= _MAX_ITEMS:
+        if all(part in (r"\ldots",) for part in parts):
+            return None
+        return Sequence_(opening, tuple(_read(part, depth + 1) for part in parts), closing)
+    if opening == r"\{":
+        return Sequence_(opening, (_read(inner, depth + 1),), closing)
+    if (opening, closing) in (("(", ")"), ("{", "}"), ("[", "]")):
+        return _read(inner, depth + 1)
+    return None
+
+
+def _read_relation(text: str, depth: int) -> Any:
+    parts, separators = split_top(text, _SIGNS)
+    if not separators:
+        return None
+    parts = [part.strip() for part in parts]
+    if not parts[-1] or len(parts) > 6:
+        return None
+    if not parts[0]:  # "= 5"
+        return _read(" ".join(parts[1:]), depth + 1) if len(parts) == 2 else None
+    signs = tuple(_SIGN_NAMES.get(sign.strip(), sign.strip()) for sign in separators)
+    return Relation(tuple(_read(part, depth + 1) for part in parts), signs, text)
+
+
+def _read_ratio(text: str, depth: int) -> Any:
+    parts, separators = split_top(re.sub(r"(?<=\d) to (?=\d)", ":", text), _COLON)
+    if not separators or len(parts) > 6 or not all(parts):
+        return None
+    clock = None
+    found = _CLOCK.fullmatch(text)
+    if found and int(found[5]) < 24 and int(found[6]) < 60:
+        clock = (int(found[5]), int(found[6]), 0)
+    items = tuple(_read(part, depth + 1) for part in parts)
+    if not all(isinstance(item, Quantity) for item in items):
+        name = parts[0].strip()  # "Answer: 5", "Area: 12 cm"
+        if len(parts) == 2 and re.fullmatch(r"[A-Za-z][A-Za-z ]*", name):
+            return items[1]
+        return None
+    return Ratio(items, clock)
+
+
+def _read_quantity(text: str, depth: int) -> Any:
+    return _number(text) or _measured(text, depth)
+
+
+def _number(text: str) -> Quantity | None:
+    if _PLAIN_WORD.fullmatch(text) and text.lower() in _NUMBER_WORDS:
+        return _quantity(text, ("n", Fraction(_NUMBER_WORDS[text.lower()])))
+    if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "theta", "alpha", "beta"):
+        return None  # ABC, a triangle or a word: no product
+    try:
+        node = read_expression(text)
+    except NotMath:
+        return None
+    glued = _before_unit(text)
+    if glued is not None:
+        return glued
+    if found := _GLUED.fullmatch(text):
+        unit = read_unit(found[3], allow_words=False)
+        if unit is not None:
+            plain = _quantity(found[1], read_expression(found[1]))
+            glued = Quantity(text, plain.node, unit, False, plain.decimal)
+            if found[2] or re.match(r"[A-Za-z]{2}|\^", found[3]):
+                return glued
+    found = re.fullmatch(r"(.*?[^\\^{ ])(?:\^ ?\{? ?)\\circ ?\}?", text)
+    if found and not re.search("sin|cos|tan|sec|csc|cot", text):
+        try:
+            inner = read_expression(found[1])
+        except NotMath:
+            inner = None
+        if inner is not None and not contains(inner, "f", "degree"):
+            return Quantity(text, inner, read_unit("°"), False, _decimal(found[1]))
+    return _quantity(text, node, glued)
+
+
+_UNIT_BEGINS = re.compile(r"(?<=[\w})\]]) +(?=[A-Za-zΩµ\\{])")
+
+
+def _before_unit(text: str) -> Quantity | None:
+    r"""5\sqrt{2} cm: a number without variables, a blank, a unit that is known."""
+    for blank in _UNIT_BEGINS.finditer(text):
+        unit = read_unit(text[blank.end() :], allow_words=False)
+        if unit is None or text[: blank.start()].endswith((r"\circ", r"\circ}")):
+            continue
+        try:
+            node = read_expression(text[: blank.start()])
+        except NotMath:
+            continue
+        if not symbols_of(node):
+            return Quantity(text, node, unit, False, _decimal(text[: blank.start()]))
+    return None
+
+
+_GLUED = re.compile(
+    r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ ?(?:\{-?\d+\}|\d+))?)"
+    r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
+)
+_PLAIN_WORD = re.compile(r"[A-Za-z]+")
+_PROPER_NAME = re.compile(r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}")
+
+
+def _quantity(text: str, node: Node, glued: Quantity | None = None) -> Quantity:
+    return Quantity(text, node, decimal=_decimal(text), glued=glued)
+
+
+def _decimal(text: str) -> tuple[Fraction, Fraction, int] | None:
+    found = _DECIMAL.fullmatch(text)
+    if not found:
+        return None
+    power = int(found[4] or found[5] or 0)
+    if abs(power) > 5000:
+        return None
+    whole, digits = found[2].replace(",", ""), found[3]
+    scale = Fraction(10) ** (power - len(digits))
+    value = int(whole + digits) * scale
+    return (-value if found[1] == "-" else value, scale, len((whole + digits).lstrip("0")))
+
+
+def _measured(text: str, depth: int) -> Quantity | None:
+    """A number with a currency sign before it, or a percent sign, a multiple or a unit behind it."""
+    if depth > 12:
+        return None
+    if found := _CURRENCY.fullmatch(text):
+        amount = _read_quantity((found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4], depth + 1)
+        unit = read_unit((found[2] or found[3]).rstrip("."), allow_words=False)
+        if isinstance(amount, Quantity) and not amount.percent:
+            if unit and amount.unit and amount.unit != unit and not amount.unit.words:
+                unit = unit.times(amount.unit)
+            if unit:
+                return Quantity(text, amount.node, unit or amount.unit, False, amount.decimal)
+        return None
+    if found := _PERCENT.fullmatch(text):
+        number = _read_quantity(found[1], depth + 1)
+        if isinstance(number, Quantity) and number.unit is None and not number.percent:
+            return Quantity(text, number.node, None, True, number.decimal)
+        return None
+    if found := _MULTIPLE.fullmatch(text):
+        number = _read_quantity(found[1], depth + 1)
+        unit = read_unit(found[3]) if found[3].strip() else None
+        if isinstance(number, Quantity) and number.unit is None and (unit or not found[3].strip()):
+            times = _MULTIPLES[found[2]]
+            decimal = _scaled(number.decimal, Fraction(times))
+            return Quantity(text, ("*", number.node, ("n", Fraction(times))), unit, False, decimal)
+    return _with_unit(text)
+
+
+def _scaled(decimal: tuple[Fraction, Fraction, int] | None, by: Fraction) -> tuple[Fraction, Fraction, int] | None:
+    return None if decimal is None else (decimal[0] * by, decimal[1] * by, decimal[2])
+
+
+def _with_unit(text: str) -> Quantity | None:
+    found = _MEASURE.fullmatch(text)
+    if found is None:
+        word = re.match(r"([A-Za-z]+)[ -](.+)", text, re.S)  # "three apples"
+        if word and word[1].lower() in _NUMBER_WORDS and (unit := read_unit(word[2])):
+            return Quantity(text, ("n", Fraction(_NUMBER_WORDS[word[1].lower()])), unit)
+        return None
+    for cut in _cuts(found["number"] + found["gap"] + found["unit"], len(found["number"])):
+        number, unit_text = cut
+        unit = read_unit(unit_text, allow_words=number.endswith(" "))
+        if unit is None:
+            continue
+        number = number.strip()
+        try:
+            node = read_expression(number)
+        except NotMath:
+            continue
+        return Quantity(text, node, unit, False, _decimal(number))
+    return None
+
+
+def _cuts(text: str, first: int) -> Iterable[tuple[str, str]]:
+    r"""Places where the unit may begin: where letters begin, and before a \frac of units."""
+    end = first
+    while end < len(text) and text[end] == " ":
+        end += 1
+    yield text[:end], text[end:]
+    for found in re.finditer(r"\\frac", text[:end]):
+        yield text[: found.start()] + " ", text[found.start() :]
+
+
+def _is_wordy(text: str) -> bool:
+    return bool(re.search(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", text))) or not re.search(r"[\\^_{}]", text)
+
+
+def _words(text: str) -> Words:
+    squeezed = re.sub(r"[\s\"'`.,;:!?]+", " ", text).strip().lower()
+    squeezed = re.sub(r"\b(?:the|a|an)\b ?", "", squeezed).strip() or squeezed
+    return Words(text, _CANONICAL_WORDS.get(squeezed, squeezed))
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"(?<![A-Za-z\d]) +| +(?![A-Za-z\d])", "", text)
+
+
+def _read_named(text: str, _: int) -> Any:
+    name = _CANONICAL_WORDS.get(re.sub(r"\s+", " ", text.lower()).replace(", ", ","))
+    return Words(text, name) if name else None
+
+
+_READERS: tuple[Callable[[str, int], Any], ...] = (
+    _read_named,
+    _read_choice,
+    _read_special,
+    _read_matrix,
+    _read_union,
+    _read_list,
+    _read_brackets,
+    _read_relation,
+    _read_ratio,
+    _read_quantity,
+)
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def same_answer(label: str, answer: str) -> bool | None:
+    r"""Whether an answer is right.
+
+    Returns:
+        None where one of the two is mathematics that is not read here.
+
+    Example:
+        >>> same_answer("1,2", r"\{2, 1\}"), same_answer("1,2", "12"), same_answer("50%", "0.5")
+        (True, False, True)
+    """
+    wanted = read_answer(label)
+    given = read_answer(answer)
+    if wanted is None or given is None:
+        return False
+    plain_label, plain_answer = plain_latex(label), plain_latex(answer)
+    if plain_label == plain_answer:
+        return True
+    verdict = _same(wanted, given)
+    bare_label, bare_answer = _undecorated(plain_label), _undecorated(plain_answer)
+    if (
+        verdict is not True
+        and bare_label == bare_answer
+        and (bare_label == plain_label) != (bare_answer == plain_answer)
+    ):
+        return True
+    if verdict is not True and (
+        _squeezed(plain_label) == _squeezed(plain_answer) and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer)
+    ):
+        return True
+    return verdict
+
+
+_DECORATED = re.compile(
+    r"\\(?:overrightarrow|vec|hat|angle|triangle|widehat)\s*\{?\s*([A-Za-z]{1,4})\s*\}?"
+    r"|\\overline\s*\{\s*([A-Z]{2})\s*\}"
+)
+
+
+def _undecorated(text: str) -> str:
+    return _DECORATED.sub(lambda found: found[1] or found[2], text) if "\\" in text else text
+
+
+def is_text(answer: str) -> bool:
+    """Whether an answer is words, not mathematics."""
+    return isinstance(read_answer(answer), Words)
+
+
+def _same(g: Any, a: Any) -> bool | None:
+    if g is None or a is None:
+        return g is a
+    if g == a:
+        return True
+    for kind, compare in _COMPARISONS:
+        if isinstance(g, kind):
+            return compare(g, a)
+        if isinstance(a, kind):
+            return compare(g, a) if kind in _DIRECTED else compare(a, g)
+    return None
+
+
+def _same_choice(choice: Choice, other: Any) -> bool | None:
+    if isinstance(other, Choice):
+        return choice.letter == other.letter
+    if _is_letter(other):
+        return bool(choice.letter == _letter(other))
+    return _same(choice.rest, other)
+
+
+def _is_letter(answer: Any) -> bool:
+    return _letter(answer) is not None
+
+
+def _letter(answer: Any) -> str | None:
+    text = answer.text.strip("() ") if isinstance(answer, (Quantity, Words)) else ""
+    return text if re.fullmatch("[A-J]", text) else None
+
+
+def _same_words(words: Words, other: Any) -> bool | None:
+    if isinstance(other, Words):
+        return words.words == other.words
+    if isinstance(other, Relation):
+        last = other.sides[-1]
+        return other.signs == ("=",) and isinstance(last, Words) and last.words == words.words
+    if isinstance(other, Opaque):
+        return None if "\\" in words.text else False
+    if isinstance(other, Sequence_) and words.words == "all real numbers":
+        return _is_all_reals(other)
+    return False
+
+
+def _is_all_reals(answer: Sequence_) -> bool:
+    texts = [item.text for item in answer.items if isinstance(item, Quantity)]
+    return (answer.opening, answer.closing) == ("(", ")") and texts in (
+        [r"-\infty", r"\infty"], [r"-\infty", r"+\infty"],
+    )  # fmt: skip
+
+
+def _same_date(date: Date, other: Any) -> bool | None:
+    if not isinstance(other, Date):
+        return False
+    pairs = ((date.month, other.month), (date.day, other.day), (date.year, other.year))
+    return all(x == y or x is None or y is None for x, y in pairs) and (date.day is None) == (other.day is None)
+
+
+def _same_clock(clock: Clock, other: Any) -> bool | None:
+    if isinstance(other, Ratio) and other.clock:
+        other = Clock(other.clock[0] * 3600 + other.clock[1] * 60 + other.clock[2], has_half=False)
+    if not isinstance(other, Clock):
+        return False
+    if clock.has_half and other.has_half:
+        return clock.minutes == other.minutes
+    return clock.minutes == other.minutes or (clock.minutes - other.minutes) % 43200 == 0
+
+
+def _same_based(based: Based, other: Any) -> bool | None:
+    if isinstance(other, Based):
+        if based.base == other.base:
+            return based.digits == other.digits
+        if "." in based.digits + other.digits:
+            return False
+        return int(based.digits, based.base) == int(other.digits, other.base)
+    if isinstance(other, Relation) and other.signs == ("=",):
+        return _same_based(based, other.sides[-1])
+    if isinstance(other, (Quantity, Words)):
+        return (other.text.strip().replace(" ", "").upper().lstrip("0") or "0") == based.digits
+    return False
+
+
+def _same_ratio(ratio: Ratio, other: Any) -> bool | None:
+    if isinstance(other, Ratio):
+        if len(ratio.parts) != len(other.parts):
+            return False
+        if ratio.clock and other.clock and ratio.clock != other.clock:
+            return False
+        pairs = [(("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
+                 for x, y in zip(ratio.parts, other.parts)]  # fmt: skip
+        return _all(equal(x, y) for x, y in pairs)
+    if isinstance(other, Quantity) and len(ratio.parts) == 2 and other.unit is None and not other.percent:
+        return equal(("/", ratio.parts[0].node, ratio.parts[1].node), other.node)
+    if isinstance(other, Relation) and other.signs == ("=",):
+        return _same_ratio(ratio, other.sides[-1])
+    return False
+
+
+def _same_matrix(matrix: Matrix, other: Any) -> bool | None:
+    if isinstance(other, Relation) and other.signs == ("=",):
+        return _same_matrix(matrix, other.sides[-1])
+    if isinstance(other, Matrix):
+        if matrix.kind != other.kind or [len(row) for row in matrix.rows] != [len(row) for row in other.rows]:
+            return False
+        return _all(_same(x, y) for r, s in zip(matrix.rows, other.rows) for x, y in zip(r, s))
+    if matrix.kind == "det":
+        return None
+    if isinstance(other, Sequence_) and (other.opening, other.closing) in (("(", ")"), ("[", "]")):
+        cells = [cell for row in matrix.rows for cell in row]
+        if 1 in (len(matrix.rows), len(matrix.rows[0])) and len(cells) == len(other.items):
+            return _all(_same(x, y) for x, y in zip(cells, other.items))
+    if isinstance(other, Quantity) and len(matrix.rows) == 1 and len(matrix.rows[0]) == 1:
+        return _same(matrix.rows[0][0], other)
+    return None if isinstance(other, Opaque) else False
+
+
+def _same_union(union: Union_, other: Any) -> bool | None:
+    if isinstance(other, Union_):
+        if union.operator != other.operator:
+            return False
+        if union.operator == r"\setminus":
+            return _all(_same(x, y) for x, y in zip(union.parts, other.parts))
+        return _same_unordered(union.parts, other.parts)
+    if union.operator == r"\cup" and isinstance(other, (Relation, Sequence_)):
+        parts = _intervals(other)
+        if parts is not None:
+            return _same_unordered(union.parts, parts)
+    return None if isinstance(other, Opaque) else False
+
+
+def _same_sequence(g: Any, a: Any) -> bool | None:
+    if not isinstance(g, Sequence_) or not isinstance(a, Sequence_):
+        return _same_single(g, a)
+    g_plain, a_plain = _is_unordered(g), _is_unordered(a)
+    if g_plain and a_plain:
+        return _same_lists(g, a)
+    if len(g.items) != len(a.items):
+        return False
+    if g_plain or a_plain:
+        if r"\{" in (g.opening, a.opening):
+            return False
+        if {g.opening + g.closing, a.opening + a.closing} & {"[)", "(]", "]["}:
+            return False
+        return _all(_same(*pair) for pair in zip(_values_in_order(g), _values_in_order(a)))
+    if len(g.items) == 2 and _brackets(g) != _brackets(a):
+        return False
+    return _all(_same(x, y) for x, y in zip(g.items, a.items))
+
+
+def _brackets(sequence: Sequence_) -> tuple[str, str]:
+    french = {"]": "(", "[": "["}.get(sequence.opening, sequence.opening)
+    return french, {"[": ")"}.get(sequence.closing, sequence.closing)
+
+
+def _is_unordered(sequence: Sequence_) -> bool:
+    return sequence.opening in ("", r"\{", "{")
+
+
+def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
+    named_g, named_a = _assigned(g.items), _assigned(a.items)
+    if named_g and named_a is None and len(g.items) == len(a.items):
+        return _all(_same(x, y) for x, y in zip(named_g, a.items))
+    if named_a and named_g is None and len(g.items) == len(a.items):
+        return _all(_same(x, y) for x, y in zip(g.items, named_a))
+    items_g, items_a = _expanded(g.items), _expanded(a.items)
+    if r"\{" in (g.opening, a.opening):
+        items_g, items_a = _without_doubles(items_g), _without_doubles(items_a)
+    return _same_unordered(items_g, items_a)
+
+
+def _assigned(items: Sequence[Any]) -> list[Any] | None:
+    """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
+    if not all(isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0]) for item in items):
+        return None
+    names = [str(getattr(item.sides[0], "text", "")) for item in items]
+    return [item.sides[1] for item in items] if len(set(names)) == len(names) else None
+
+
+def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
+    return _assigned(sequence.items) or sequence.items
+
+
+def _is_name(side: Any) -> bool:
+    if isinstance(side, Sequence_):  # (x, y) = (1, 2)
+        return side.opening == "(" and all(_is_name(item) for item in side.items)
+    return isinstance(side, (Quantity, Words, Opaque)) and bool(_NAME.fullmatch(_squeezed(side.text)))
+
+
+_NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()=]*\))?|[A-Za-z]+\^\{?(?:-1|\\circ|\\prime|\*|')\}?(?:\([^()=]*\))?|"
+    r"\|[A-Za-z]+\||(?:m ?)?\\angle ?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
+    r"\\frac\{d[a-z]\}\{d[a-z]\}"
+)
+
+
+def _expanded(items: Iterable[Any]) -> list[Any]:
+    r"""Without "x =" before the first or each item; ``\pm 2`` as two items."""
+    out = []
+    for item in items:
+        if isinstance(item, Relation) and item.signs in (("=",), (r"\in",)) and _is_name(item.sides[0]):
+            name = getattr(item.sides[0], "text", "")
+            others = {o.sides[0].text for o in items if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)}
+            if len(others) <= 1 or (name in ("x",) and len(others) == 1):
+                item = item.sides[1]
+        if isinstance(item, Sequence_) and _is_unordered(item):
+            out += _expanded(item.items)
+        else:
+            out += _both_signs(item)
+    return out
+
+
+def _both_signs(item: Any) -> list[Any]:
+    if isinstance(item, Quantity) and contains(item.node, "±"):
+        return [
+            Quantity(f"{item.text} ({sign})", with_sign(item.node, sign), item.unit, item.percent) for sign in (1, -1)
+        ]
+    return [item]
+
+
+def _without_doubles(items: Sequence[Any]) -> list[Any]:
+    out: list[Any] = []
+    for item in items:
+        if not any(_same(other, item) is True for other in out):
+            out.append(item)
+    return out
+
+
+def _same_unordered(g: Sequence[Any], a: Sequence[Any]) -> bool | None:
+    if len(g) != len(a):
+        return False
+    left = list(a)
+    unknown = False
+    for item in g:
+        verdicts = [_same(item, other) for other in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            unknown = True
+        else:
+            return False
+    return None if unknown else True
+
+
+def _same_single(g: Any, a: Any) -> bool | None:
+    """One of the two is no sequence."""
+    sequence, other = (g, a) if isinstance(g, Sequence_) else (a, g)
+    if isinstance(other, Relation):
+        intervals = _intervals(other)
+        if intervals is not None and not _is_unordered(sequence):
+            return _same_unordered([sequence], intervals)
+        value = _assigned_value(other)
+        if value is not None and len(sequence.items) > 1:
+            return _same(sequence, value) if sequence is g else _same(value, sequence)
+    if _is_unordered(sequence):
+        items = _expanded(sequence.items)
+        others = _expanded([other])
+        if len(items) == len(others) == 1 and isinstance(items[0], type(other)) and items[0] is sequence:
+            return False
+        if len(items) != len(sequence.items) or len(others) > 1 or (len(items) == 1):
+            if sequence.opening == r"\{":
+                items, others = _without_doubles(items), _without_doubles(others)
+            return _same_unordered(items, others)
+        if isinstance(other, Quantity) and _THOUSANDS.fullmatch(other.text):
+            return _same_thousands(sequence, other)
+    return None if isinstance(other, Opaque) else False
+
+
+def _same_thousands(sequence: Sequence_, number: Quantity) -> bool | None:
+    """ "100,200" beside the list "100, 200"."""
+    items = [_quantity(part, ("n", Fraction(part))) for part in number.text.split(",")]
+    return _same_unordered(sequence.items, items)
+
+
+def _assigned_value(relation: Relation) -> Any:
+    if set(relation.signs) <= {"=", r"\in", r"\approx"} and _is_name(relation.sides[0]):
+        return relation.sides[-1]
+    return None
+
+
+def _same_relation(g: Any, a: Any) -> bool | None:
+    if isinstance(g, Relation) and isinstance(a, Relation):
+        return _same_relations(g, a)
+    if isinstance(g, Relation):
+        value = _assigned_value(g)
+        if value is not None:
+            return _same(value, a)
+        if g.signs == (r"\approx",):
+            return _any(_same(side, a) for side in g.sides)
+        return _mirror_interval(g, a)
+    return _same_value_of(g, a)
+
+
+def _mirror_interval(relation: Relation, other: Any) -> bool | None:
+    intervals = _intervals(relation)
+    if intervals is not None and isinstance(other, (Sequence_, Union_)):
+        return _same_unordered(intervals, other.parts if isinstance(other, Union_) else [other])
+    return None if isinstance(other, Opaque) else False
+
+
+def _same_value_of(g: Any, a: Relation) -> bool | None:
+    """Is the label ``g`` what the equation ``a`` gives? "x = 5", "AB = 5", "3 + 2 = 5", "a + b = 5"."""
+    signs = set(a.signs)
+    if signs == {r"\approx"} or signs == {"=", r"\approx"}:
+        return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
+    if signs <= {"=", r"\to"}:
+        first = a.sides[0]
+        if _is_name(first) or isinstance(first, (Words, Opaque)):
+            return _same(g, a.sides[-1])
+        if isinstance(first, Quantity):
+            variables = symbols_of(first.node)
+            if not variables and len(a.sides) == 2 and _is_name(a.sides[1]) and not _is_constant(a.sides[1]):
+                return _same(g, first)  # "5 = x"
+            if not variables and not (isinstance(g, Quantity) and symbols_of(g.node)):
+                return _same(g, a.sides[-1])
+            last = a.sides[-1]
+            if len(variables) >= 2 and isinstance(last, Quantity) and not symbols_of(last.node):
+                return _same(g, last)
+            if len(a.sides) > 2 or (isinstance(g, Quantity) and isinstance(last, Quantity) and symbols_of(last.node)):
+                return _same(g, last) if equal(first.node, getattr(last, "node", first.node)) else False
+        return _mirror_interval(a, g)
+    if signs == {r"\in"} and _is_name(a.sides[0]):
+        return _same(g, a.sides[-1])
+    return _mirror_interval(a, g)
+
+
+def _same_relations(g: Relation, a: Relation) -> bool | None:
+    g, a = _short(g), _short(a)
+    if g.signs == a.signs == ("=",):
+        heads = {str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0])}
+        if len(heads) == 2 and "y" in heads and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads):
+            return _same(g.sides[-1], a.sides[-1])
+    if _is_ordering(g) and _is_ordering(a):
+        x, y = _bounds(g), _bounds(a)
+        if x is not None and y is not None:
+            return x[0] == y[0] and bool(_same_bounds(x[1], y[1]))
+        return _same_chain(g, a) or _same_inequality(g, a)
+    if len(g.signs) != len(a.signs) or g.signs != a.signs:
+        if {g.signs, a.signs} == {("=",), (r"\approx",)}:
+            return _same_chain(Relation(g.sides, ("=",), g.text), Relation(a.sides, ("=",), a.text))
+        if _assigned_value(g) is not None and _assigned_value(a) is not None and _same(g.sides[0], a.sides[0]):
+            return _same(g.sides[-1], a.sides[-1])
+        return _mirror_relation(g, a)
+    if _same_chain(g, a):
+        return True
+    if g.signs == ("=",):
+        return _same_equation(g, a)
+    if g.signs == (r"\ne",):
+        return _same_equation(g, a)
+    return False
+
+
+def _mirror_relation(g: Relation, a: Relation) -> bool | None:
+    x, y = _intervals(g), _intervals(a)
+    return _same_unordered(x, y) if x is not None and y is not None else False
+
+
+def _short(relation: Relation) -> Relation:
+    """x = 2 + 3 = 5 as x = 5."""
+    if len(relation.signs) > 1 and set(relation.signs) <= {"=", r"\approx"}:
+        return Relation((relation.sides[0], relation.sides[-1]), (relation.signs[-1],), relation.text)
+    return relation
+
+
+def _same_chain(g: Relation, a: Relation) -> bool:
+    if g.signs == a.signs and all(_same(x, y) is True for x, y in zip(g.sides, a.sides)):
+        return True
+    mirrored = tuple(_MIRROR.get(sign, sign) for sign in reversed(a.signs))
+    if r"\in" in mirrored or r"\to" in mirrored:
+        return False
+    return g.signs == mirrored and all(_same(x, y) is True for x, y in zip(g.sides, reversed(a.sides)))
+
+
+_MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+
+
+def _difference(relation: Relation) -> Node | None:
+    left, right = relation.sides[0], relation.sides[-1]
+    if not isinstance(left, Quantity) or not isinstance(right, Quantity):
+        return None
+    return ("+", left.node, ("-", right.node))
+
+
+def _same_equation(g: Relation, a: Relation) -> bool | None:
+    x, y = _difference(g), _difference(a)
+    if x is None or y is None:
+        unread = (Opaque,)
+        is_unread = any(isinstance(side, unread) for side in (*g.sides, *a.sides))
+        if _is_name(g.sides[0]) and _is_name(a.sides[0]):
+            if not _same_names(g.sides[0], a.sides[0]):
+                return False
+            return _same(g.sides[-1], a.sides[-1])
+        return None if is_unread else False
+    if not symbols_of(x) or not symbols_of(y):
+        return None if not symbols_of(x) and not symbols_of(y) else False
+    if symbols_of(x) != symbols_of(y):
+        return False
+    return bool(proportional(x, y))
+
+
+def _same_names(g: Any, a: Any) -> bool:
+    return _squeezed(g.text) == _squeezed(a.text)
+
+
+def _same_inequality(g: Relation, a: Relation) -> bool:
+    """One-sided inequalities: c · (left - right), c > 0, with the same sign of comparison."""
+    if len(g.signs) != 1 or len(a.signs) != 1:
+        return False
+    x, y = _upward(g), _upward(a)
+    if x is None or y is None or x[1] != y[1]:
+        return False
+    if not proportional(x[0], y[0]):
+        return False
+    return _same_direction(x[0], y[0])
+
+
+def _upward(relation: Relation) -> tuple[Node, bool] | None:
+    """(f, strict) of the inequality f > 0 or f >= 0."""
+    difference = _difference(relation)
+    if difference is None or relation.signs[0] not in _MIRROR:
+        return None
+    up = relation.signs[0] in (">", r"\ge")
+    return (difference if up else ("-", difference)), relation.signs[0] in "<>"
+
+
+def _same_direction(x: Node, y: Node) -> bool:
+    ratio = ratio_at(x, y)
+    return ratio is not None and ratio > 0
+
+
+def _is_ordering(relation: Relation) -> bool:
+    return set(relation.signs) <= set(_MIRROR)
+
+
+#: (low, closed, high, closed); None stands for infinity.
+_Bounds = tuple[Any, bool, Any, bool]
+
+
+def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
+    """The variable of an inequality and the interval that it may be in; None where it is no such thing."""
+    if not _is_ordering(relation) or len(relation.signs) > 2:
+        return None
+    sides, signs = list(relation.sides), list(relation.signs)
+    if signs[0] in (">", r"\ge"):
+        sides.reverse()
+        signs = [_MIRROR[sign] for sign in reversed(signs)]
+    if any(sign in (">", r"\ge") for sign in signs):
+        return None
+    names = [n for n, side in enumerate(sides) if _is_name(side) and not _is_constant(side)]
+    if len(names) != 1 or (len(sides) == 3 and names != [1]):
+        return None
+    at = names[0]
+    others = [side for n, side in enumerate(sides) if n != at]
+    if any(not isinstance(side, Quantity) or symbols_of(side.node) for side in others):
+        return None
+    low = (sides[at - 1], signs[at - 1] == r"\le") if at > 0 else (None, False)
+    high = (sides[at + 1], signs[at] == r"\le") if at < len(signs) else (None, False)
+    return _squeezed(sides[at].text), (*_endpoint(low), *_endpoint(high))
+
+
+def _endpoint(end: tuple[Any, bool]) -> tuple[Any, bool]:
+    if end[0] is not None and end[0].text.strip("+-") == r"\infty":
+        return None, False
+    return end
+
+
+def _is_constant(side: Any) -> bool:
+    return isinstance(side, Quantity) and not symbols_of(side.node)
+
+
+def _same_bounds(x: _Bounds, y: _Bounds) -> bool | None:
+    if x[1] != y[1] or x[3] != y[3]:
+        return False
+    pairs = ((x[0], y[0]), (x[2], y[2]))
+    if any((p is None) != (q is None) for p, q in pairs):
+        return False
+    return _all(_same(p, q) for p, q in pairs if p is not None)
+
+
+def _intervals(answer: Any) -> list[Sequence_] | None:
+    r"""An inequality in one variable (or several with "or") as intervals."""
+    if isinstance(answer, Sequence_):
+        if not _is_unordered(answer):
+            return [answer]
+        parts = [_intervals(item) for item in answer.items]
+        return None if any(part is None for part in parts) else [i for part in parts for i in part or []]
+    if isinstance(answer, Union_):
+        return list(answer.parts) if answer.operator == r"\cup" else None
+    if isinstance(answer, Relation):
+        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+            return _intervals(answer.sides[1])
+        if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) and isinstance(answer.sides[1], Quantity):
+            end = answer.sides[1]
+            return [_interval((None, False, end, False)), _interval((end, False, None, False))]
+        found = _bounds(answer)
+        return None if found is None else [_interval(found[1])]
+    return None
+
+
+def _interval(bounds: _Bounds) -> Sequence_:
+    low = bounds[0] or Quantity(r"-\infty", ("-", ("x", "oo")))
+    high = bounds[2] or Quantity(r"\infty", ("x", "oo"))
+    return Sequence_("[" if bounds[1] else "(", (low, high), "]" if bounds[3] else ")")
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def _same_quantity(g: Quantity, a: Any) -> bool | None:
+    if isinstance(a, Opaque):
+        return None
+    if not isinstance(a, Quantity):
+        return False
+    if g.glued and not symbols_of(a.node):
+        return False if a.unit is None else _same_quantity(g.glued, a)
+    if a.glued and not symbols_of(g.node):
+        a = a.glued
+    if contains(g.node, "±") or contains(a.node, "±"):
+        return _same_unordered(_both_signs(g), _both_signs(a))
+    if g.percent or a.percent:
+        return _same_percent(g, a)
+    if g.unit and a.unit:
+        return _same_measure(g, a)
+    if g.unit or a.unit:
+        angle = (g.unit or a.unit).dimension == (("degree", 1),)  # type: ignore[union-attr]
+        return _same_value(g, a) or (angle and equal(_in_radians(g), _in_radians(a)))
+    return _same_value(g, a)
+
+
+def _in_radians(quantity: Quantity) -> Node:
+    if quantity.unit and quantity.unit.dimension == (("degree", 1),):
+        return ("*", quantity.node, ("f", "degree"))
+    return quantity.node
+
+
+def _same_measure(g: Quantity, a: Quantity) -> bool | None:
+    assert g.unit and a.unit
+    if g.unit.words or a.unit.words:
+        same = g.unit.words and a.unit.words and g.unit.words.split()[-1] == a.unit.words.split()[-1]
+        generic = Unit(()) in (g.unit, a.unit)
+        return _same_value(g, a) if same or generic else False
+    if g.unit == a.unit or () in (g.unit.dimension, a.unit.dimension):
+        return _same_value(g, a)
+    if {g.unit, a.unit} == {read_unit("£"), read_unit("pounds")}:
+        return _same_value(g, a)
+    angles = {g.unit.dimension, a.unit.dimension} == {(("degree", 1),), (("rad", 1),)}
+    if angles:
+        return equal(_in_radians(g), _in_radians(a))
+    if g.unit.dimension != a.unit.dimension:
+        return False
+    return _same_value(_in_base_units(g), _in_base_units(a))
+
+
+def _in_base_units(quantity: Quantity) -> Quantity:
+    assert quantity.unit
+    by = quantity.unit.factor
+    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
+
+
+def _same_percent(g: Quantity, a: Quantity) -> bool | None:
+    if g.percent and a.percent:
+        return _same_value(g, a)
+    if _same_value(_as_share(g), _as_share(a)):
+        return True
+    if (g.unit or a.unit) is not None:
+        return False
+    try:
+        plain = as_float(number_of(g.node))
+    except (NotMath, Undefined):
+        return _same_value(g, a)
+    # the sign is left out of "what percent": 50 for 50 %; up to 1 it would be a share
+    return _same_value(g, a) if not abs(plain) <= 1 or g.percent else False
+
+
+def _as_share(quantity: Quantity) -> Quantity:
+    if not quantity.percent:
+        return quantity
+    by = Fraction(1, 100)
+    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
+
+
+def _same_value(g: Quantity, a: Quantity) -> bool | None:
+    if g.decimal is None and a.decimal is None:
+        return equal(g.node, a.node)
+    verdict = equal(g.node, a.node)
+    if verdict or symbols_of(g.node) or symbols_of(a.node):
+        return verdict
+    try:
+        return _is_approximation(g, a)
+    except (TooBig, Undefined):
+        return False
+
+
+def _is_approximation(g: Quantity, a: Quantity) -> bool:
+    """Whether a written decimal is the other value, rounded to the digits that are written."""
+    if g.decimal and a.decimal:
+        coarse, fine = sorted((g.decimal, a.decimal), key=lambda decimal: -decimal[1])
+        if coarse[2] >= _APPROXIMATE_DIGITS and coarse[1] != fine[1]:
+            return abs(coarse[0] - fine[0]) * 2 <= coarse[1]
+        both = min(g.decimal[2], a.decimal[2]), max(g.decimal[2], a.decimal[2])
+        return both[1] >= 15 and abs(g.decimal[0] - a.decimal[0]) <= abs(g.decimal[0]) * Fraction(1, 10**14)
+    decimal, exact = (g.decimal, a) if g.decimal else (a.decimal, g)
+    assert decimal
+    if decimal[2] < (_LABEL_DIGITS if g.decimal else _APPROXIMATE_DIGITS):
+        return False
+    if not g.decimal and decimal[1] > Fraction(1, 10**6) * max(1, abs(decimal[0])):
+        return False
+    value = number_of(exact.node)
+    if isinstance(value, Fraction):
+        if value.denominator == 1 or _is_terminating(value):
+            return decimal[2] >= 15 and abs(value - decimal[0]) <= abs(value) * Fraction(1, 10**14)
+        off = value - decimal[0]
+        truncated = 0 <= (off if value > 0 else -off) < decimal[1] and decimal[2] >= _APPROXIMATE_DIGITS
+        return abs(off) * 2 <= decimal[1] or truncated
+    written = as_float(decimal[0])
+    off = as_float(value) - written
+    if off.imag:
+        return False
+    step = as_float(decimal[1])
+    toward = off.real if as_float(value).real > 0 else -off.real
+    truncated = 0 <= toward < step and decimal[2] >= _APPROXIMATE_DIGITS
+    return bool(abs(off) * 2 <= step or truncated)
+
+
+def _is_terminating(value: Fraction) -> bool:
+    bottom = value.denominator
+    for prime in (2, 5):
+        while bottom % prime == 0:
+            bottom //= prime
+    return bottom == 1 and math.log10(value.denominator) < 12
+
+
+def _same_opaque(g: Opaque, a: Any) -> bool | None:
+    if isinstance(a, Opaque) and _squeezed(g.text) == _squeezed(a.text):
+        return True
+    return False if isinstance(a, Words) and "\\" not in a.text else None
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    unknown = False
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        unknown |= verdict is None
+    return None if unknown else True
+
+
+def _any(verdicts: Iterable[bool | None]) -> bool | None:
+    unknown = False
+    for verdict in verdicts:
+        if verdict:
+            return True
+        unknown |= verdict is None
+    return None if unknown else False
+
+
+#: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label first.
+_COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
+    (Choice, _same_choice),
+    (Matrix, _same_matrix),
+    (Union_, _same_union),
+    (Based, _same_based),
+    (Clock, _same_clock),
+    (Date, _same_date),
+    (Sequence_, _same_sequence),
+    (Ratio, _same_ratio),
+    (Relation, _same_relation),
+    (Words, _same_words),
+    (Quantity, _same_quantity),
+    (Opaque, _same_opaque),
+)
+_DIRECTED = (Sequence_, Relation)

@@ -1,0 +1,965 @@
+r"""Read one expression in the notation of `slime.rollout.rewards.math_notation` and compare values.
+
+Rational numbers are exact. Roots, logarithms and the like are compared to 40 of 60 digits, relative to
+their size; formulas with variables at fixed points. Work is bounded: no expression, whatever its
+exponents, takes more than milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import mpmath
+
+#: ("n", Fraction) | ("x", name) | ("+", a, b) | ("*", a, b) | ("/", a, b) | ("^", a, b) | ("-", a) |
+#: ("!", a) | ("f", name, *arguments) | ("±",)
+Node = tuple[Any, ...]
+Number = Any  # Fraction, or mpf or mpc of _MP
+
+_MP = mpmath.mp.clone()
+_MP.dps = 60
+_MORE = mpmath.mp.clone()
+_MORE.dps = 150
+#: Rational numbers of more bits become floats.
+_MAX_BITS = 60_000
+#: Larger exponents (bits of the exponent itself) are beyond comparison.
+_MAX_EXPONENT_BITS = 4096
+_MAX_EXACT_FACTORIAL = 3000
+_MAX_TEXT = 1500
+_MAX_DEPTH = 60
+#: Factors, signs and exponents of one expression; the tree is as deep at most.
+_MAX_FACTORS = 200
+_POINTS = 6
+
+
+class NotMath(ValueError):
+    """The text is no expression that this module reads."""
+
+
+class TooBig(NotMath):
+    """The value is too large to be computed."""
+
+
+class Undefined(ArithmeticError):
+    """There is no value, as for 1/0."""
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+_FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "sqrt",
+        "abs",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+    ]
+)
+_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
+_GREEK = frozenset(
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Sigma",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+        "hbar",
+    ]
+)
+_WORDS = {"pi": ("x", "pi"), "infinity": ("x", "oo"), "inf": ("x", "oo")}
+#: Letters that stand side by side as a product; other runs of letters are words.
+_PRODUCTS = re.compile(r"[xyzw]{2,4}|[abc]{2,3}|[pqrst]{2,3}|[mnk]{2,3}|[uvw]{2,3}|[ijk]{2}|i[a-z]|[a-z]i|[a-z]{2}")
+_NUMBER = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+")
+_REPEATING = re.compile(
+    r"(\d*)\.(\d*)(?:\\(?:overline|bar|overbar|widebar)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|"
+    r"\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?)(?:\s*\\ldots|\.\.\.)?"
+)
+_ELLIPSIS = re.compile(r"(\d*)\.(\d*?)(?:(\d+?)\3{2,}|(\d{2,}?)\4+)(?:\\ldots|\.{3})")
+_MIXED = re.compile(
+    r"(\d+) +(\d+) ?/ ?(\d+)(?![\d.!^])|(\d+) ?\\frac ?(?:\{ ?(\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))(?![!^])"
+)
+_SCIENTIFIC = re.compile(r"[eE][-+]?\d+(?![\d.]*[A-Za-z])")
+_LATEX_NAME = re.compile(r"\\([A-Za-z]+)")
+_LETTERS = re.compile(r"[A-Za-z]+")
+_SUBSCRIPT = re.compile(r"_(?:\{([^{}]*)\}|(\w))")
+_PRIMES = re.compile(r"'+|\^\{?\\prime\}?")
+_TIMES = re.compile(r"\s*(\\times|\\cdot|\*\*?|\\div|/|\\mod(?![A-Za-z]))\s*")
+_CLOSING = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", "|": "|"}
+
+
+@functools.lru_cache(maxsize=4096)
+def read_expression(text: str) -> Node:
+    r"""The expression as a tree.
+
+    Raises:
+        NotMath: it is none, or of a kind that is not read here (sums, integrals, relations, words).
+
+    Example:
+        >>> read_expression(r"\frac12 x")
+        ('*', ('/', ('n', Fraction(1, 1)), ('n', Fraction(2, 1))), ('x', 'x'))
+    """
+    if len(text) > _MAX_TEXT:
+        raise NotMath("too long")
+    reader = _Reader(text)
+    node = reader.sum()
+    reader.blanks()
+    if reader.at < len(text):
+        raise NotMath(f"unread: {text[reader.at :]!r:.40}")
+    return node
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.depth = 0
+        self.bars = 0
+        self.factors = 0
+
+    def count(self) -> None:
+        self.factors += 1
+        if self.factors > _MAX_FACTORS:
+            raise NotMath("too long")
+
+    def blanks(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] == " ":
+            self.at += 1
+
+    def take(self, *options: str) -> str | None:
+        self.blanks()
+        for option in options:
+            if self.text.startswith(option, self.at):
+                end = self.at + len(option)
+                if option[0] == "\\" and option[-1].isalpha() and self.text[end : end + 1].isalpha():
+                    continue
+                self.at = end
+                return option
+        return None
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self.text, self.at)
+        if found:
+            self.at = found.end()
+        return found
+
+    def sum(self) -> Node:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise NotMath("nested too deeply")
+        node = self.signed()
+        while sign := self.take("+", "-", r"\pm", r"\mp"):
+            node = ("+", node, _signed(sign, self.product()))
+        self.depth -= 1
+        return node
+
+    def signed(self) -> Node:
+        self.count()
+        sign = self.take("+", "-", r"\pm", r"\mp")
+        return _signed(sign, self.signed()) if sign else self.product()
+
+    def product(self) -> Node:
+        node = self.factor()
+        while True:
+            if operator := self.match(_TIMES):
+                sign = self.take("-", "+")
+                if operator[1] == "**":
+                    node = ("^", node, _signed(sign, self.factor()))
+                    continue
+                right = _signed(sign, self.factor())
+                kind = {"/": "/", r"\div": "/", r"\mod": "mod"}.get(operator[1], "*")
+                node = ("f", "mod", node, right) if kind == "mod" else (kind, node, right)
+            elif self.starts_factor():
+                is_number = self.text[self.at].isdigit() or self.text[self.at] == "."
+                if is_number and self.text[self.at - 1] != "i":
+                    raise NotMath("a number right after a factor")
+                node = ("*", node, self.factor())
+            else:
+                return node
+
+    def starts_factor(self) -> bool:
+        self.blanks()
+        if self.at >= len(self.text):
+            return False
+        character = self.text[self.at]
+        if character == "|":
+            return self.bars == 0
+        if character == "\\":
+            name = _LATEX_NAME.match(self.text, self.at)
+            if not name:
+                return False
+            return name[1] not in _NO_FACTOR
+        return character.isalnum() or character in "([{."
+
+    def factor(self) -> Node:
+        self.count()
+        return self.postfix(self.primary())
+
+    def postfix(self, node: Node) -> Node:
+        while True:
+            start = self.at
+            if self.take("^"):
+                if degree := re.compile(r"\{?\s*\\circ\s*\}?").match(self.text, self.at):
+                    self.at = degree.end()
+                    node = ("*", node, ("f", "degree"))
+                else:
+                    node = ("^", node, self.exponent())
+            elif self.text.startswith("!", self.at) and not self.text.startswith("!=", self.at):
+                self.at += 1
+                node = ("!", node)
+            elif self.take(r"\circ"):
+                node = ("*", node, ("f", "degree"))
+            else:
+                self.at = start
+                return node
+
+    def exponent(self) -> Node:
+        self.count()
+        self.blanks()
+        if sign := self.take("-", "+"):
+            return _signed(sign, self.exponent())
+        if digits := self.match(re.compile(r"\d+(?:\.\d+)?(?![\d.]*/\d)|\d+")):
+            node: Node = ("n", Fraction(digits[0]))
+        else:
+            node = self.primary()
+        return ("^", node, self.exponent()) if self.take("^") else node
+
+    def primary(self) -> Node:
+        self.blanks()
+        text = self.text
+        if self.at >= len(text):
+            raise NotMath("an operand is missing")
+        character = text[self.at]
+        if character.isdigit() or character == ".":
+            return self.number()
+        if character in "([{":
+            return self.group(character)
+        if character == "|":
+            self.at += 1
+            self.bars += 1
+            node = self.sum()
+            self.bars -= 1
+            if not self.take("|"):
+                raise NotMath("an open |")
+            return ("f", "abs", node)
+        if character == "\\":
+            return self.command()
+        if character.isascii() and character.isalpha():
+            return self.word()
+        raise NotMath(f"{character!r}")
+
+    def group(self, opening: str) -> Node:
+        self.take(opening)
+        outer = self.bars
+        self.bars = 0
+        node = self.sum()
+        if not self.take(_CLOSING[opening]):
+            raise NotMath(f"an open {opening}")
+        self.bars = outer
+        return node
+
+    def number(self) -> Node:
+        if found := self.match(_REPEATING):
+            return ("n", _repeating(found))
+        if found := self.match(_ELLIPSIS):
+            whole, fixed, period = found[1], found[2], found[3] or found[4]
+            return ("n", _periodic(whole, fixed, period))
+        if found := self.match(_MIXED):
+            whole, top, bottom = (
+                found[1] or found[4],
+                found[2] or found[5] or found[6],
+                found[3] or found[7] or found[8],
+            )
+            if 0 < int(top) < int(bottom):
+                return ("n", int(whole) + Fraction(int(top), int(bottom)))
+            self.at = found.start()
+            if found[1]:
+                raise NotMath("two numbers side by side")
+        found = self.match(_NUMBER)
+        if not found:
+            raise NotMath("a lone point")
+        digits = re.sub("[, ]", "", found[0])
+        if len(digits) > _MAX_TEXT:
+            raise NotMath("too long")
+        node: Node = ("n", Fraction(digits.rstrip(".") if digits.endswith(".") else digits))
+        if power := self.match(_SCIENTIFIC):
+            return _times_power_of_ten(node, int(power[0][1:]))
+        if power := self.match(re.compile(r" ?[xX] ?10\^ ?(?:\{ ?([-+]?\d+) ?\}|\(([-+]?\d+)\)|([-+]?\d+))")):
+            return _times_power_of_ten(node, int(power[1] or power[2] or power[3]))
+        if re.match(r"_", text := self.text[self.at :]) and not text.startswith("_{ }"):
+            raise NotMath("a number with a subscript")
+        return node
+
+    def argument(self) -> Node:
+        r"""Of \frac and the like: a group or one digit or letter."""
+        self.blanks()
+        if self.text[self.at : self.at + 1].isdigit():
+            self.at += 1
+            return ("n", Fraction(self.text[self.at - 1]))
+        if self.text[self.at : self.at + 1].isalpha():
+            self.at += 1
+            return _symbol(self.text[self.at - 1])
+        return self.primary()
+
+    def command(self) -> Node:
+        found = self.match(_LATEX_NAME)
+        if not found:
+            raise NotMath("a backslash")
+        name = found[1]
+        if name == "frac":
+            return ("/", self.argument(), self.argument())
+        if name == "sqrt":
+            return self.root()
+        if name == "binom":
+            return ("f", "binom", self.argument(), self.argument())
+        if name in ("lfloor", "lceil"):
+            node = self.sum()
+            if not self.take(_CLOSING["\\" + name]):
+                raise NotMath("an open floor")
+            return ("f", "floor" if name == "lfloor" else "ceil", node)
+        if name == "pi":
+            return ("x", "pi")
+        if name == "infty":
+            return ("x", "oo")
+        if name in _FUNCTIONS:
+            return self.function(name)
+        if name in _GREEK:
+            return self.subscripted(name)
+        if name in ("vec", "hat", "bar", "overline", "tilde", "overrightarrow"):
+            inner = re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}|\s*([A-Za-z])").match(self.text, self.at)
+            if inner:
+                self.at = inner.end()
+                return ("x", f"{name}:{inner[1] or inner[2]}")
+        raise NotMath(f"\\{name}")
+
+    def root(self) -> Node:
+        degree: Node = ("n", Fraction(2))
+        if self.take("["):
+            degree = self.sum()
+            if not self.take("]"):
+                raise NotMath("an open [")
+        self.blanks()
+        if digits := self.match(re.compile(r"\d+(?:\.\d+)?")):
+            return ("f", "root", ("n", Fraction(digits[0])), degree)
+        return ("f", "root", self.argument(), degree)
+
+    def word(self) -> Node:
+        found = self.match(_LETTERS)
+        assert found
+        word = found[0]
+        if len(word) == 1:
+            return self.letter(word)
+        lower = _ALIASES.get(word.lower(), word.lower())
+        if lower in ("root", "sqrt"):
+            return self.root()
+        if lower in _FUNCTIONS:
+            return self.function(lower)
+        if lower in _WORDS:
+            return _WORDS[lower]
+        if word in _GREEK:
+            return self.subscripted(word)
+        for name in sorted(_FUNCTIONS | {"pi"}, key=len, reverse=True):  # "xsqrt(3)", "2npi"
+            cut = word.find(name)
+            if cut == 1:
+                self.at = found.start() + 1
+                return _symbol(word[0])
+        if not _PRODUCTS.fullmatch(word):
+            raise NotMath(f"a word, {word!r:.20}")
+        self.at = found.start() + 1
+        return self.letter(word[0])
+
+    def letter(self, letter: str) -> Node:
+        if letter in "fgh" and self.text.startswith("(", self.at):
+            return ("f", f"unknown:{letter}", self.group("("))
+        return self.subscripted(letter)
+
+    def subscripted(self, name: str) -> Node:
+        if found := self.match(_SUBSCRIPT):
+            name += "_" + (found[1] or found[2] or "").replace(" ", "")
+        if found := self.match(_PRIMES):
+            name += "'" * max(1, found[0].count("'"))
+        return _symbol(name)
+
+    def function(self, name: str) -> Node:
+        power: Node | None = None
+        base: Node | None = None
+        if name == "log" and self.take("_"):
+            base = self.argument()
+        if self.take("^"):
+            power = self.exponent()
+            if base is None and name == "log" and self.take("_"):
+                base = self.argument()
+        if name in ("max", "min", "gcd", "lcm"):
+            return ("f", name, *self.arguments())
+        self.blanks()
+        bracket = self.text[self.at : self.at + 1]
+        if name == "sqrt" or bracket in ("(", "{", "["):
+            argument = self.group(bracket) if bracket else self.primary()
+            argument = self.raised(argument) if bracket == "{" else argument
+        else:
+            argument = self.open_argument()
+        node: Node = ("f", name, argument) if base is None else ("f", "log", argument, base)
+        if power == ("-", ("n", Fraction(1))) and name in ("sin", "cos", "tan", "cot"):
+            return ("f", f"arc{name}", argument)
+        return node if power is None else ("^", node, power)
+
+    def raised(self, node: Node) -> Node:
+        return self.postfix(node)
+
+    def open_argument(self) -> Node:
+        r"""What \sin takes without brackets: factors side by side, up to the next function."""
+        node = self.factor()
+        while self.starts_factor() and not self.starts_function():
+            if self.text[self.at] == "(":
+                break
+            node = ("*", node, self.factor())
+        if self.text.startswith("/", self.at):
+            rest = re.compile(r"/\d+").match(self.text, self.at)
+            if rest:
+                self.at = rest.end()
+                node = ("/", node, ("n", Fraction(rest[0][1:])))
+        return node
+
+    def starts_function(self) -> bool:
+        name = _LATEX_NAME.match(self.text, self.at)
+        word = name[1] if name else (_LETTERS.match(self.text, self.at) or [""])[0]
+        return word in _FUNCTIONS
+
+    def arguments(self) -> list[Node]:
+        opening = self.take("(", "{", "[")
+        if not opening:
+            raise NotMath("arguments are missing")
+        nodes = [self.sum()]
+        while self.take(","):
+            nodes.append(self.sum())
+        if not self.take(_CLOSING[opening]):
+            raise NotMath("an open bracket")
+        return nodes
+
+
+_NO_FACTOR = frozenset(
+    [
+        "times",
+        "cdot",
+        "div",
+        "mod",
+        "pm",
+        "mp",
+        "le",
+        "ge",
+        "ne",
+        "in",
+        "approx",
+        "equiv",
+        "to",
+        "cup",
+        "cap",
+        "setminus",
+        "ldots",
+        "circ",
+        "rfloor",
+        "rceil",
+        "rangle",
+        "langle",
+        "end",
+        "begin",
+        "R",
+        "Z",
+        "N",
+        "Q",
+        "C",
+        "quad",
+    ]
+)
+
+
+def _signed(sign: str | None, node: Node) -> Node:
+    if sign == "-":
+        return ("-", node)
+    if sign == r"\pm":
+        return ("*", ("±",), node)
+    return ("-", ("*", ("±",), node)) if sign == r"\mp" else node
+
+
+def _symbol(name: str) -> Node:
+    return ("x", name)
+
+
+def _times_power_of_ten(node: Node, power: int) -> Node:
+    return ("*", node, ("^", ("n", Fraction(10)), ("n", Fraction(power))))
+
+
+def _periodic(whole: str, fixed: str, period: str) -> Fraction:
+    value = Fraction(int(whole or 0))
+    value += Fraction(int(fixed or 0), 10 ** len(fixed))
+    return value + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+
+
+def _repeating(found: re.Match[str]) -> Fraction:
+    period = found[3] or found[4] or found[5] or found[6] + (found[7] or "") + (found[8] or "")
+    return _periodic(found[1], found[2], period)
+
+
+# -- computing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scope:
+    point: int
+    sign: int = 1
+    log_base: int = 0
+    mp: Any = _MP
+
+
+def _evaluate(node: Node, scope: _Scope) -> Number:
+    kind = node[0]
+    if kind == "n":
+        return node[1]
+    if kind == "x":
+        return _named(node[1], scope)
+    if kind == "±":
+        return Fraction(scope.sign)
+    values = [_evaluate(item, scope) for item in node[1:] if isinstance(item, tuple)]
+    if kind == "f":
+        return _apply(node[1], values, scope)
+    if kind == "-":
+        return -values[0]
+    if kind == "!":
+        return _factorial(values[0], scope)
+    a, b = values
+    if kind == "^":
+        return _power(a, b, scope)
+    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+    if not exact:
+        a, b = _float(a, scope), _float(b, scope)
+    if kind == "+":
+        return _finite_sum(a, b, scope)
+    if kind == "*":
+        return _bounded(a * b, scope)
+    if b == 0:
+        raise Undefined("a division by zero")
+    return _bounded(a / b, scope)
+
+
+def _value(node: Node, scope: _Scope) -> Number:
+    """`_evaluate`, with whatever mpmath raises of a value that it does not find as `Undefined`."""
+    try:
+        return _evaluate(node, scope)
+    except (NotMath, Undefined):
+        raise
+    except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence) as error:
+        raise Undefined(str(error)) from error
+
+
+def _finite_sum(a: Number, b: Number, scope: _Scope) -> Number:
+    value = a + b
+    if not isinstance(value, Fraction) and scope.mp.isnan(value):
+        raise Undefined("oo - oo")
+    return _bounded(value, scope)
+
+
+def _bounded(value: Number, scope: _Scope) -> Number:
+    if isinstance(value, Fraction):
+        bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+        return value if bits <= _MAX_BITS else _float(value, scope)
+    if scope.mp.isnan(value):
+        raise Undefined("no number")
+    return value
+
+
+def _float(value: Number, scope: _Scope) -> Number:
+    if isinstance(value, Fraction):
+        return scope.mp.mpf(value.numerator) / value.denominator
+    return value
+
+
+def _named(name: str, scope: _Scope) -> Number:
+    mp = scope.mp
+    if name == "pi":
+        return +mp.pi
+    if name == "e":
+        return +mp.e
+    if name == "i":
+        return mp.mpc(0, 1)
+    if name == "oo":
+        return mp.inf
+    return _point(name, scope.point)
+
+
+@functools.lru_cache(maxsize=4096)
+def _point(name: str, point: int) -> Fraction:
+    """A value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small at 4 and 5."""
+    draw = zlib.crc32(f"{name} {point}".encode())
+    value = Fraction(700 + draw % 4001, 1009)
+    if point >= 4:
+        return value / 8
+    return -value if point == 2 or (point == 3 and draw >> 16 & 1) else value
+
+
+def _guard(value: Number, scope: _Scope, bits: int = _MAX_EXPONENT_BITS) -> Number:
+    value = _float(value, scope)
+    if value and not scope.mp.isinf(value) and scope.mp.mag(value) > bits:
+        raise TooBig("a value beyond comparison")
+    return value
+
+
+def _factorial(value: Number, scope: _Scope) -> Number:
+    if isinstance(value, Fraction) and value.denominator == 1:
+        if value < 0:
+            raise Undefined("the factorial of a negative number")
+        if value <= _MAX_EXACT_FACTORIAL:
+            return Fraction(math.factorial(int(value)))
+    return scope.mp.gamma(_guard(value, scope, 1000) + 1)
+
+
+def _power(base: Number, exponent: Number, scope: _Scope) -> Number:
+    mp = scope.mp
+    if isinstance(exponent, Fraction) and isinstance(base, Fraction):
+        if exponent.denominator == 1:
+            return _whole_power(base, exponent.numerator, scope)
+        root = _exact_root(base, exponent.denominator)
+        if root is not None:
+            return _whole_power(root, exponent.numerator, scope)
+        if base < 0 and exponent.denominator % 2:
+            sign = -1 if exponent.numerator % 2 else 1
+            return sign * _power(-base, exponent, scope)
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        if base == 0 and exponent < 0:
+            raise Undefined("a division by zero")
+        _guard(exponent, scope)
+        return mp.power(_float(base, scope), int(exponent))
+    a, b = _float(base, scope), _guard(exponent, scope)
+    if a == 0:
+        if mp.re(b) <= 0:
+            raise Undefined("zero to no positive power")
+        return Fraction(0)
+    if not mp.isinf(a):
+        _guard(b * mp.log(a), scope)
+    return mp.power(a, b)
+
+
+def _whole_power(base: Fraction, exponent: int, scope: _Scope) -> Number:
+    if base == 0 and exponent < 0:
+        raise Undefined("a division by zero")
+    if base in (0, 1, -1):
+        return base**exponent if abs(exponent) < 2**20 else base ** (exponent % 2 + 2)
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+    if bits <= _MAX_BITS:
+        return base**exponent
+    if exponent.bit_length() > _MAX_EXPONENT_BITS:
+        raise TooBig("an exponent beyond comparison")
+    return scope.mp.power(_float(base, scope), exponent)
+
+
+def _exact_root(value: Fraction, degree: int) -> Fraction | None:
+    if value < 0:
+        root = _exact_root(-value, degree) if degree % 2 else None
+        return None if root is None else -root
+    top, bottom = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
+    return None if top is None or bottom is None else Fraction(top, bottom)
+
+
+def _whole_root(value: int, degree: int) -> int | None:
+    if value in (0, 1):
+        return value
+    if degree > 64 or value.bit_length() > 4096:
+        return None
+    if degree == 2:
+        root = math.isqrt(value)
+    else:
+        with _MP.workprec(value.bit_length() + 32):
+            root = int(_MP.nint(_MP.root(value, degree)))
+    return root if root**degree == value else None
+
+
+def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
+    mp = scope.mp
+    if name == "degree":
+        return mp.pi / 180
+    if name == "root" or name == "sqrt":
+        degree = values[1] if len(values) > 1 else Fraction(2)
+        if degree == 0:
+            raise Undefined("a root of degree zero")
+        inverse = 1 / degree
+        return _power(values[0], inverse, scope)
+    if name.startswith("unknown:"):
+        seed = zlib.crc32(name.encode()) % 97
+        return mp.cos(_guard(values[0], scope, 512) * mp.sqrt(2) + seed) + mp.mpf(seed) / 7
+    if name in ("max", "min"):
+        return (max if name == "max" else min)(values, key=lambda value: mp.re(_float(value, scope)))
+    if name in ("gcd", "lcm"):
+        if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
+            raise Undefined("no whole numbers")
+        return Fraction((math.gcd if name == "gcd" else math.lcm)(*map(int, values)))
+    if name == "abs":
+        return abs(values[0])
+    if name in ("floor", "ceil"):
+        return _rounded(name, values[0], scope)
+    if name == "mod":
+        if values[1] == 0:
+            raise Undefined("modulo zero")
+        if not all(isinstance(value, Fraction) for value in values):
+            raise Undefined("a remainder of no rational number")
+        return values[0] % values[1]
+    if name == "binom":
+        return _binomial(values[0], values[1], scope)
+    if name in ("log", "ln", "lg"):
+        return _logarithm(name, values, scope)
+    value = _guard(values[0], scope, 512 if name in ("sin", "cos", "tan", "cot", "sec", "csc") else _MAX_EXPONENT_BITS)
+    try:
+        return _bounded(_ANALYTIC[name](mp, value), scope)
+    except (ZeroDivisionError, ValueError) as error:
+        raise Undefined(name) from error
+
+
+def _rounded(name: str, value: Number, scope: _Scope) -> Number:
+    if isinstance(value, Fraction):
+        return Fraction(math.floor(value) if name == "floor" else math.ceil(value))
+    if scope.mp.im(value):
+        raise Undefined("no real number")
+    near = scope.mp.nint(_guard(value, scope))
+    if abs(near - value) < scope.mp.mpf(10) ** -40:
+        return near
+    return (scope.mp.floor if name == "floor" else scope.mp.ceil)(value)
+
+
+def _binomial(n: Number, k: Number, scope: _Scope) -> Number:
+    whole = isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1
+    if whole and 0 <= n <= _MAX_EXACT_FACTORIAL and k >= 0:
+        return Fraction(math.comb(int(n), int(k)))
+    return scope.mp.binomial(_guard(n, scope, 1000), _guard(k, scope, 1000))
+
+
+def _logarithm(name: str, values: list[Number], scope: _Scope) -> Number:
+    mp = scope.mp
+    if values[0] == 0:
+        raise Undefined("the logarithm of zero")
+    logarithm = mp.log(_float(values[0], scope))
+    base = (
+        values[1] if len(values) > 1 else Fraction(10) if name == "lg" or (name == "log" and scope.log_base) else None
+    )
+    if base is None:
+        return logarithm
+    if base in (0, 1):
+        raise Undefined("the base of a logarithm")
+    return logarithm / mp.log(_float(base, scope))
+
+
+_ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
+    "sin": lambda mp, x: mp.sin(x),
+    "cos": lambda mp, x: mp.cos(x),
+    "tan": lambda mp, x: mp.tan(x),
+    "cot": lambda mp, x: mp.cot(x),
+    "sec": lambda mp, x: mp.sec(x),
+    "csc": lambda mp, x: mp.csc(x),
+    "arcsin": lambda mp, x: mp.asin(x),
+    "arccos": lambda mp, x: mp.acos(x),
+    "arctan": lambda mp, x: mp.atan(x),
+    "arccot": lambda mp, x: mp.acot(x),
+    "sinh": lambda mp, x: mp.sinh(x),
+    "cosh": lambda mp, x: mp.cosh(x),
+    "tanh": lambda mp, x: mp.tanh(x),
+    "exp": lambda mp, x: mp.exp(x),
+}
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8192)
+def symbols_of(node: Node) -> frozenset[str]:
+    """Names of the variables; ``pi``, ``e``, ``i`` and ``oo`` are none."""
+    if node[0] == "x":
+        return frozenset() if node[1] in ("pi", "e", "i", "oo") else frozenset({node[1]})
+    found: frozenset[str] = frozenset()
+    for item in node[1:]:
+        if isinstance(item, tuple):
+            found |= symbols_of(item)
+    return found
+
+
+def contains(node: Node, kind: str, name: str | None = None) -> bool:
+    """Whether a node of this kind (and name) is in the tree."""
+    if node[0] == kind and (name is None or node[1] == name):
+        return True
+    return any(isinstance(item, tuple) and contains(item, kind, name) for item in node[1:])
+
+
+def with_sign(node: Node, sign: int) -> Node:
+    r"""The tree with each ``\pm`` replaced by one of its signs."""
+    if node[0] == "±":
+        return ("n", Fraction(sign))
+    return tuple(with_sign(item, sign) if isinstance(item, tuple) else item for item in node)
+
+
+@functools.lru_cache(maxsize=4096)
+def number_of(node: Node, log_base: Literal[0, 10] = 0) -> Number:
+    """The value of an expression without variables: a `Fraction`, or an mpf or mpc of 60 digits.
+
+    Raises:
+        NotMath: it has variables, or is too big.
+        Undefined: it has no value.
+    """
+    if symbols_of(node):
+        raise NotMath("it has variables")
+    return _value(node, _Scope(0, log_base=log_base))
+
+
+def equal(a: Node, b: Node) -> bool | None:
+    """Whether two expressions have the same value wherever both have one.
+
+    Returns:
+        None where that cannot be said here: no point was found at which both are defined.
+    """
+    if a == b:
+        return True
+    logarithms = (0, 10) if contains(a, "f", "log") or contains(b, "f", "log") else (0,)
+    answers = [_equal(a, b, base) for base in logarithms]
+    return True if True in answers else answers[0]
+
+
+def _equal(a: Node, b: Node, log_base: int) -> bool | None:
+    if not (symbols_of(a) or symbols_of(b)):
+        try:
+            return _same_number(a, b, _Scope(0, log_base=log_base))
+        except (Undefined, TooBig):
+            return False
+    has_i = contains(a, "x", "i") or contains(b, "x", "i")
+    supported = False
+    for point in range(_POINTS):
+        scope = _Scope(point, log_base=log_base)
+        try:
+            x, y = _value(a, scope), _value(b, scope)
+        except (Undefined, TooBig):
+            continue
+        if _close(x, y, scope):
+            supported = True
+            continue
+        is_compared = (_is_real(x) and _is_real(y)) or (has_i and point < 2)
+        if is_compared and not _is_roundoff(a, b, x, y, scope):
+            return False
+    return True if supported else None
+
+
+def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
+    x, y = _value(a, scope), _value(b, scope)
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
+        return x == y
+    if not _close(x, y, scope):
+        return _is_roundoff(a, b, x, y, scope)
+    size = abs(_float(x, scope))
+    is_huge = not _MP.isinf(size) and size > _MP.mpf(10) ** 45
+    return not is_huge or not (contains(a, "+") or contains(b, "+"))  # 10^(10^9) + 1 is not 10^(10^9)
+
+
+def _close(x: Number, y: Number, scope: _Scope) -> bool:
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
+        return x == y
+    x, y = _float(x, scope), _float(y, scope)
+    if x == y:
+        return True
+    if _MP.isinf(x) or _MP.isinf(y):
+        return False
+    return bool(abs(x - y) <= max(abs(x), abs(y)) * _MP.mpf(10) ** -40)
+
+
+def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
+    """Whether the difference vanishes with more digits: sin(pi) is 0."""
+    size = max(abs(_float(x, scope)), abs(_float(y, scope)))
+    if _MP.isinf(size) or size > 1e-45:
+        return False
+    more = _Scope(scope.point, log_base=scope.log_base, mp=_MORE)
+    x, y = _float(_value(a, more), more), _float(_value(b, more), more)
+    return bool(abs(x - y) < size * _MORE.mpf(10) ** -60)
+
+
+def _is_real(value: Number) -> bool:
+    return isinstance(value, Fraction) or bool(abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40)
+
+
+def as_float(value: Number) -> Any:
+    """A result of `number_of` as an mpf or mpc."""
+    return _float(value, _Scope(0))
+
+
+def proportional(a: Node, b: Node) -> bool | None:
+    """Whether a = c · b with a constant c ≠ 0: the equations a = 0 and b = 0 are then the same."""
+    ratio = None
+    points = 0
+    for point in range(4):
+        scope = _Scope(point)
+        try:
+            x, y = _value(a, scope), _value(b, scope)
+        except (Undefined, TooBig):
+            continue
+        if x == 0 or y == 0:
+            if (x == 0) != (y == 0):
+                return False
+            continue
+        here = x / y if isinstance(x, Fraction) and isinstance(y, Fraction) else _float(x, scope) / _float(y, scope)
+        if ratio is not None and not _close(ratio, here, scope):
+            return False
+        ratio = here
+        points += 1
+    return True if points >= 2 else None
+
+
+def ratio_at(a: Node, b: Node) -> Any:
+    """a / b at one point, as an mpf or mpc; None where it has no value."""
+    scope = _Scope(0)
+    try:
+        x, y = _float(_value(a, scope), scope), _float(_value(b, scope), scope)
+    except (Undefined, TooBig):
+        return None
+    return (x / y).real if y else None

@@ -1,0 +1,386 @@
+"""Check the rows of all data sets before a launch, and the rest of large ones while the run goes on.
+
+Each row is read, rendered and measured as it will be when it is drawn; with ``--loss-type sft_loss`` it is encoded, and
+otherwise its label is checked by its built-in reward. `slime train`, `slime doctor`, ``--dry-run`` and `slime reward`
+use the same functions and say the same.
+
+Data sets of up to `ALL_ROWS` rows are checked whole. Of larger ones a sample is checked before the launch
+(`positions_to_check`), and the other rows in a process beside the run. Rows of ``--streaming-data`` that are not among
+the first are checked when they are drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.processes import follow_parent
+from slime.prompts.dataset_folders import EVALUATION, TRAINING
+from slime.prompts.prepare import (
+    ALL_ROWS,
+    CheckedRows,
+    Checker,
+    RowJudge,
+    Scan,
+    checked_rows,
+    positions_to_check,
+    scan_rows,
+)
+from slime.prompts.problems import Problems, RowProblem
+from slime.prompts.readers import Row, Rows, iter_rows, open_rows
+from slime.prompts.row_format import Prompt
+from slime.prompts.sft_encoding import Encoded
+from slime.prompts.source import model_context, prompt_checker
+from slime.prompts.tokenizer import load_tokenizer
+from slime.rollout.eval_datasets import eval_datasets
+from slime.rollout.evaluate import eval_checker
+from slime.rollout.rewards.row_checks import RewardJudge
+from slime.rollout.sft import sft_encoding, sft_limits
+
+logger = get_logger(__name__)
+
+#: Share of rows from which on a remark refuses a run: there is none.
+_NEVER = 2.0
+#: Rows that the process beside a run checks between two reports.
+_REPORTED_ROWS = 2_000
+
+
+@dataclass
+class DataSet:
+    """Rows that a run reads, and what is checked of each."""
+
+    path: str
+    rows: Rows
+    checker: Checker
+
+    @property
+    def is_streamed(self) -> bool:
+        return isinstance(self.rows, _FirstRows)
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """How many rows a data set has, and how many of them can be drawn."""
+
+    num_rows: int
+    num_kept: int
+
+
+@dataclass
+class DataReport:
+    """What the check before a launch has found.
+
+    Attributes:
+        errors: what the run cannot work with.
+        warnings: what the user should know.
+        templated: warnings of prompts that carry the chat template already.
+        notes: which rows were checked, where not all were.
+        sizes: by path; streamed data has none.
+        checked: data sets that were checked whole.
+    """
+
+    errors: list[UserError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    templated: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sizes: dict[str, DataSize] = field(default_factory=dict)
+    checked: list[CheckedRows] = field(default_factory=list)
+
+    @property
+    def error(self) -> UserError | None:
+        """All errors as one; None without any."""
+        if len(self.errors) < 2:
+            return self.errors[0] if self.errors else None
+        told = "\n".join(f"  {line}" for error in self.errors for line in str(error).splitlines())
+        return UserError(f"there are {len(self.errors)} problems with the data\n{told}")
+
+
+def validate_data(config: Config, tokenizer: Any) -> DataReport:
+    """Check --prompt-data and all evaluation sets; everything that is found is reported together."""
+    report = DataReport()
+    for data_set in _data_sets(config, tokenizer, report.errors):
+        try:
+            _check(data_set, config.data.num_data_workers, report)
+        except UserError as error:
+            report.errors.append(error)
+    return report
+
+
+def _data_sets(config: Config, tokenizer: Any, errors: list[UserError]) -> Iterator[DataSet]:
+    """Data sets that can be opened; ``errors`` gets what is wrong with the others."""
+    data = config.data
+    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path:
+        yield from _opened(
+            data.prompt_data,
+            lambda path: _FirstRows(path) if data.streaming_data else open_rows(path, TRAINING),
+            lambda: prompt_checker(config, tokenizer),
+            lambda: sft_judge(config, tokenizer) or RewardJudge.of_training(config),
+            errors,
+        )
+    for dataset in [] if config.eval.eval_function_path else eval_datasets(config):
+        yield from _opened(
+            dataset.path,
+            lambda path: open_rows(path, EVALUATION),
+            functools.partial(eval_checker, dataset, config, tokenizer),
+            functools.partial(RewardJudge.of_evaluation, dataset, config),
+            errors,
+        )
+
+
+def _opened(
+    path: str,
+    open_path: Callable[[str], Rows],
+    make_checker: Callable[[], Checker],
+    make_judge: Callable[[], RowJudge | None],
+    errors: list[UserError],
+) -> Iterator[DataSet]:
+    """The data set; a file that is not there is told besides flags that are missing."""
+    rows = checker = None
+    try:
+        rows = open_path(path)
+    except UserError as error:
+        errors.append(error)
+    try:
+        checker = replace(make_checker(), judge=make_judge())
+    except UserError as error:
+        errors.append(error)
+    if rows is not None and checker is not None:
+        yield DataSet(path, rows, checker)
+
+
+def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
+    path, rows, checker = data_set.path, data_set.rows, data_set.checker
+    positions = range(len(rows)) if data_set.is_streamed else positions_to_check(len(rows))
+    found = scan_rows(rows, positions, checker, num_workers)
+    is_all = len(positions) == len(rows) and not (data_set.is_streamed and len(rows) == ALL_ROWS)
+    if error := found.error(path, checker, has_more=not is_all):
+        report.errors.append(error)
+    if line := found.templated_warning(path, checker):
+        report.templated.append(line)
+    report.notes += found.notes(path)
+    report.warnings += found.warnings(path, checker, has_more=not is_all)
+    if isinstance(rows, _FirstRows) and rows.error is not None:
+        report.errors.append(rows.error)
+    if data_set.is_streamed:
+        if not is_all:
+            report.notes.append(f"{path}: the first {len(rows)} rows were checked; others are when they are drawn")
+        return
+    report.sizes[path] = DataSize(len(rows), len(found.kept) if is_all else len(rows))
+    if is_all:
+        report.checked.append(checked_rows(rows, path, checker, found))
+    else:
+        report.notes.append(
+            f"{path}: {len(positions)} of {len(rows)} rows were checked (the first, the last, and some evenly spaced "
+            "between them); the others are while the run goes on"
+        )
+
+
+class _FirstRows:
+    """The first rows of a stream; ``error`` is what ended it."""
+
+    def __init__(self, path: str) -> None:
+        self._rows: list[tuple[str, Row]] = []
+        self.error: UserError | None = None
+        try:
+            self._rows.extend(itertools.islice(iter_rows(path), ALL_ROWS))
+        except UserError as error:
+            self.error = error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, position: int) -> Row:
+        return self._rows[position][1]
+
+    def where(self, position: int) -> str:
+        return self._rows[position][0]
+
+
+# -- supervised fine-tuning ------------------------------------------------------------------------------------------
+
+
+def sft_judge(config: Config, tokenizer: Any) -> SftJudge | None:
+    """The check of rows for supervised fine-tuning; None where nothing is encoded."""
+    return SftJudge(config, tokenizer) if config.algorithm.loss_type == "sft_loss" else None
+
+
+class SftJudge:
+    """Encodes rows as they are trained on (a `slime.prompts.prepare.RowJudge`)."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._encoding = sft_encoding(config, tokenizer)
+        self._templates_text = config.data.apply_chat_template
+        self._limit, self._prompt_limit = sft_limits(config)
+        self._context = model_context(config) if self._limit is None else None
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
+        if not self._templates_text:
+            pairs = ((p.text, p.label) for p in prompts if isinstance(p.text, str) and isinstance(p.label, str))
+            self._encoding.read_ahead(text for pair in pairs for text in pair)
+        return [list(self._problems(prompt)) for prompt in prompts]
+
+    def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
+        tools = prompt.metadata.get("tools")
+        try:
+            encoded = self._encoding.encode(prompt.text, prompt.label, tokens=prompt.tokens, tools=tools)
+        except UserError as error:
+            kind = re.sub(r"\d+", "…", error.what)  # numbers of messages
+            detail = "; ".join(part for part in (error.what if kind != error.what else "", error.why) if part)
+            yield RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
+            return
+        yield from _remarks(encoded)
+        yield from self._too_long([(len(one.tokens), one.prompt_length) for one in encoded.sequences])
+
+    def _too_long(self, lengths: list[tuple[int, int]]) -> Iterator[RowProblem]:
+        """
+        Args:
+            lengths: of the samples of a row, and of what stands before their first trained token.
+        """
+        length, prompt_length = min(lengths)
+        fix = "raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take other data"
+        if self._limit is not None and length > self._limit:
+            kind = f"are longer than {self._limit} tokens, and left out when they are drawn"
+            yield RowProblem(kind, f"the first has {length}", fix, refuse_at=1.0)
+        elif self._prompt_limit is not None and prompt_length > self._prompt_limit:
+            kind = f"have a prompt of more than {self._prompt_limit} tokens, and are left out when they are drawn"
+            yield RowProblem(kind, f"the first has {prompt_length}", fix, refuse_at=1.0)
+        elif self._context is not None and max(lengths)[0] > self._context:
+            kind = f"are longer than the model's context of {self._context} tokens, and are trained on as they are"
+            fix = f"--seq-length {self._context} leaves them out"
+            yield RowProblem(kind, f"the first has {max(lengths)[0]}", fix, refuse_at=_NEVER)
+
+
+def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
+    """What is trained otherwise than a user may expect."""
+    if len(encoded.sequences) > 1:
+        kind = "hold conversations whose earlier turns the chat template rewrites, and become several samples each"
+        yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=_NEVER)
+    if encoded.lost_reasoning:
+        kind = "have reasoning that the chat template does not write, and are trained without it"
+        fix = "write it into the content between <think> marks, or take another template"
+        yield RowProblem(kind, fix=fix, refuse_at=_NEVER)
+    if encoded.without_reasoning:
+        kind = "have answers without the reasoning that the generation prompt opens, and are trained without its mark"
+        yield RowProblem(kind, refuse_at=_NEVER)
+    if encoded.unended is not None:
+        kind = "do not teach the model to end its answers"
+        yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=_NEVER)
+
+
+# -- the rest of large data sets -------------------------------------------------------------------------------------
+
+
+class RemainingRows:
+    """Checks the rows of large data sets that `validate_data` did not, in a process of low priority beside the run.
+
+    Args:
+        warn: is called with what is found, in a thread: once for each kind as soon as there is a row, and again with
+            the number of rows at the end.
+    """
+
+    def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
+        self._config = config
+        self._warn = warn
+        self._told: set[tuple[str, str]] = set()
+        self._process: Any = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._check, name="slime-rows", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _check(self) -> None:
+        if not _has_large(self._config):
+            return
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        with self._lock:
+            if self._is_closed:
+                return
+            arguments = (self._config, sender)
+            self._process = context.Process(target=_check_beside, args=arguments, name="slime-rows", daemon=True)
+            self._process.start()
+        sender.close()
+        with contextlib.suppress(EOFError, OSError):  # the process has ended, or was ended
+            while True:
+                self._tell(*receiver.recv())
+
+    def _tell(self, path: str, problems: Problems, num_rows: int) -> None:
+        """
+        Args:
+            num_rows: that were checked; 0 while others are still to be checked.
+        """
+        if num_rows:
+            for line in problems.warnings(path, num_rows):
+                self._warn(line)
+            return
+        for kind, (_, where, problem) in problems.found.items():
+            if (path, kind) not in self._told:
+                self._told.add((path, kind))
+                self._warn(f"{where}: rows here {kind}; {problem.detail or problem.fix} (other rows are still checked)")
+
+
+def _has_large(config: Config) -> bool:
+    if config.rollout.num_rollout == 0 or config.debug.debug_train_only or config.debug.load_debug_rollout_data:
+        return False
+    for path, splits in _paths(config):
+        with contextlib.suppress(UserError):  # told by those who draw from it
+            if len(open_rows(path, splits)) > ALL_ROWS:
+                return True
+    return False
+
+
+def _paths(config: Config) -> Iterator[tuple[str, Sequence[str]]]:
+    """Data sets that are not streamed."""
+    data = config.data
+    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path and not data.streaming_data:
+        yield data.prompt_data, TRAINING
+    if not config.eval.eval_function_path:
+        yield from ((dataset.path, EVALUATION) for dataset in eval_datasets(config))
+
+
+def _check_beside(config: Config, sender: Connection) -> None:
+    """Send (path, problems so far, number of rows at the end or 0) after each part of a data set."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    follow_parent(parent.pid, lambda: os._exit(1))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends us when it ends
+    os.nice(19)
+    assert config.checkpoint.hf_checkpoint is not None
+    tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
+    for data_set in _data_sets(config, tokenizer, []):
+        if not data_set.is_streamed:
+            _check_rest(data_set, sender)
+
+
+def _check_rest(data_set: DataSet, sender: Connection) -> None:
+    rows = data_set.rows
+    if len(rows) <= ALL_ROWS:
+        return
+    rest = np.setdiff1d(np.arange(len(rows)), positions_to_check(len(rows))).tolist()
+    total = Scan()
+    for low in range(0, len(rest), _REPORTED_ROWS):
+        total.merge(data_set.checker.scan(rows, rest[low : low + _REPORTED_ROWS]))
+        total.kept.clear()
+        if total.problems.found:
+            sender.send((data_set.path, total.problems, 0))
+    sender.send((data_set.path, total.problems, len(rest)))
