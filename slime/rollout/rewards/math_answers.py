@@ -238,9 +238,9 @@ _DECIMAL = re.compile(
 )
 _WHOLE_SCIENTIFIC = re.compile(r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)")
 _MEASURE = re.compile(
-    r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]*\d\.?|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
+    r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
     r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
-    r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|\(|\)|\\overline\{\d+\}| (?=[\d\\(+*/-])(?!\\circ))+)"
+    r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|[()]|\\overline\{\d+\}| (?=[\d\\(+*/-])(?!\\circ))++)"
     r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
     re.S,
 )
@@ -1228,7 +1228,7 @@ def _same_quantity(g: Quantity, a: Any) -> bool | None:
     if g.unit and a.unit:
         return _same_measure(g, a)
     if g.unit or a.unit:
-        angle = (g.unit or a.unit).dimension == (("degree", 1),)  # type: ignore[union-attr]
+        angle = (g.unit or a.unit).dimension == (("degree", 1),)
         return _same_value(g, a) or (angle and equal(_in_radians(g), _in_radians(a)))
     return _same_value(g, a)
 
@@ -1309,7 +1309,7 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
     assert decimal
     if decimal[2] < (_LABEL_DIGITS if g.decimal else _APPROXIMATE_DIGITS):
         return False
-    if not g.decimal and decimal[1] > Fraction(1, 10**6) * max(1, abs(decimal[0])):
+    if not g.decimal and decimal[1] > Fraction(1, 10**6) * max(Fraction(1), abs(decimal[0])):
         return False
     value = number_of(exact.node)
     if isinstance(value, Fraction):
