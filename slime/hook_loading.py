@@ -17,7 +17,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -325,6 +325,44 @@ def named(path: str, flag: str = "") -> str:
     return f"'{path}' ({flag})" if flag else f"'{path}'"
 
 
+def shown(value: Any, most: int = 60) -> str:
+    """``value`` as Python shows it, cut to ``most`` characters; its type where it cannot be shown."""
+    try:
+        return f"{value!r:.{most}}"
+    except Exception as error:  # a class of the user's; integers of more than 4,300 digits
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+#: Flags of functions that make what is trained on, the first to suspect first.
+_MAKERS = (
+    "custom_convert_samples_to_train_data_path",
+    "custom_generate_function_path",
+    "rollout_sample_hook_path",
+    "rollout_function_path",
+    "data_source_path",
+)
+
+
+def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
+    """The user's functions that make tokens and log-probs in a run with these ``flags``, as messages name them.
+
+    Example:
+        >>> makers_of_samples({"custom_generate_function_path": "mine.generate", "custom_rm_path": "mine.reward"})
+        ["'mine.generate' (--custom-generate-function-path)"]
+    """
+    return named_functions(flags, _MAKERS)
+
+
+def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]:
+    """The functions that those of the flags name which are called ``dests``, as messages name them."""
+    found = []
+    for dest in dests:
+        given = flags.get(dest) or ()
+        paths = [given] if isinstance(given, str) else given
+        found += [named(path, "--" + dest.replace("_", "-")) for path in paths if not path.startswith("slime.")]
+    return found
+
+
 def described(value: Any) -> str:
     """What a function returned, in a few words of a message.
 
@@ -338,7 +376,7 @@ def described(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"a {kind} of shape {list(value.shape)}"
     if isinstance(value, (int, float, str, bytes)):
-        return f"the {kind} {value!r:.60}"
+        return f"the {kind} {shown(value)}"
     if inspect.iscoroutine(value):
         value.close()
         return "a coroutine, as it is async"
@@ -366,10 +404,14 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
 # -- calls ---------------------------------------------------------------------------------------------------------
 
 
-async def call_user_function(path: str, *args: Any, **kwargs: Any) -> Any:
-    """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`)."""
+async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: Any) -> Any:
+    """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`).
+
+    Args:
+        flag: that names it, for messages.
+    """
     fn = load_function(path)
-    with failures_of(f"'{path}'"):
+    with failures_of(named(path, flag)):
         return await call_hook(fn, *args, what=path, **kwargs)
 
 

@@ -132,6 +132,11 @@ class GenerateFunction(Protocol):
     (`Sample.append_response_tokens` keeps them together), or with ``response`` alone, which is then tokenised: without
     log-probs, and where the text holds no end token, without the end (a warning). PENDING is taken as COMPLETED.
 
+    Checked on return: kinds of all fields, lengths, ids inside the vocabulary, at least one token of a prompt before
+    the response, masks of 0 and 1, log-probs that are finite and not above 0, rewards. Arrays, tensors and tuples
+    become lists. ``index`` and ``group_index`` are those of the prompt, whatever the sample says (a warning);
+    ``rollout_id`` is given to what a call returns together.
+
     At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
     sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.
     What raises because of the abort is put back as it was. Pushes in flight, and rollouts beside yours, cut answers
@@ -150,7 +155,8 @@ class SampleHook(Protocol):
     """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it was given.
 
     May be given several times. Called for every finished sample of the built-in rollout and evaluation, in the order of
-    the flags.
+    the flags. What it changes or returns is checked as what a generate function returns; index, group_index and
+    rollout_id stay those of the sample that it was given.
     """
 
     def __call__(
@@ -163,7 +169,9 @@ class RewardFunction(Protocol):
     its other numbers are metrics (``rollout/reward_part/<key>``).
 
     With ``--group-rm``, and when one generate call returned several samples, it is called with the list of samples
-    and returns a list of rewards. Sync functions run in threads, several at once.
+    and returns a list of rewards. Sync functions run in threads, several at once. A reward is one finite number between
+    -1e18 and 1e18 of Python, NumPy or torch (bools, decimals and fractions too). It may set ``metadata``,
+    ``train_metadata``, ``remove_sample`` and ``teacher_log_probs`` of its sample; what was generated it only reads.
 
     Example:
         >>> def reward_func(args, sample, **kwargs):
@@ -176,7 +184,8 @@ class RewardFunction(Protocol):
 class DynamicFilter(Protocol):
     """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`.
 
-    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where executions fanned out.
+    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where executions fanned out. A
+    filter that removes entries of the list, or changes what was generated, is refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
@@ -198,7 +207,8 @@ class RolloutSampleFilter(Protocol):
     """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups.
 
     ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is trained on with a
-    loss mask of zeros; it still counts in the statistics of its group.
+    loss mask of zeros; it still counts in the statistics of its group. Groups and samples that are taken out of the
+    lists would be trained on all the same: such a filter is refused.
     """
 
     def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
@@ -243,7 +253,8 @@ class RewardPostProcess(Protocol):
     """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync.
 
     ``samples`` is what is trained on of the batch, flat, group after group. The second list takes the place of the
-    group-normalised rewards, the scalar advantage of each sample; the first is logged.
+    group-normalised rewards, the scalar advantage of each sample; the first is logged. Each is a finite number between
+    -1e18 and 1e18. The function may set ``teacher_log_probs``; the list and what was generated stay as they are.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...

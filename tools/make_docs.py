@@ -12,6 +12,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,11 +37,19 @@ boolean is text, as it is written in the data: `"answer": 5.10` gives `sample.la
 `crash/` folder. What your code prints is in `logs/rollout.log`, or in `logs/trainer-<rank>.log` for hooks of the
 trainer.
 
+**What a hook may change.** Data sources, generate functions, rollout functions and sample hooks make samples; what they
+return is checked field by field. All other hooks get finished samples and only read what was generated:
+FROZEN_FIELDS.
+They may set every other field (`reward`, `label`, `metadata`, `train_metadata`, `remove_sample`, `teacher_log_probs`)
+and attributes of their own. A hook that changes a frozen field, in place or by assignment, is refused with its flag,
+its path, the field, and the value before and after. Errors of training name the hooks that made its data first.
+
 **A hook that goes wrong costs its own sample.** Each call of a function for one sample, or one group, stands alone.
 
 - One that **raises** (`sys.exit` and a cancellation of its own included), or **returns** `None`, another type, lengths
-  that do not fit, NaN or a token that the model does not have: its sample is tried a second time, from where it
-  failed; then its group is replaced by another prompt.
+  that do not fit, NaN, a number that float32 cannot square or a token that the model does not have: its sample is tried
+  a second time, from where it failed; then its group is replaced by another prompt.
+- One that **changes** what was generated (see above): the sample is set back, and it counts as one that raises.
 - One that **hangs**: a reward scores 0 after `--rm-timeout` and is counted (`rollout/reward_timeout`). A generate
   function is cancelled when nothing in the rollout has moved for `--rollout-stall-timeout`, a sample hook or a filter
   after as long by itself; the group is replaced.
@@ -152,12 +161,16 @@ def flags_page() -> str:
 
 def hooks_page(source: str, example: str) -> str:
     """docs/hooks.md from the texts of slime/hooks.py and of the example of several turns."""
+    from slime.samples.sample_fields import FROZEN
+
     tree = ast.parse(source)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     flags_of: dict[str, list[str]] = {}
     for flag, protocol in _hook_table(tree):
         flags_of.setdefault(protocol, []).append(f"--{flag.replace('_', '-')}")
-    parts = [_HOOKS_HEAD, _data_source_section(classes["DataSource"])]
+    frozen = textwrap.fill(", ".join(f"`{name}`" for name in FROZEN), 118)
+    head = _HOOKS_HEAD.replace("FROZEN_FIELDS", frozen)
+    parts = [head, _data_source_section(classes["DataSource"])]
     parts += [_hook_section(flags, classes[protocol]) for protocol, flags in flags_of.items()]
     parts.append(_TURNS.format(code=example))
     parts.append(

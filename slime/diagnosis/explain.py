@@ -356,7 +356,7 @@ def _of_end(
 def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> list[Finding]:
     """What is wrong with the curves: it ended no run, and may have made it worthless."""
     try:
-        alarms = find_alarms(rows, ended=ended)
+        alarms = find_alarms(rows, ended=ended, flags=flags)
     except (TypeError, KeyError, ValueError):  # rows of another version
         return []
     return [_of_alarm(alarm, rows, flags) for alarm in alarms]

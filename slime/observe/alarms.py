@@ -10,10 +10,11 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.hook_loading import makers_of_samples
 from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.growth import Growth, steady_growth, sudden_growth
 from slime.observe.room import cut_shares, no_room
@@ -32,6 +33,8 @@ _CONTRAST_FIX = (
     "raise --n-samples-per-prompt or --rollout-temperature, take prompts that the model sometimes gets right, or"
     " --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std"
 )
+#: What names of slime's own metrics begin with.
+_OURS = ("train/", "rollout/", "eval/", "perf/")
 _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 
@@ -176,7 +179,10 @@ def nonfinite(rows: Rows) -> list[Alarm]:
     names = ", ".join(
         f"{key} (first at step {step})" for key, step in sorted(bad.items(), key=lambda item: item[1])[:5]
     )
-    return [Alarm("NaN or infinity in the metrics", names, "lower --lr, set --clip-grad 1.0, prefer --bf16 to --fp16")]
+    fix = "lower --lr, set --clip-grad 1.0, prefer --bf16 to --fp16"
+    if not any(key.startswith(_OURS) for key in bad):
+        fix = "look at the function of yours that gives them"
+    return [Alarm("NaN or infinity in the metrics", names, fix)]
 
 
 def reward_collapse(rows: Rows) -> list[Alarm]:
@@ -401,14 +407,27 @@ CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
 )
 
 
-def find_alarms(rows: Rows, *, ended: bool = False) -> list[Alarm]:
+def find_alarms(rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | None = None) -> list[Alarm]:
     """All alarms of one stage, the gravest first.
 
     Args:
         ended: no row will come any more.
+        flags: of the run, to name the user's functions that an alarm may come from.
     """
     checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
-    return [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows)]
+    found = [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows)]
+    makers = ", ".join(makers_of_samples(flags or {}))
+    return [_naming(makers, alarm) if alarm.name == "train_rollout_mismatch" else alarm for alarm in found]
+
+
+def _naming(makers: str, alarm: Alarm) -> Alarm:
+    """The alarm with the user's functions that made the tokens and log-probs which it is about, where there are any."""
+    if not makers:
+        return alarm
+    title = "Log-probs of the samples are not those of the trainer"
+    detail = f"{makers} made these tokens and log-probs; {alarm.detail}"
+    fix = f"check first that it returns the engine's own tokens and log-probs, each in its place; then {alarm.fix}"
+    return dataclasses.replace(alarm, title=title, detail=detail, fix=fix)
 
 
 # -- while the run goes on -----------------------------------------------------------------------------------------
@@ -419,13 +438,14 @@ class AlarmWatch:
 
     Args:
         rows: of this stage, as an earlier process of the run logged them.
+        flags: as in `find_alarms`.
     Attributes:
         on: those of the newest row, the gravest first.
     """
 
-    def __init__(self, rows: Rows = ()) -> None:
-        self._rows = list(rows)
-        self.on = find_alarms(rows)
+    def __init__(self, rows: Rows = (), flags: Mapping[str, Any] | None = None) -> None:
+        self._rows, self._flags = list(rows), flags
+        self.on = find_alarms(rows, flags=flags)
 
     def add(self, row: dict[str, Any]) -> None:
         """A row that is looked at with the next one."""
@@ -437,11 +457,11 @@ class AlarmWatch:
         self.add(row)
         if len(self._rows) > _MOST_ROWS:  # the older half by every second row: what was said of it has been said
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
-        before, self.on = {alarm.name for alarm in self.on}, find_alarms(self._rows)
+        before, self.on = {alarm.name for alarm in self.on}, find_alarms(self._rows, flags=self._flags)
         now = {alarm.name for alarm in self.on}
         metrics = {f"alarm/{name}": float(name in now) for name in before | now}
         return [alarm for alarm in self.on if alarm.name not in before], metrics
 
     def at_the_end(self) -> list[Alarm]:
         """What is wrong with a run of which no row will come any more, the gravest first."""
-        return find_alarms(self._rows, ended=True)
+        return find_alarms(self._rows, ended=True, flags=self._flags)

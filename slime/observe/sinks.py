@@ -80,7 +80,8 @@ class Sinks:
         self._tracing = config.observe.trace
         self._console, self._sinks = _make(config, run, console)
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
-        self._alarms = AlarmWatch()
+        self._flags = vars(config.flat())
+        self._alarms = AlarmWatch(flags=self._flags)
         self._step_start = now()
         self._failed_phase: str | None = None
         self._log_seconds = 0.0
@@ -105,7 +106,7 @@ class Sinks:
             for sink in self._sinks:
                 sink.log(first_step, saved)
             logged.append(metrics_row(first_step, saved, self._run.stage))
-        self._alarms = AlarmWatch(logged)
+        self._alarms = AlarmWatch(logged, self._flags)
         self._timer.forget_all_but("launch")
         self._step_start, self._log_seconds = now(), 0.0
 

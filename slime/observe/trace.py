@@ -64,8 +64,14 @@ _current: ContextVar[Span | None] = ContextVar("slime_trace_span", default=None)
 
 def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
     """How often a root span of this name was recorded before: an aborted sample that is resumed has attempt 1."""
-    events = samples[0].trace["events"] if samples and samples[0].trace else []
+    events = samples[0].trace["events"] if samples and _has_trace(samples[0]) else []
     return sum(e["type"] == "span_start" and e["name"] == name and e["parent_span_id"] is None for e in events)
+
+
+def _has_trace(sample: Sample) -> bool:
+    """Whether spans were recorded; what else users' code may have put there is none."""
+    trace = sample.trace
+    return isinstance(trace, dict) and "trace_id" in trace and isinstance(trace.get("events"), list)
 
 
 def _append(
@@ -78,8 +84,9 @@ def _append(
     parent_span_id: str | None,
     attrs: dict[str, Any],
 ) -> None:
-    if sample.trace is None:
+    if not _has_trace(sample):
         sample.trace = {"version": TRACE_VERSION, "trace_id": secrets.token_hex(16), "events": []}
+    assert sample.trace is not None
     sample.trace["events"].append(
         {
             "type": kind,

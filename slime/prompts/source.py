@@ -25,7 +25,7 @@ import numpy as np
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
-from slime.hook_loading import check_class, failures_of, load_function, user_function, with_user_frames
+from slime.hook_loading import check_class, failures_of, load_function, named, user_function, with_user_frames
 from slime.hooks import DataSource
 from slime.legacy_paths import replaced
 from slime.log import get_logger, tell
@@ -43,6 +43,8 @@ from slime.user_calls import running
 
 logger = get_logger(__name__)
 
+#: The flag that names a class of the user's, for messages.
+_SOURCE = "--data-source-path"
 _BLANK = Prompt(text="", tokens=[], label=None, metadata={}, bare="")
 #: Rows that tell whether a data set holds turns of a chat.
 _ROWS_LOOKED_AT = 32
@@ -71,10 +73,10 @@ def _built(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> Dat
     cls = load_function(path)
     check_class(cls, DataSource, path)
     BUILT_FROM.set((config, tokenizer))
-    with failures_of(f"'{path}'"):
+    with failures_of(named(path, _SOURCE)):
         source: DataSource = cls(config.flat())
     for method in ("get_samples", "add_samples", "mark_consumed", "mark_discarded"):
-        setattr(source, method, _telling_failures(getattr(source, method), f"{path}.{method}"))
+        setattr(source, method, _telling_failures(getattr(source, method), named(f"{path}.{method}", _SOURCE)))
     return source
 
 
@@ -176,6 +178,11 @@ def _pop_first(*args: Any) -> list[list[Sample]]:
     return groups
 
 
+def _buffer_filter_name(path: str | None) -> str:
+    return named(path, BUFFER_FILTER) if path else "the buffer filter"
+
+
+BUFFER_FILTER = "--buffer-filter-path"
 _AS_IT_IS = "as it is"
 
 
@@ -202,7 +209,9 @@ class PromptSource(DataSource):
     def __init__(self, config: Config, tokenizer: Any, judge: RowJudge | None = None) -> None:
         self._group_size = config.rollout.n_samples_per_prompt
         path = config.rollout.buffer_filter_path
-        self._buffer = SampleBuffer(config.flat(), user_function(path) if path else _pop_first)
+        self._buffer = SampleBuffer(
+            config.flat(), user_function(path, BUFFER_FILTER) if path else _pop_first, _buffer_filter_name(path)
+        )
         self._order = _open_order(config, tokenizer, judge)
         seed = config.rollout.rollout_seed
         self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS

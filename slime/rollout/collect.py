@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed
+from slime.hook_loading import FunctionFailed, named
 from slime.hooks import DataSource, DynamicFilter
 from slime.log import get_logger
 from slime.rollout.execution import GroupRunner
@@ -29,7 +29,7 @@ from slime.rollout.failed_groups import too_many_failed, why_failed
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.group_run import Activity, GroupRun, key_left_with
 from slime.rollout.journal import Journal, Kind, drawn_as, is_prompt
-from slime.rollout.returned import wrong_group
+from slime.rollout.returned import identity_of, wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import ANY_VERSION, Sample, Versions
 
@@ -123,6 +123,9 @@ class Collector:
         self.abort_timeout = abort_timeout
         self.watchdog = Watchdog(self.client, runner, stall_timeout)
         self.drawn: list[GroupRun] = []
+        self._identities: set[tuple[str, int | None]] = set()  # `identity_of` all that were drawn
+        path = getattr(runner.state.args, "data_source_path", None)
+        self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order
         self.result = Collected([], [])
         self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
@@ -184,7 +187,7 @@ class Collector:
             self.result.data_seconds += time.monotonic() - started
             if not isinstance(groups, list):
                 raise FunctionFailed(
-                    f"the data source gave a {type(groups).__name__}", fix="return list[group][Sample]"
+                    f"{self._source_name} gave a {type(groups).__name__}", fix="return list[group][Sample]"
                 )
         except FunctionFailed as error:
             self._draw_failed(error)
@@ -196,9 +199,10 @@ class Collector:
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            if (wrong := wrong_group(samples, self.group_size)) is not None:
+            if (wrong := wrong_group(samples, self.group_size, self._identities, self._source_name)) is not None:
                 self._draw_failed(wrong)
                 continue
+            self._identities |= identity_of(samples)
             run = self._taken_up(samples)
             self.drawn.append(run)
             if self._is_stale(run) and not self._takes_stale(run):

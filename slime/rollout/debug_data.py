@@ -17,6 +17,7 @@ from slime.errors import UserError
 from slime.files import replacing
 from slime.path_patterns import Evaluation, fill, found, literal
 from slime.samples.groups import groups_from_nested
+from slime.samples.sample_fields import unpicklable
 from slime.samples.types import Group, Sample
 
 
@@ -26,7 +27,16 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
 
     path, name = fill(pattern, rollout_id), rollout_id if isinstance(rollout_id, int) else str(rollout_id)
     with replacing(path) as unfinished:
-        torch.save({"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}, unfinished)
+        try:
+            torch.save({"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}, unfinished)
+        except Exception as error:
+            if not (place := unpicklable(samples)):
+                raise
+            raise UserError(
+                f"the samples of rollout {name} cannot be dumped",
+                why=f"a function of yours has set {place}",
+                fix="keep what no file can hold out of samples, or leave --save-debug-rollout-data out",
+            ) from error
     return path
 
 

@@ -31,6 +31,7 @@ from slime.hook_loading import (
     check_signature,
     is_async,
     load_function,
+    named,
     user_frames,
     with_user_frames,
 )
@@ -40,7 +41,14 @@ from slime.log import get_logger
 from slime.observe.trace import Span, span
 from slime.rollout.generate import GenerateState, bind_state, generate, is_too_long, note_too_long, prompt_token_ids
 from slime.rollout.group_run import Activity, Execution, GroupRun
-from slime.rollout.returned import check_values, finish_samples, samples_of, tell_of_text_alone
+from slime.rollout.returned import (
+    check_values,
+    finish_samples,
+    keep_identity,
+    samples_of,
+    tell_of_other_prompt,
+    tell_of_text_alone,
+)
 from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
 from slime.samples.types import Sample, SampleStatus
 from slime.user_calls import alone
@@ -54,6 +62,8 @@ _MOST_CUTS = 8
 _GENERATE, _SAMPLE, _GROUP = (
     f"slime.rollout.sglang_rollout:{name}" for name in ("generate", "generate_and_rm", "generate_and_rm_group")
 )
+#: What names a function that a sample brings along (--eval-config gives each data set its own).
+_OF_SAMPLE = "generate_function_path of the sample"
 #: Failures of samples told in the log, of one rollout.
 _MOST_SAID = 20
 
@@ -295,6 +305,7 @@ class GroupRunner:
             path, fn = "the plugin's generate_and_rm", whole
         elif path:
             fn = self._checked(path, GenerateFunction)
+            path = self._generate_name(path)
         elif (fn := replaced(_GENERATE)) is not None:
             path = "the plugin's generate"
         else:
@@ -303,7 +314,7 @@ class GroupRunner:
         execution.prompt, execution.function = copy_of_prompt(sample), path
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
-            raise UserError(f"'{path}' is not async", fix="declare the generate function with 'async def'")
+            raise UserError(f"{path} is not async", fix="declare the generate function with 'async def'")
         try:
             return await alone(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
@@ -342,6 +353,8 @@ class GroupRunner:
             from_text = finish_samples(samples, prompt, self.state.tokenizer, origin, **options)
             for sample in samples if execution.function else ():
                 check_values(sample, origin, self.state.vocab_size, self.state.args)
+                if not is_fan_out:
+                    tell_of_other_prompt(sample, prompt, origin)
         except UserError as error:
             if not execution.function:
                 raise
@@ -353,16 +366,23 @@ class GroupRunner:
     async def _run_hooks(self, execution: Execution) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
-            hook, execution.function = self._checked(path, SampleHook), path
+            origin = named(path, "--rollout-sample-hook-path")
+            hook, execution.function = self._checked(path, SampleHook), origin
             for position, sample in enumerate(execution.samples):
+                execution_id = sample.rollout_id
                 async with self._turn_of(hook):
-                    own = await apply_sample_hook(hook, path, self.state.args, sample, optional, self.hook_limit)
+                    own = await apply_sample_hook(hook, origin, self.state.args, sample, optional, self.hook_limit)
                 try:
-                    check_values(own, path, self.state.vocab_size, self.state.args)
+                    check_values(own, origin, self.state.vocab_size, self.state.args)
                 except UserError as error:
                     raise FunctionFailed.of(error) from error
+                keep_identity(own, execution.prompt, origin)
+                own.rollout_id = execution_id
                 execution.samples[position] = own
         execution.function = ""
+
+    def _generate_name(self, path: str) -> str:
+        return named(path, "--custom-generate-function-path" if path == self._default_path else _OF_SAMPLE)
 
     def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
         """Sync hooks take turns, though each has a thread: they may count and collect."""
@@ -438,7 +458,8 @@ def _said(execution: Execution, error: Exception) -> str:
     frames = user_frames(error)
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))  # of a reward, which has told its lines
     said = notes or (f"\n  {frames}" if frames else "")
-    return f"while {execution.activity.value}: {type(error).__name__}: {error}{said}"
+    where = f" in {execution.function}" if execution.function else ""
+    return f"while {execution.activity.value}{where}: {type(error).__name__}: {error}{said}"
 
 
 def _hung(execution: Execution) -> FunctionHangs:

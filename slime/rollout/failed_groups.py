@@ -17,7 +17,8 @@ def why_failed(run: GroupRun) -> str:
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
                 told = f"{error.what} ({error.why})" if error.why else error.what
-            return f"sample {execution.prompt.index} while {execution.activity.value}: {told}"
+            where = f" in {execution.function}" if execution.function else ""
+            return f"sample {execution.prompt.index} while {execution.activity.value}{where}: {told}"
     statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
     return f"the generate function returned samples with status {', '.join(statuses)}"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.hook_loading import FunctionFailed, call_hook, described, failures_of, named
 from slime.hooks import DynamicFilter, DynamicFilterOutput
+from slime.samples.sample_fields import frozen
 from slime.samples.types import Sample
 
 FLAG = "--dynamic-sampling-filter-path"
@@ -52,7 +53,7 @@ async def call_dynamic_filter(
         return DynamicFilterOutput(keep=True)
     path = getattr(args, "dynamic_sampling_filter_path", None)
     what = f"the function {named(path, FLAG)}" if path else f"the function of {FLAG}"
-    with failures_of(what):
+    with failures_of(what), frozen(samples, what, [samples], is_ordered=False):
         verdict = await call_hook(fn, args, samples, what=what, limit=limit)
     return verdict_of(verdict, what)
 

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.config.config import Config
-from slime.errors import UserError
-from slime.hook_loading import call_user_function
+from slime.hook_loading import FunctionFailed, call_user_function, described, named
 from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.path_patterns import Evaluation
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.generate import current_state, is_in_run
+from slime.rollout.user_rollouts import checked_metrics
+from slime.samples.reward_values import reward_number
+from slime.samples.sample_fields import as_list, frozen
 from slime.samples.types import Sample
 
 Metrics = dict[str, float]
+#: The flags of log functions, for messages.
+ROLLOUT_LOG, EVAL_LOG = "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"
 
 _LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_metrics")
 """Of the log function that runs, also where no engine has generated (SFT)."""
@@ -61,8 +65,14 @@ async def finish_rollout(
     path = config.rollout.custom_rollout_log_function_path
     limit = config.rollout.rollout_stall_timeout
     with _collecting() as logged:
-        if path and await call_user_function(path, rollout_id, args, samples, metrics, seconds, limit=limit):
-            return RolloutFnTrainOutput(output.samples, dict(logged))
+        if path:
+            origin = named(path, ROLLOUT_LOG)
+            with frozen(samples, origin):
+                given = (rollout_id, args, samples[:], metrics, seconds)
+                takes_over = await call_user_function(path, *given, flag=ROLLOUT_LOG, limit=limit)
+            logged, metrics = checked_metrics(logged, origin) or {}, checked_metrics(metrics, origin) or {}
+            if is_true(takes_over, origin):
+                return RolloutFnTrainOutput(output.samples, logged)
     measured = measure(samples) if measure is not None else {}
     return RolloutFnTrainOutput(output.samples, measured | metrics | logged)
 
@@ -81,15 +91,12 @@ async def finish_evaluation(
     Args:
         before_training: no rollout came before it: its dump must not be replaced by that of the one after rollout 0.
     Raises:
-        UserError: a data set without a list of rewards.
+        FunctionFailed: a data set without a list of rewards; what the log function did besides logging.
     """
     metrics: dict[str, Any] = dict(output.metrics or {})
+    path = args.eval_function_path
+    _check_evaluation(output.data, named(path, "--eval-function-path") if path else "the evaluation")
     for name, values in output.data.items():
-        if not isinstance(values, dict) or not isinstance(values.get("rewards"), list):
-            raise UserError(
-                f"{args.eval_function_path} returned no list of rewards for data set {name!r}",
-                fix="return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}",
-            )
         if f"eval/{name}" not in metrics and values["rewards"]:
             metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
     samples = [sample for values in output.data.values() for sample in values.get("samples") or ()]
@@ -97,9 +104,48 @@ async def finish_evaluation(
     path = config.rollout.custom_eval_rollout_log_function_path
     limit = config.rollout.rollout_stall_timeout
     with _collecting() as logged:
-        if path and await call_user_function(path, rollout_id, args, output.data, metrics, limit=limit):
-            return RolloutFnEvalOutput(output.data, dict(logged))
+        if path:
+            origin = named(path, EVAL_LOG)
+            with frozen(samples, origin):
+                given = (rollout_id, args, output.data, metrics)
+                takes_over = await call_user_function(path, *given, flag=EVAL_LOG, limit=limit)
+            logged, metrics = checked_metrics(logged, origin) or {}, checked_metrics(metrics, origin) or {}
+            if is_true(takes_over, origin):
+                return RolloutFnEvalOutput(output.data, logged)
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds} | logged)
+
+
+def _check_evaluation(data: Any, origin: str) -> None:
+    """Check what an evaluation function returned; rewards become floats.
+
+    Raises:
+        FunctionFailed: a data set without a list of finite rewards, or samples that are none.
+    """
+    fix = "return {name: {'rewards': [number, …], 'truncated': […], 'samples': […]}}"
+    if not isinstance(data, dict):
+        raise FunctionFailed(f"{origin} returned {described(data)} as its data", fix=fix)
+    for name, values in data.items():
+        rewards = as_list(values.get("rewards")) if isinstance(values, dict) else None
+        if not isinstance(rewards, list):
+            raise FunctionFailed(f"{origin} returned no list of rewards for data set {name!r}", fix=fix)
+        roles = [f"the reward of sample {position} of data set {name!r}" for position in range(len(rewards))]
+        values["rewards"] = [reward_number(value, origin, role) for value, role in zip(rewards, roles)]
+        samples = values.get("samples") or ()
+        if not isinstance(samples, (list, tuple)) or not all(isinstance(sample, Sample) for sample in samples):
+            raise FunctionFailed(f"{origin} returned samples of data set {name!r} that are none", fix=fix)
+
+
+def is_true(value: Any, origin: str) -> bool:
+    """What a log function returned, as a truth.
+
+    Raises:
+        FunctionFailed: it has none, as an array of several numbers has not.
+    """
+    try:
+        return bool(value)
+    except Exception as error:  # whatever its class raises
+        what = f"{origin} returned {described(value)}"
+        raise FunctionFailed(what, fix="return True to replace the default logging, else None") from error
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:

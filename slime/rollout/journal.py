@@ -43,6 +43,7 @@ from slime.config.config import Config
 from slime.files import bring_to_disk, json_safe
 from slime.hook_loading import fingerprint
 from slime.log import get_logger, tell
+from slime.samples.sample_fields import unpicklable
 from slime.samples.types import ANY_VERSION, Sample, Versions
 
 logger = get_logger(__name__)
@@ -231,7 +232,7 @@ class Journal:
                 self._remove_files_with(index)
             return
         except Exception as problem:  # values of the user's that no pickle can hold
-            self._give_up(problem)
+            self._give_up(problem, unpicklable(samples))
             return
         self._places.setdefault(index, []).append(place)
         self.newest_version = max(self.newest_version, newest)
@@ -269,12 +270,14 @@ class Journal:
                 self._syncing.start()
         return self._files[rollout_id]
 
-    def _give_up(self, problem: Exception) -> None:
+    def _give_up(self, problem: Exception, place: str) -> None:
+        """
+        Args:
+            place: what of the samples no file can hold; a function of the user's has put it there.
+        """
         self._is_open = False
-        logger.error(
-            "the journal ends here, what is generated from now on is lost with a crash: %s: %s",
-            type(problem).__name__, problem,
-        )  # fmt: skip
+        said = f"a function of yours has set {place}" if place else f"{type(problem).__name__}: {problem}"
+        logger.error("the journal ends here, what is generated from now on is lost with a crash: %s", said)
 
     def _give_up_file(self, rollout_id: int, problem: OSError) -> None:
         """Records do not depend on each other: what is missing here is generated again, and nothing else."""

@@ -26,7 +26,7 @@ from slime.engines.keys import key_of
 from slime.engines.router import wants_routing_key
 from slime.engines.workers import list_workers
 from slime.errors import UserError
-from slime.hook_loading import call_user_function, load_function
+from slime.hook_loading import load_function, named
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.legacy_paths import replaced
 from slime.log import get_logger
@@ -51,7 +51,14 @@ from slime.rollout.group_run import Execution
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
-from slime.rollout.user_rollouts import call_rollout_fn, check_age, replaced_evaluation, validate_groups
+from slime.rollout.user_rollouts import (
+    call_rollout_fn,
+    call_with_groups,
+    check_age,
+    check_groups,
+    replaced_evaluation,
+    validate_groups,
+)
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import ANY_VERSION, Sample, Versions
 from slime.user_calls import WatchedLoop, watch_loop
@@ -244,14 +251,16 @@ class RolloutLoop:
             if custom is None:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
-                path = self.args.rollout_function_path or "the plugin's generate_rollout"
                 returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=False, path=path
+                    custom, self.args, rollout_id, self.source, evaluation=False, path=self.args.rollout_function_path
                 )
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
-            origin = self.args.rollout_function_path or "the rollout"
+            path = self.args.rollout_function_path
+            origin = named(path, "--rollout-function-path") if path else "the rollout"
             validate_groups(output.samples, origin)
+            if custom is not None:
+                check_groups(output.samples, origin, self._vocab_size, self.args)
             if custom is not None and self.config.sync.stale_samples != "correct":
                 check_age(output.samples, origin, versions)
             seconds = time.monotonic() - started
@@ -298,10 +307,10 @@ class RolloutLoop:
         limit = rollout.rollout_stall_timeout
         if rollout.rollout_sample_filter_path:
             views = [run.samples for run in collected.chosen]
-            await call_user_function(rollout.rollout_sample_filter_path, self.args, views, limit=limit)
+            await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_user_function(rollout.rollout_all_samples_process_path, self.args, views, source, limit=limit)
+            await call_with_groups("rollout_all_samples_process_path", self.args, views, source, limit=limit)
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
         counted = counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
@@ -331,7 +340,7 @@ class RolloutLoop:
         Raises:
             UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
         """
-        path = self.args.eval_function_path or "the plugin's generate_rollout"
+        path = self.args.eval_function_path
         custom = _custom_function(self.args.eval_function_path) or replaced(f"{_OLD}generate_rollout")
         async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slime.config.estimators import those_where
+from slime.samples.reward_values import is_finite, is_number
 from slime.samples.types import Group, Sample, SampleStatus
 
 _REPETITION_WINDOW = 10_000
@@ -63,7 +64,8 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
 
 
 def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str, float]:
-    """Means of the numbers beside the reward in dict rewards: each over the samples that have it. True counts as 1.
+    """Means of the finite numbers beside the reward in dict rewards: each over the samples that have it. True counts
+    as 1.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -76,9 +78,7 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for key, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
-            if getattr(value, "shape", None) == ():
-                value = value.item()  # numpy's and torch's numbers
-            if isinstance(value, (int, float)) and key != getattr(args, "reward_key", None):
+            if key != getattr(args, "reward_key", None) and is_number(value) and is_finite(value):
                 parts[str(key)].append(float(value))
     return {f"{prefix}/reward_part/{name}": statistics.fmean(values) for name, values in sorted(parts.items())}
 
@@ -132,7 +132,7 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
     """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask for."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
-        rounds = [s.metadata["round_number"] for s in samples if "round_number" in s.metadata]
+        rounds = [n for s in samples if is_number(n := s.metadata.get("round_number")) and is_finite(n)]
         metrics |= distribution("multi_turn/round_number", rounds)
         metrics |= distribution("multi_turn/trained_len", [s.effective_response_length for s in samples])
     if args.log_passrate:

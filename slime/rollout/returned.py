@@ -6,19 +6,22 @@ batch along; refused here, it costs itself.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed
+from slime.hook_loading import FunctionFailed, shown
 from slime.log import get_logger, tell
 from slime.prompts.tokenizer import opening_tokens
 from slime.rollout.continued import has_ended
 from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.group_run import GroupRun
-from slime.samples.types import Sample, SampleStatus
+from slime.samples.reward_values import reward_number
+from slime.samples.routed_experts import experts_problem
+from slime.samples.sample_fields import PER_TOKEN, kind_problem, number_problem, token_problem
+from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
 
@@ -50,10 +53,11 @@ def finish_samples(
     """
     from_text: list[Sample] = []
     for sample in samples:
-        sample.index = prompt.index if sample.index is None else sample.index
-        sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
+        if (problem := kind_problem(sample)) is not None:
+            raise UserError(f"{origin} returned a sample (index {prompt.index}) with {problem[0]}", fix=problem[1])
+        keep_identity(sample, prompt, origin)
         sample.session_id = sample.session_id or prompt.session_id
-        from_text += [sample] if complete_tokens(sample, tokenizer, prompt.tokens) else []
+        from_text += [sample] if _completed(sample, tokenizer, prompt.tokens, origin) else []
         sample.validate(origin)
         if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
             sample.status = SampleStatus.ABORTED if aborting else SampleStatus.COMPLETED
@@ -64,9 +68,20 @@ def finish_samples(
                 f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
                 fix="set the same sample.rollout_id on each of them, or leave it None",
             )
-        for sample in samples:
-            sample.rollout_id = prompt.index if sample.rollout_id is None else sample.rollout_id
+    for sample in samples:
+        sample.rollout_id = prompt.index if is_fan_out else prompt.rollout_id
     return from_text
+
+
+def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) -> bool:
+    """`complete_tokens`, whose errors name the function."""
+    try:
+        return complete_tokens(sample, tokenizer, drawn)
+    except UserError as error:
+        raise UserError(f"{origin} returned an odd sample: {error.what}", error.why, error.fix) from error
+    except Exception as error:  # whatever the tokenizer or the chat template says to such a prompt
+        what = f"{origin} returned a sample (index {sample.index}) whose text cannot be tokenised"
+        raise UserError(what, why=f"{type(error).__name__}: {error}", fix="return tokens as well") from error
 
 
 def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
@@ -124,60 +139,140 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
 
 
 def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any) -> None:
-    """Check the values of a sample that users' code has built or changed, its lengths being right.
+    """Check the values of a sample that users' code has built or changed, its kinds and lengths being right.
 
     Args:
         vocab_size: of the model; None where it is not known.
     Raises:
-        UserError: a token that is no whole number or that the model does not have, a log-prob that is not finite, or a
-            reward that is no finite number.
+        UserError: a token that is no whole number or that the model does not have, no token before the response, a
+            log-prob that is not finite or above 0, spans or experts that do not fit, or a reward that is no finite
+            number.
     """
 
     def refuse(what: str, fix: str) -> None:
         raise UserError(f"{origin} returned a sample (index {sample.index}) with {what}", fix=fix)
 
+    if problem := token_problem(sample.tokens, vocab_size):
+        refuse(problem, "encode with the model's tokenizer")
     if set(map(type, sample.tokens)) - {int}:
-        sample.tokens = _whole_numbers(sample.tokens, refuse)
-    if sample.tokens:
-        least, most = min(sample.tokens), max(sample.tokens)
-        if least < 0 or (vocab_size is not None and most >= vocab_size):
-            has = "no negative ids" if vocab_size is None else f"{vocab_size} tokens, from 0"
-            refuse(f"the token {least if least < 0 else most}", f"the model has {has}: encode with its tokenizer")
-    for name in ("rollout_log_probs", "teacher_log_probs"):
-        values = getattr(sample, name)
-        if values and not math.isfinite(sum(values)):
-            refuse(f"{name} that are not finite", "give the log-probs of the engine's answer, 0.0 where there is none")
-    if sample.reward is not None:
-        reward = sample.reward
-        if isinstance(reward, dict):
-            keys = (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None))
-            reward = next((reward[key] for key in keys if key in reward), 0.0)
-        if isinstance(reward, (str, bytes)) or not math.isfinite(float(reward)):
-            refuse(f"the reward {sample.reward!r:.80}", "set a finite number, or None to have it scored")
+        sample.tokens = [operator.index(token) for token in sample.tokens]  # NumPy's and torch's, too
+    if sample.response_length and not sample.prompt_length:
+        refuse(
+            f"{len(sample.tokens)} tokens, all of them of the response",
+            "put the prompt's tokens before them: sample.tokens = prompt_ids + response_ids, with response_length ="
+            " len(response_ids); or append with sample.append_response_tokens",
+        )
+    for name in PER_TOKEN:
+        if problem := number_problem(name, getattr(sample, name)):
+            refuse(problem, "give the numbers of the engine's answer, 0.0 where the model did not sample the token")
+    bounds = [0, *(bound for span in sample.token_spans for bound in (span.start, span.end)), sample.response_length]
+    if bounds != sorted(bounds):
+        refuse(f"token_spans {shown(sample.token_spans)}", "leave them to sample.append_response_tokens")
+    if problem := experts_problem(sample.rollout_routed_experts, len(sample.tokens)):
+        refuse(f"rollout_routed_experts {problem}", "leave them to sample.append_response_tokens")
+    check_reward(sample, origin, args)
 
 
-def _whole_numbers(tokens: Sequence[Any], refuse: Callable[[str, str], None]) -> list[int]:
-    try:
-        return [operator.index(token) for token in tokens]  # numpy's and torch's, too
-    except TypeError:
-        odd = next(token for token in tokens if not hasattr(token, "__index__"))
-        refuse(f"{odd!r:.40} among its tokens", "give token ids, whole numbers")
-        raise
+def check_reward(sample: Sample, origin: str, args: Any) -> None:
+    """Check the reward that users' code has set, where it has.
+
+    Raises:
+        FunctionFailed: it is no finite number, and no dict with one.
+    """
+    role = f"the reward of sample {sample.index}"
+    if isinstance(sample.reward, dict):
+        for key in (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None)):
+            if key in sample.reward:
+                sample.reward[key] = reward_number(sample.reward[key], origin, f"{key!r} in {role}")
+    elif sample.reward is not None:
+        sample.reward = reward_number(sample.reward, origin, role)
 
 
-def wrong_group(samples: Any, group_size: int) -> FunctionFailed | None:
+def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
+    """Give a sample the indices that it was drawn with: order, seeds and group statistics go by them."""
+    for name in ("index", "group_index"):
+        drawn, own = getattr(prompt, name), getattr(sample, name)
+        if own not in (None, drawn):
+            tell(
+                logger,
+                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of the prompt; "
+                "sample.metadata has room for numbers of yours",
+                origin, name, own, drawn, once=f"{name} {origin}",
+            )  # fmt: skip
+        setattr(sample, name, drawn)
+
+
+def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
+    """Say it once where a function returns other prompt tokens than it was given, and calls the prompt the same."""
+    drawn, own = prompt.tokens[: prompt.prompt_length], sample.tokens[: sample.prompt_length]
+    if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:
+        tell(
+            logger,
+            "%s returns tokens that do not begin with those of the prompt that it was given (sample %s, for one: %d "
+            "tokens, %d given). Where it renders the prompt itself, set sample.prompt to what it renders; otherwise "
+            "put sample.tokens, as they were given, before the response",
+            origin, prompt.index, len(own), len(drawn), once=f"other prompt {origin}",
+        )  # fmt: skip
+
+
+def check_distinct(groups: Sequence[Group], origin: str) -> None:
+    """Check that no two groups of a rollout, and no two executions, pass for one.
+
+    Raises:
+        FunctionFailed: two groups with one group_index, whose rewards would be compared; executions with one index.
+    """
+    fix = "give each group a group_index, and each sample an index, of its own; or leave them None"
+    for name, values in (
+        ("group_index", [next((s.group_index for s in group.samples), None) for group in groups]),
+        ("index", [execution[0].index for group in groups for execution in group.executions]),
+    ):
+        [(value, count)] = Counter(value for value in values if value is not None).most_common(1) or [(None, 1)]
+        if count > 1:
+            things = "groups" if name == "group_index" else "samples"
+            raise FunctionFailed(f"{origin} returned {count} {things} with {name} {value}", fix=fix)
+    ids = Counter(id(sample) for group in groups for sample in group.samples)
+    if len(ids) != ids.total():
+        raise FunctionFailed(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
+
+
+def wrong_group(
+    samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
+) -> FunctionFailed | None:
     """What is wrong with a group that a data source gave; None where nothing is.
 
     Args:
         group_size: executions that it must have.
+        taken: `identity_of` the groups that this rollout has drawn already.
+        source: the data source in messages.
     """
     what = ""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
-        what = f"that is {samples!r:.60}"
+        what = f"that is {shown(samples)}"
+    elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
+        what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
     elif any(sample.index is None for sample in samples):
         what = "whose samples have no index"
     elif (count := len(GroupRun.of(samples).executions)) != group_size:
         what = f"of {count} samples"
+    elif len({sample.group_index for sample in samples}) > 1:
+        what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
+    elif len({each.prompt.index for each in GroupRun.of(samples).executions}) < group_size:
+        what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
+    elif again := identity_of(samples) & set(taken):
+        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
     why = f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
-    fix = "set group_index and index in get_samples"
-    return FunctionFailed(f"the data source gave a group {what}", why, fix) if what else None
+    fix = "count group_index and index on in get_samples, from draw to draw"
+    if what:
+        return FunctionFailed(f"{source} gave a group {what}", why, fix)
+    try:
+        for sample in samples:
+            sample.validate(source)
+    except UserError as error:
+        return FunctionFailed.of(error)
+    return None
+
+
+def identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
+    """What no other group of a rollout may have: the index of the group, and of each of its samples."""
+    of_group = {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
+    return of_group | {("index", sample.index) for sample in samples}

@@ -11,23 +11,23 @@ from slime.samples.types import Sample, SampleStatus
 
 
 async def apply_sample_hook(
-    hook: Any, path: str, args: Any, sample: Sample, optional: dict[str, Any], limit: float | None = None
+    hook: Any, origin: str, args: Any, sample: Sample, optional: dict[str, Any], limit: float | None = None
 ) -> Sample:
     """What a sample hook makes of ``sample``.
 
     Args:
+        origin: the hook in messages (`slime.hook_loading.named`).
         limit: seconds that it may take.
     Raises:
         FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do not fit.
     """
-    own = await call_hook(hook, args, sample, optional=optional, what=f"{path} on sample {sample.index}", limit=limit)
-    if own is None:
-        return sample
+    own = await call_hook(hook, args, sample, optional=optional, what=f"{origin} on sample {sample.index}", limit=limit)
+    own = sample if own is None else own
     if not isinstance(own, Sample):
-        what = f"'{path}' returned a {type(own).__name__}"
+        what = f"{origin} returned a {type(own).__name__}"
         raise FunctionFailed(what, fix="return a sample, or None to keep it")
     try:
-        own.validate(path)
+        own.validate(origin)
     except UserError as error:
         raise FunctionFailed.of(error) from error
     return own
@@ -74,5 +74,5 @@ def copy_of_prompt(sample: Sample) -> Sample:
     twin.weight_versions = list(sample.weight_versions)
     twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
     if sample.trace is not None:  # whose events stay as they are
-        twin.trace = {**sample.trace, "events": list(sample.trace["events"])}
+        twin.trace = {**sample.trace, "events": list(sample.trace.get("events", ()))}
     return twin

@@ -3,34 +3,90 @@ checked."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from slime.config.flag import option_of
 from slime.errors import UserError
-from slime.hook_loading import call_hook, failures_of
+from slime.hook_loading import (
+    FunctionFailed,
+    call_hook,
+    call_user_function,
+    described,
+    failures_of,
+    named,
+    shown,
+)
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
 from slime.legacy_paths import replaced
+from slime.log import get_logger, tell
+from slime.rollout.returned import check_distinct, check_values
 from slime.samples.groups import groups_from_nested
-from slime.samples.types import Group, Versions
+from slime.samples.reward_values import is_finite, is_number
+from slime.samples.sample_fields import frozen
+from slime.samples.types import Group, Sample, Versions
+
+logger = get_logger(__name__)
 
 
 async def call_rollout_fn(
-    fn: RolloutFunction, args: Any, rollout_id: int, data_source: DataSource, *, evaluation: bool, path: str = ""
+    fn: RolloutFunction,
+    args: Any,
+    rollout_id: int,
+    data_source: DataSource,
+    *,
+    evaluation: bool,
+    path: str | None = None,
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
 
     Raises:
         UserError: it returned something else, or samples that do not fit `groups_from_nested`.
     """
-    origin = path or str(fn)
-    with failures_of(f"'{origin}'"):
-        output = await call_hook(fn, args, rollout_id, data_source, what=origin, evaluation=evaluation)
+    flag = "--eval-function-path" if evaluation else "--rollout-function-path"
+    origin = named(path, flag) if path else "the plugin's generate_rollout"
+    with failures_of(origin):
+        output = await call_hook(fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation)
     output = wrapped(output, evaluation)
     if evaluation and isinstance(output, RolloutFnEvalOutput):
-        return output
+        return RolloutFnEvalOutput(output.data, checked_metrics(output.metrics, origin))
     if not evaluation and isinstance(output, RolloutFnTrainOutput):
-        return RolloutFnTrainOutput(groups_from_nested(output.samples, origin), output.metrics)
+        groups = groups_from_nested(output.samples, origin)
+        return RolloutFnTrainOutput(groups, checked_metrics(output.metrics, origin))
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    raise UserError(f"{origin} returned a {type(output).__name__}", fix=f"return a slime.hooks.{wanted.__name__}")
+    raise FunctionFailed(f"{origin} returned {described(output)}", fix=f"return a slime.hooks.{wanted.__name__}")
+
+
+async def call_with_groups(dest: str, args: Any, views: list[list[Sample]], *more: Any, limit: float) -> None:
+    """Call the function of the flag ``dest``, which is given groups of finished samples and returns nothing.
+
+    Raises:
+        FunctionFailed: it failed, or changed what was generated or the lists.
+    """
+    path, flag = getattr(args, dest), option_of(dest)
+    samples = [sample for view in views for sample in view]
+    with frozen(samples, named(path, flag), [views, *views], is_ordered=False):
+        await call_user_function(path, args, views, *more, flag=flag, limit=limit)
+
+
+def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
+    """The metrics that a function gave; what is not finite is told once, by name, and logged as NaN.
+
+    Raises:
+        FunctionFailed: they are no dict with text for names.
+    """
+    if metrics is None:
+        return None
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        fix = "metrics are a dict: {'mine/name': number}"
+        raise FunctionFailed(f"{origin} gave {described(metrics)} as its metrics", fix=fix)
+    found = dict(metrics)
+    for name, value in metrics.items():
+        if is_number(value) and not is_finite(value):
+            found[name] = math.nan
+            said = "%s gives the metric %s, which is %s: it is logged as not finite"
+            tell(logger, said, origin, name, shown(value), once=f"metric {name} {origin}")
+    return found
 
 
 def wrapped(output: Any, evaluation: bool) -> Any:
@@ -52,8 +108,23 @@ def validate_groups(groups: list[Group], origin: str) -> None:
         for sample in group.samples:
             sample.validate(origin)
             if not sample.tokens:
-                raise UserError(f"{origin} returned a sample (index {sample.index}) without tokens")
+                raise FunctionFailed(
+                    f"{origin} returned a sample (index {sample.index}) without tokens",
+                    fix="put prompt and response tokens into sample.tokens",
+                )
     groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
+
+
+def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args: Any) -> None:
+    """Check the values of what a rollout function of the user's own returned.
+
+    Raises:
+        UserError: tokens, log-probs or rewards that cannot be trained on; indices that are not distinct.
+    """
+    for group in groups:
+        for sample in group.samples:
+            check_values(sample, origin, vocab_size, args)
+    check_distinct(groups, origin)
 
 
 def check_age(groups: list[Group], origin: str, versions: Versions) -> None:

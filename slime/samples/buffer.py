@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.errors import UserError
+from slime.hook_loading import FunctionFailed, described
 from slime.samples.types import Sample
 
 #: (args, rollout_id, buffer, num_samples) → the groups taken; see `slime.hooks.BufferFilter`.
@@ -25,6 +25,7 @@ class SampleBuffer:
     Args:
         args: what the filter gets as ``args``.
         select: the filter; it must remove from the buffer what it returns.
+        name: of the filter, for messages.
 
     Attributes:
         groups: that wait here, the oldest first.
@@ -36,8 +37,8 @@ class SampleBuffer:
         ([0], 1)
     """
 
-    def __init__(self, args: Any = None, select: Select = pop_first) -> None:
-        self._args, self.choose = args, select
+    def __init__(self, args: Any = None, select: Select = pop_first, name: str = "the buffer filter") -> None:
+        self._args, self.choose, self._name = args, select, name
         self.groups: list[list[Sample]] = []
 
     def __len__(self) -> int:
@@ -50,15 +51,18 @@ class SampleBuffer:
         """At most ``count`` groups.
 
         Raises:
-            UserError: the filter returned more than asked, or left what it returned in the buffer.
+            FunctionFailed: the filter returned no list of groups, more than asked, or left what it returned in the
+                buffer.
         """
         if not self.groups or count <= 0:
             return []
         before = len(self.groups)
         taken = self.choose(self._args, rollout_id, self.groups, count)
+        if not isinstance(taken, list) or not all(isinstance(group, list) for group in taken):
+            raise FunctionFailed(f"{self._name} returned {described(taken)}", fix="return a list of groups")
         if len(taken) > count or before - len(self.groups) < len(taken):
-            raise UserError(
-                f"the buffer filter returned {len(taken)} groups of {count} asked for and removed "
+            raise FunctionFailed(
+                f"{self._name} returned {len(taken)} groups of {count} asked for and removed "
                 f"{before - len(self.groups)} from the buffer",
                 fix="return at most num_samples groups and delete each of them from the list it was given",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +10,14 @@ from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import user_function
+from slime.hook_loading import FunctionFailed, described, named, user_function
 from slime.log import get_logger
+from slime.samples.reward_values import reward_number
+from slime.samples.sample_fields import as_list, frozen
 from slime.samples.types import Group, Sample, SampleStatus
+
+#: The flag that names a function which shapes rewards, for messages.
+POST_PROCESS = "--custom-reward-post-process-path"
 
 logger = get_logger(__name__)
 
@@ -182,15 +186,13 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
         return zeros, list(zeros)
     path = config.reward.custom_reward_post_process_path
     if path:
-        return _rewards_from_hook(user_function(path)(args, samples), len(samples), path)
+        origin = named(path, POST_PROCESS)
+        with frozen(samples, origin, [samples]):
+            returned = user_function(path, POST_PROCESS)(args, samples)
+        for sample in samples:
+            sample.validate(origin)  # it may set teacher_log_probs
+        return _rewards_from_hook(returned, samples, origin)
     rewards = [sample.get_reward_value(args) for sample in samples]
-    for sample, reward in zip(samples, rewards):
-        if not math.isfinite(reward):
-            raise UserError(
-                f"the reward of sample {sample.index} is {reward}",
-                why="a generate function or hook set it: rewards of reward functions are checked when they are given",
-                fix="set a finite number, or status FAILED for a sample that is not to be trained on",
-            )
     estimator = ESTIMATORS[config.algorithm.advantage_estimator]
     normalised = normalise_rewards(
         rewards,
@@ -205,19 +207,24 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 def _raw_reward(sample: Sample, reward: float) -> float:
     """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped one."""
     raw = sample.metadata.get("raw_reward")
-    return reward if raw is None else float(raw)
+    role = f'metadata["raw_reward"] of sample {sample.index}'
+    return reward if raw is None else reward_number(raw, "a function of yours", role)
 
 
-def _rewards_from_hook(result: Any, count: int, path: str) -> tuple[list[float], list[float]]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise UserError(f"'{path}' returned a {type(result).__name__}", fix="return (raw_rewards, rewards)")
-    raw, rewards = [float(value) for value in result[0]], [float(value) for value in result[1]]
-    if len(raw) != count or len(rewards) != count:
-        raise UserError(
-            f"'{path}' returned {len(raw)} raw rewards and {len(rewards)} rewards for {count} samples",
-            fix="return one number per sample, in the order of the samples",
+def _rewards_from_hook(result: Any, samples: list[Sample], origin: str) -> tuple[list[float], list[float]]:
+    fix = "return (raw_rewards, rewards): two lists with one number per sample, in the order of the samples"
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)
+    raw, rewards = map(as_list, result)
+    if not isinstance(raw, list) or not isinstance(rewards, list):
+        raise FunctionFailed(f"{origin} returned {described(result[0])} and {described(result[1])}", fix=fix)
+    if len(raw) != len(samples) or len(rewards) != len(samples):
+        raise FunctionFailed(
+            f"{origin} returned {len(raw)} raw rewards and {len(rewards)} rewards for {len(samples)} samples", fix=fix
         )
-    bad = [position for position, value in enumerate(rewards) if not math.isfinite(value)]
-    if bad:
-        raise UserError(f"'{path}' returned {rewards[bad[0]]} as the reward of sample {bad[0]} of {count}")
-    return raw, rewards
+
+    def checked(values: list[Any], kind: str) -> list[float]:
+        roles = [f"the {kind} of the sample with index {sample.index}" for sample in samples]
+        return [reward_number(value, origin, role) for value, role in zip(values, roles)]
+
+    return checked(raw, "raw reward"), checked(rewards, "reward")

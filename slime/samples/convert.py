@@ -12,7 +12,7 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import named, user_function
+from slime.hook_loading import makers_of_samples, named, user_function
 from slime.log import get_logger
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
@@ -20,6 +20,7 @@ from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.packing import PackingRules, Schedule, plan_steps
+from slime.samples.sample_fields import frozen, number_problem
 from slime.samples.types import Group
 
 logger = get_logger(__name__)
@@ -42,9 +43,11 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
-        returned = user_function(hook_path, CONVERSION)(args, trainable.samples)
+        origin, samples = named(hook_path, CONVERSION), trainable.samples
+        with frozen(samples, origin, [samples]):
+            returned = user_function(hook_path, CONVERSION)(args, samples)
         vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
-        columns = columns_from_hook(returned, trainable, named(hook_path, CONVERSION), vocab_size)
+        columns = columns_from_hook(returned, trainable, origin, vocab_size)
     else:
         columns = columns_from_samples(trainable, config, args)
     _check_lengths(columns, config)
@@ -52,7 +55,10 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     stats = _global_stats(columns, trainable, schedule)
     mask_sums = columns.rollout_mask_sums()
     ranks = range(layout.data_parallel_size)
-    return [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
+    shards = [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
+    for shard in shards:
+        _check_log_probs(shard, args)
+    return shards
 
 
 def _check_lengths(columns: Columns, config: Config) -> None:
@@ -137,8 +143,6 @@ def _shard(
         return None if column is None else [_tensor(column[i], np.float32) for i in rows]
 
     experts = columns.routed_experts
-    for name in ("rollout_log_probs", "teacher_log_probs"):
-        _check_numbers(name, getattr(columns, name), rows, columns.sample_indices)
     return TrainBatch(
         rollout_id=rollout_id,
         tokens=[_tensor(columns.tokens[i], np.int64) for i in rows],
@@ -161,20 +165,20 @@ def _shard(
     )
 
 
-def _check_numbers(name: str, column: list[Any] | None, rows: list[int], indices: list[int]) -> None:
-    """numpy would make NaN of a None in a list of numbers, and say nothing.
-
-    Raises:
-        UserError: names the sample and the position.
+def _check_log_probs(shard: TrainBatch, args: Any) -> None:
     """
-    for i in rows if column is not None else []:
-        values = column[i]  # type: ignore[index]
-        if isinstance(values, list | tuple) and None in values:
-            raise UserError(
-                f"{name} of the sample with index {indices[i]} has no number at position {values.index(None)}",
-                why=f"{values.count(None)} of its {len(values)} entries are None",
-                fix="give every response token a number: 0.0 (and loss mask 0) where the model did not sample it",
-            )
+    Raises:
+        UserError: names the functions that make samples, the sample, and what is wrong with which log-prob.
+    """
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        for index, values in zip(shard.sample_indices, getattr(shard, name) or ()):
+            if problem := number_problem(name, values):
+                makers = " or ".join(makers_of_samples(vars(args))) or "the rollout"
+                raise UserError(
+                    f"{makers} returned a sample (index {index}) with {problem}",
+                    fix="give every response token the log-prob of the engine's answer: 0.0 (and loss mask 0) where"
+                    " the model did not sample it",
+                )
 
 
 def _tensor(values: Any, dtype: Any) -> torch.Tensor:

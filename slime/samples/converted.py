@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from slime.hook_loading import FunctionFailed, described
 from slime.samples.columns import Columns, Trainable, described_columns
+from slime.samples.reward_values import reward_number
+from slime.samples.routed_experts import experts_problem
+from slime.samples.sample_fields import as_list, number_problem, token_problem
 
 #: The flag that names a converter, for messages.
 CONVERSION = "--custom-convert-samples-to-train-data-path"
@@ -47,6 +47,10 @@ def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size
     for name, kind in _ONE_EACH.items():
         if name in data:
             data[name] = _each(data[name], kind, name, origin)
+    for name in ("rewards", "raw_rewards"):
+        if name in data:
+            role = f"{_OUR_NAMES.get(name, name)!r} of sample"
+            data[name] = [reward_number(value, origin, f"{role} {i}") for i, value in enumerate(data[name])]
     if count == len(trainable.samples):
         defaults = described_columns(trainable)
     else:
@@ -90,11 +94,9 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
     return data
 
 
-def _finite(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError
-    number = float(value)  # numpy's and torch's, too
-    if not math.isfinite(number):
+def _whole(value: Any) -> int:
+    number = operator.index(value)
+    if abs(number) >= 2**63:
         raise ValueError
     return number
 
@@ -113,12 +115,10 @@ def _metadata(value: Any) -> dict[str, Any] | None:
 
 #: Column with one value per sample → what makes it of an entry, or raises, and what an entry must be.
 _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "response_lengths": (operator.index, "a whole number"),
-    "rewards": (_finite, "a finite number"),
-    "raw_rewards": (_finite, "a finite number"),
-    "sample_indices": (operator.index, "a whole number"),
-    "group_ids": (operator.index, "a whole number"),
-    "execution_ids": (operator.index, "a whole number"),
+    "response_lengths": (_whole, "a whole number"),
+    "sample_indices": (_whole, "a whole number"),
+    "group_ids": (_whole, "a whole number"),
+    "execution_ids": (_whole, "a whole number"),
     "truncated": (_truth, "0 or 1"),
     "metadata": (_metadata, "a dict or None"),
 }
@@ -135,51 +135,40 @@ def _each(column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, 
     return made
 
 
-def _check_tokens(columns: Columns, returned: Iterable[str], origin: str, vocab_size: int | None) -> None:
+def _check_tokens(columns: Columns, returned: Collection[str], origin: str, vocab_size: int | None) -> None:
     """Lengths and values of what has one entry per token, where the converter ``returned`` it."""
     names = [name for name in _PER_TOKEN if name in returned]
-    for position, (tokens, length) in enumerate(zip(columns.tokens, columns.response_lengths)):
+    for position, length in enumerate(columns.response_lengths):
         where = f"of sample {position}"
-        ids = _numbers(tokens, f"{origin} returned {described(tokens)} as 'tokens' {where}", "give a list of token ids")
-        if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= (vocab_size or math.inf)):
-            has = f"{vocab_size} tokens, from 0" if vocab_size else "whole numbers from 0"
-            raise FunctionFailed(
-                f"{origin} returned 'tokens' {where} that the model does not have",
-                why=f"they are {ids.dtype} from {ids.min()} to {ids.max()}; the model has {has}",
-                fix="encode with its tokenizer",
-            )
-        found = {}
+        tokens = columns.tokens[position] = as_list(columns.tokens[position])
+        if problem := token_problem(tokens, vocab_size):
+            raise FunctionFailed(f"{origin} returned 'tokens' {where} with {problem}", fix="encode with its tokenizer")
         for name in names:
-            values, fix = getattr(columns, name)[position], f"give {_PER_TOKEN[name]} for each response token"
-            found[name] = _numbers(values, f"{origin} returned {described(values)} as {name!r} {where}", fix)
-            allowed = np.isin(found[name], (0, 1)) if name == "loss_masks" else np.isfinite(found[name])
-            if not allowed.all():
-                raise FunctionFailed(f"{origin} returned {found[name][~allowed][0]} among {name!r} {where}", fix=fix)
-        sizes = {"loss_masks": len(columns.loss_masks[position])} | {name: len(found[name]) for name in names}
-        if not 0 < length <= len(ids) or any(size != length for size in sizes.values()):
+            column = getattr(columns, name)
+            values = column[position] = as_list(column[position])
+            field = "loss_mask" if name == "loss_masks" else name
+            problem = number_problem(field, values) if isinstance(values, list) else f"{described(values)} as {name}"
+            if problem:
+                fix = f"give {_PER_TOKEN[name]} for each response token"
+                raise FunctionFailed(f"{origin} returned for sample {position} {problem}", fix=fix)
+        sizes = {name: len(getattr(columns, name)[position]) for name in {"loss_masks": 0, **dict.fromkeys(names)}}
+        if not 0 < length < len(tokens) or any(size != length for size in sizes.values()):
             also = "".join(f", {size} {name}" for name, size in sizes.items() if name != "loss_masks")
             raise FunctionFailed(
-                f"{origin}: sample {position} has {len(ids)} tokens, response_length {length} and a loss mask of "
+                f"{origin}: sample {position} has {len(tokens)} tokens, response_length {length} and a loss mask of "
                 f"{sizes['loss_masks']}{also}",
-                fix="tokens hold prompt and response; loss masks and log-probs have one entry per response token",
+                why="tokens hold the prompt, at least one token, and the response",
+                fix="loss masks and log-probs have one entry per response token",
             )
-        if "loss_masks" in found:
-            columns.loss_masks[position] = found["loss_masks"].astype(int).tolist()
+        if "loss_masks" in names:
+            columns.loss_masks[position] = [int(value) for value in columns.loss_masks[position]]
+        experts = columns.routed_experts[position] if columns.routed_experts is not None else None
+        if "routed_experts" in returned and (problem := experts_problem(experts, len(tokens))):
+            raise FunctionFailed(f"{origin} returned 'rollout_routed_experts' {where} {problem}")
 
 
 _PER_TOKEN = {
     "loss_masks": "0 or 1",
-    "rollout_log_probs": "a finite number",
-    "teacher_log_probs": "a finite number",
+    "rollout_log_probs": "a finite number, at most 0,",
+    "teacher_log_probs": "a finite number, at most 0,",
 }
-
-
-def _numbers(values: Any, what: str, fix: str) -> Any:
-    """[n], of an empty list too."""
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FunctionFailed(what, why=str(error), fix=fix) from error
-    if found.ndim != 1 or found.dtype.kind not in "biuf":
-        raise FunctionFailed(what, why="" if found.ndim != 1 else "not all of its entries are numbers", fix=fix)
-    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
+from slime.hook_loading import FunctionFailed, described
+from slime.samples.sample_fields import kind_problem
 from slime.samples.types import Group, Sample
 
 
@@ -21,6 +23,8 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
     Raises:
         UserError: an entry that is neither, or siblings of one execution without a common ``rollout_id``.
     """
+    if not isinstance(nested, (list, tuple)):
+        raise FunctionFailed(f"{origin} returned {described(nested)} as its samples", fix="return list[list[Sample]]")
     groups = []
     for position, entry in enumerate(nested):
         if isinstance(entry, Group):
@@ -31,6 +35,10 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
             samples = item if isinstance(item, list) else [item]
             if not all(isinstance(sample, Sample) for sample in samples):
                 raise UserError(f"{origin} returned something other than samples", fix="return list[list[Sample]]")
+            for sample in samples:
+                if (problem := kind_problem(sample)) is not None:
+                    what = f"{origin} returned a sample (index {sample.index}) with {problem[0]}"
+                    raise FunctionFailed(what, fix=problem[1])
             ids = {sample.rollout_id for sample in samples}
             if isinstance(item, list) and (None in ids or len(ids) > 1):
                 given = ", ".join(sorted(map(str, ids)))

@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 UNKNOWN = -1
 
 
+def experts_problem(experts: Any, num_tokens: int) -> str:
+    """What is wrong with the experts that users' code has set for a sample of ``num_tokens``; "" where nothing is."""
+    import numpy as np
+
+    if experts is None:
+        return ""
+    try:
+        found = np.asarray(experts)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"that are no array ({error})"
+    if found.size and (found.dtype.kind not in "iu" or found.ndim not in (2, 3)):
+        return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers [tokens - 1, layers, experts]"
+    return f"for {len(found)} of {num_tokens - 1} tokens" if found.ndim and len(found) >= max(num_tokens, 1) else ""
+
+
 def decode_routed_experts(
     payload: str, num_tokens: int, *, start: int = 0, before: Any = None, shape: tuple[int, int] | None = None
 ) -> np.ndarray:

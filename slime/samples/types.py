@@ -16,7 +16,10 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from slime.errors import UserError
+from slime.hook_loading import shown
+from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import decode_routed_experts
+from slime.samples.sample_fields import kind_problem, number_problem
 
 
 class SampleStatus(StrEnum):
@@ -33,15 +36,6 @@ _STATUS_OF_FINISH_REASON = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
-}
-
-
-#: Fields of the contract that this version cannot train with → why. What needs them would be trained without them.
-_NOT_TRAINED_ON = {
-    "multimodal_train_inputs": "vision-language models are not in this version",
-    "multimodal_train_input_id": "vision-language models are not in this version",
-    "rollout_top_p_token_ids": "log-probs of training are over the whole vocabulary, whatever --rollout-top-p",
-    "rollout_top_p_token_offsets": "log-probs of training are over the whole vocabulary, whatever --rollout-top-p",
 }
 
 
@@ -201,7 +195,7 @@ class Sample:
                     why=f"its status is '{self.status.value}'",
                     fix="let the reward function return a number for it, or drop the sample in a filter",
                 )
-            return float(self.reward)
+            return reward_number(self.reward, "a function of yours", f"the reward of sample {self.index}")
         key = getattr(args, "reward_key", None)
         if key not in self.reward:
             raise UserError(
@@ -209,7 +203,7 @@ class Sample:
                 why=f"its keys are: {', '.join(map(str, self.reward))}",
                 fix="pass --reward-key with one of them",
             )
-        return float(self.reward[key])
+        return reward_number(self.reward[key], "a function of yours", f"the reward {key!r} of sample {self.index}")
 
     def token_versions(self) -> tuple[int, ...]:
         """Weight versions of its tokens, each once, in the order of their numbers; () where none is known."""
@@ -318,22 +312,24 @@ class Sample:
     # -- validation ----------------------------------------------------------------------------------
 
     def validate(self, origin: str = "sample") -> None:
-        """Check the lengths; called once when the sample leaves user code.
+        """Check kinds and lengths of all fields (`slime.samples.sample_fields`) when the sample leaves user code.
 
-        A loss mask over all tokens (prompt too) is cut to the response; any other odd length is refused.
+        Arrays and tensors become lists. A loss mask over all tokens (prompt too) is cut to the response; any other odd
+        length is refused.
 
         Args:
             origin: who made the sample, for the message (the path of the user's function, say).
         Raises:
-            UserError: a length that does not fit, a mask value other than 0 and 1, a field that training would ignore,
-                or a status that there is not.
+            UserError: a field of another kind, a length that does not fit, a mask value other than 0 and 1, a field
+                that training would ignore, or a status that there is not.
         """
 
         def refuse(what: str, fix: str) -> None:
             raise UserError(f"{origin} returned a sample (index {self.index}) with {what}", fix=fix)
 
-        length: Any = self.response_length  # users' code may leave anything there
-        if not hasattr(length, "__index__") or length < 0 or length > len(self.tokens):
+        if (problem := kind_problem(self)) is not None:
+            refuse(*problem)
+        if self.response_length < 0 or self.response_length > len(self.tokens):
             refuse(
                 f"response_length {self.response_length} but {len(self.tokens)} tokens",
                 "tokens must hold the prompt and the response; use sample.append_response_tokens",
@@ -346,16 +342,13 @@ class Sample:
                     f"a loss_mask of {len(self.loss_mask)} entries for {self.response_length} response tokens",
                     "give one entry per response token (or one per token of prompt and response)",
                 )
-            if not set(self.loss_mask) <= {0, 1}:
-                refuse("a loss_mask with values other than 0 and 1", "use 1 for trained tokens, else 0")
+            if odd := number_problem("loss_mask", self.loss_mask):
+                refuse(odd, "use 1 for trained tokens, else 0")
         for name in ("rollout_log_probs", "teacher_log_probs"):
             if (values := getattr(self, name)) is not None and len(values) != self.response_length:
                 refuse(f"{len(values)} {name} for {self.response_length} response tokens", "give one entry per token")
-        for name, reason in _NOT_TRAINED_ON.items():
-            if getattr(self, name) is not None:
-                refuse(f"{name}, which nothing reads: {reason}", "leave it None")
-        if self.status not in list(SampleStatus):
-            refuse(f"status {self.status!r}", f"set it to one of: {', '.join(SampleStatus)}")
+        if not isinstance(self.status, str) or self.status not in list(SampleStatus):
+            refuse(f"status {shown(self.status)}", f"set it to one of: {', '.join(SampleStatus)}")
         self.status = SampleStatus(self.status)
 
     # -- storage -------------------------------------------------------------------------------------

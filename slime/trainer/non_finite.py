@@ -40,10 +40,19 @@ class NonFiniteTraining(UserError):
     Attributes:
         sample_indices: of the samples whose loss is not finite, over all ranks; empty when only gradients are not.
         parameters: names of the gradients that are not finite, over all ranks.
+
+    Args:
+        functions: of the user's, by which the loss has come about (`slime.trainer.user_functions.behind_the_loss`).
     """
 
     def __init__(
-        self, rollout_id: int, step: int, grad_norm: float, sample_indices: list[int], parameters: list[str]
+        self,
+        rollout_id: int,
+        step: int,
+        grad_norm: float,
+        sample_indices: list[int],
+        parameters: list[str],
+        functions: Sequence[str] = (),
     ) -> None:
         self.sample_indices, self.parameters = sample_indices, parameters
         if sample_indices:
@@ -54,11 +63,14 @@ class NonFiniteTraining(UserError):
             if parameters:
                 rest = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
                 why += f"; not finite: the gradient of {', '.join(parameters[:4])}{rest}"
+        if functions:
+            why = f"the loss comes by functions of yours: {', '.join(functions)}; {why}"
+        first = "check first what these functions return; then " if functions else ""
         super().__init__(
             f"training stopped at rollout {rollout_id}, step {step}: NaN or Inf",
             why=why,
-            fix="look at the step's samples and tensors in the run's crash folder; lower --lr, check rewards and "
-            "--eps-clip; or skip such steps with --no-check-for-nan-in-loss-and-grad",
+            fix=f"{first}look at the step's samples and tensors in the run's crash folder; lower --lr, check rewards "
+            "and --eps-clip; or skip such steps with --no-check-for-nan-in-loss-and-grad",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

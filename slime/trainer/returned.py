@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from slime.hook_loading import FunctionFailed, described
+from slime.hook_loading import FunctionFailed, described, shown
 from slime.trainer.records import LossInputs
 
 _CUT = "detach(), item(), tolist(), numpy(), torch.no_grad() and a new tensor cut the way back to the model"
@@ -150,11 +150,26 @@ def _number(value: Any, like: Tensor, what: str, fix: str) -> Tensor:
         like: on the device where it is wanted.
         what: what the function did with it, for the message.
     """
-    if isinstance(value, numbers.Number):
-        value = torch.as_tensor(value)
+    value = _real(value, what, fix)
     if not isinstance(value, Tensor) or value.shape:
         raise FunctionFailed(what, why="it must be one number: a tensor of shape []", fix=fix)
     return value.to(like.device)
+
+
+def _real(value: Any, what: str, fix: str) -> Any:
+    """A plain number as a tensor; anything else as it is.
+
+    Raises:
+        FunctionFailed: it is complex, or does not fit a float.
+    """
+    if isinstance(value, numbers.Number):
+        try:
+            return torch.as_tensor(float(value))  # type: ignore[arg-type]
+        except (OverflowError, TypeError, ValueError) as error:
+            raise FunctionFailed(what, why=f"it is no real number: {error}", fix=fix) from error
+    if isinstance(value, Tensor) and value.is_complex():
+        raise FunctionFailed(what, why="it is complex, and must be a real number", fix=fix)
+    return value
 
 
 def _name(name: Any, origin: str) -> str:
@@ -187,11 +202,11 @@ def mismatch_metrics(returned: Any, token_loss: Tensor, taken: Collection[str], 
         )
     found = {}
     for name, value in metrics.items():
-        if isinstance(value, numbers.Number):
-            value = torch.as_tensor(value)
+        what = f"{origin} returned {described(value)} as its metric {shown(name)}"
+        value = _real(value, what, "give a number, or one per token")
         if not isinstance(value, Tensor) or value.shape not in ((), token_loss.shape):
             raise FunctionFailed(
-                f"{origin} returned {described(value)} as its metric {name!r}",
+                what,
                 why=f"it must have a value for each of the response tokens, the shape {list(token_loss.shape)}",
                 fix="give a value per token, the samples' put together with torch.cat",
             )
@@ -221,14 +236,22 @@ def corrected_loss(
     what = f"{origin} returned the loss masks"
     masks = torch.cat(per_token(returned[1], inputs.masks.split(inputs.lengths.tolist()), inputs.sample_indices, what))
     masks = masks.to(inputs.masks)
-    if not ((masks == 0) | (masks == 1) | (masks == inputs.masks)).all():
+    check_masks([masks], [inputs.masks], origin)
+    what = f"{origin} returned {described(loss)} as the loss"
+    return given.connected(loss, masks, what, fix="compute it from pg_loss"), masks
+
+
+def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) -> None:
+    """
+    Raises:
+        FunctionFailed: loss masks with values other than 0, 1 and what they were.
+    """
+    if not all(((now == 0) | (now == 1) | (now == then)).all() for now, then in zip(masks, before)):
         raise FunctionFailed(
             f"{origin} returned loss masks with values other than 0 and 1",
             why="a mask says whether a token is trained, and is no weight",
-            fix="multiply the loss with weights, and return masks of 0 and 1",
+            fix="multiply the loss, or the advantages, with weights, and give masks of 0 and 1",
         )
-    what = f"{origin} returned {described(loss)} as the loss"
-    return given.connected(loss, masks, what, fix="compute it from pg_loss"), masks
 
 
 # -- one number per token --------------------------------------------------------------------------------------------
@@ -252,7 +275,7 @@ def per_token(values: Any, masks: Sequence[Tensor], indices: Sequence[int | None
     for value, mask, index in zip(values, masks, indices):
         try:
             tensor = torch.as_tensor(value, dtype=torch.float32, device=mask.device).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             why = f"that of the sample with index {index} is {described(value)}: {error}"
             raise FunctionFailed(f"{what}, but not all of it is numbers", why=why, fix=fix) from error
         if tensor.shape != mask.shape:
@@ -262,12 +285,17 @@ def per_token(values: Any, masks: Sequence[Tensor], indices: Sequence[int | None
     return found
 
 
+def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
+    """Whether no value [R] of a token that is trained is NaN or infinite."""
+    return not values or bool((torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all())
+
+
 def check_finite(values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str) -> None:
     """
     Raises:
         FunctionFailed: a value of a token that is trained is NaN or infinite.
     """
-    if not values or (torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all():
+    if are_finite(values, masks):
         return
     bad = [i for i, v, m in zip(indices, values, masks) if not (v.isfinite() | (m == 0)).all()]
     raise FunctionFailed(

@@ -41,7 +41,13 @@ from slime.trainer.rollout_metrics import (
     worst_mismatch,
 )
 from slime.trainer.trained_tokens import trained_tokens
-from slime.trainer.user_functions import ADVANTAGES, POSTPROCESS, UserFunctions, change_rollout
+from slime.trainer.user_functions import (
+    ADVANTAGES,
+    POSTPROCESS,
+    UserFunctions,
+    behind_the_loss,
+    change_rollout,
+)
 
 logger = get_logger(__name__)
 
@@ -240,13 +246,16 @@ def _not_applied(
     indices = trainer.ranks.union([batch.sample_indices[i] for i in bad])
     # a loss scale that is tuned as training goes overflows now and then; that is how it finds its value
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
+    functions = behind_the_loss(trainer.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
-        logger.warning("rollout %d, step %d skipped: NaN or Inf (samples %s)", batch.rollout_id, step_id, indices)
+        said = "rollout %d, step %d skipped: NaN or Inf (samples %s)%s"
+        suspects = f"; look first at {', '.join(functions)}" if functions and not is_routine else ""
+        logger.warning(said, batch.rollout_id, step_id, indices, suspects)
         return
     found = trainer.nonfinite_gradients()
     trainer.failed_step = failed_step(trainer.ranks, batch, data, results, step_id, outcome, found)
     names = trainer.ranks.union([name for name, _, _ in found])
-    raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names)
+    raise NonFiniteTraining(batch.rollout_id, step_id, outcome.grad_norm, indices, names, functions)
 
 
 def _note_log_probs(

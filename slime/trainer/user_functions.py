@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slime.config.config import Config
 from slime.config.flag import option_of
-from slime.hook_loading import FunctionFailed, failures_of, named, user_function
+from slime.hook_loading import (
+    FunctionFailed,
+    failures_of,
+    makers_of_samples,
+    named,
+    named_functions,
+    user_function,
+)
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
-from slime.trainer.returned import check_finite, check_reducer, per_token
+from slime.trainer.returned import are_finite, check_finite, check_masks, check_reducer, per_token
 
 #: The flags, for messages.
 ADVANTAGES, POSTPROCESS = option_of("custom_advantage_function_path"), option_of("rollout_data_postprocess_path")
@@ -47,6 +55,23 @@ class UserFunctions:
         )
 
 
+#: Of the functions that see an update, those that may make its loss NaN, the last one called first.
+_IN_THE_LOSS = (
+    "custom_loss_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_tis_function_path",
+    "rollout_data_postprocess_path",
+    "custom_advantage_function_path",
+    "custom_reward_post_process_path",
+)
+
+
+def behind_the_loss(config: Config) -> list[str]:
+    """The user's functions by which a loss that is not finite may have come about, as messages name them."""
+    flags = vars(config.flat())
+    return [*named_functions(flags, _IN_THE_LOSS), *makers_of_samples(flags)]
+
+
 def _reducer(path: str | None) -> Callable[..., Any] | None:
     """The function that makes a reducer; what it makes is the user's code too."""
     if path is None:
@@ -68,6 +93,31 @@ def _reducer(path: str | None) -> Callable[..., Any] | None:
 
 #: Keys of ``rollout_data`` that a function may assign, each a field of `RolloutTensors`: tensors [R_i] per sample.
 ASSIGNABLE = ("advantages", "returns", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs")
+
+
+#: Keys that a function reads, whose entries it must leave as they are.
+READ_ONLY = (
+    "tokens",
+    "response_lengths",
+    "total_lengths",
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "group_indices",
+    "rollout_ids",
+)
+
+
+def _copy(values: list[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _same(values: list[Any], before: list[Any]) -> bool:
+    pairs = zip(values, before)
+    return len(values) == len(before) and all(
+        torch.equal(now, then) if isinstance(then, Tensor) else now == then for now, then in pairs
+    )
 
 
 def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
@@ -110,7 +160,17 @@ def change_rollout(
     """
     before = rollout_data(batch, data)
     view = dict(before)
+    read_only = {key: _copy(before[key]) for key in READ_ONLY}
+    masks = [mask.clone() for mask in data.loss_masks]
+    was_finite = {key for key in ASSIGNABLE if before[key] is not None and are_finite(before[key], masks)}
     returned = call(view)
+    for key, values in read_only.items():
+        if not _same(before[key], values):
+            raise FunctionFailed(
+                f"{origin} changed rollout_data[{key!r}] in place",
+                why=f"that is what training goes by; a function may assign {', '.join(ASSIGNABLE)}",
+                fix="work on a copy",
+            )
     assigned = [key for key in {**before, **view} if view.get(key) is not before.get(key) or key not in before]
     for key in assigned:
         why = without_effect.get(key) if key in ASSIGNABLE else f"it may assign {', '.join(ASSIGNABLE)}"
@@ -124,8 +184,10 @@ def change_rollout(
         if view.get(key) is not None or key in assigned:
             what = f"{origin} assigned rollout_data[{key!r}]"
             values = per_token(view.get(key), data.loss_masks, batch.sample_indices, what)
-            if key in assigned:
+            if key in assigned or key in was_finite:  # entries may have been changed in place
                 check_finite(values, data.loss_masks, batch.sample_indices, what)
+            if key == "loss_masks":
+                check_masks(values, masks, origin)
             setattr(data, key, values)
     if data.returns is None:
         data.returns = data.advantages

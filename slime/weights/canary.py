@@ -39,6 +39,7 @@ from slime.config.config import Config
 from slime.engines.api import EngineError, is_embedded
 from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
+from slime.hook_loading import named_functions
 from slime.log import get_logger
 from slime.models import family_of
 from slime.models.quantised import Fp8, Quantisation
@@ -46,6 +47,14 @@ from slime.models.spec import read_hf_config
 
 logger = get_logger(__name__)
 
+#: Flags of functions that have a hand in what the trainer computes.
+_CHANGE_THE_MODEL = (
+    "custom_model_provider_path",
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    "custom_loss_function_path",
+)
 _NUM_TOKENS, _NUM_DISTINCT = 32, 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
@@ -88,6 +97,8 @@ class Canary:
         self._in_float32 = config.megatron.fp32 and whole
         coarse = any(_is_coarse(info) for info in infos) or config.megatron.transformer.get("fp8")
         self._judges = not coarse
+        changing = named_functions(vars(config.flat()), _CHANGE_THE_MODEL)
+        self._functions = f"functions of yours change the model: {', '.join(changing)}; " if changing else ""
         if coarse:
             logger.info("quantised: how far the engines' log-probs are from the trainer's is logged, not judged")
 
@@ -104,7 +115,7 @@ class Canary:
         if not all(map(math.isfinite, self.expected)):
             raise UserError(
                 "the trainer's own log-probs of the canary are not finite",
-                why="its weights hold NaN or infinity, and the engines have them by now",
+                why=f"{self._functions}its weights hold NaN or infinity, and the engines have them by now",
                 fix="load the last checkpoint before it; lower --lr or --clip-grad",
             )
         said = self._ask(event)
@@ -179,7 +190,8 @@ class Canary:
             f" weights: they differ by {difference.mean:.2g} on average, most at position {difference.at + 1} of the"
             f" canary, by {difference.largest:.2g} ({numbers});"
             f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self.fleet.urls)} engines differ",
-            why=f"{where}. Possible causes, likeliest first: {'; '.join(cause for cause, _ in causes)}",
+            why=f"{self._functions}{where}. Possible causes, likeliest first: "
+            + "; ".join(cause for cause, _ in causes),
             fix="  ".join(f"{number}. {fix}" for number, fix in enumerate(fixes, start=1)),
         )
 

@@ -449,7 +449,10 @@ def test_text_alone_without_its_end_is_told_once(
         assert [sample.tokens for sample in group.samples] == [[97, 98, 99, 100, 101]] * 2, "no token is added"
     said = [message for message in caplog.messages if "text alone" in message]
     assert len(said) == int(is_told)
-    assert all("rollout_hooks.from_text returns" in m and "append_response_tokens" in m for m in said)
+    assert all(
+        "rollout_hooks.from_text' (--custom-generate-function-path) returns" in m and "append_response_tokens" in m
+        for m in said
+    )
 
 
 def test_an_answer_that_was_cut_has_no_end_to_miss(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
@@ -505,7 +508,7 @@ def test_a_mask_over_all_tokens_is_cut_and_other_lengths_are_refused() -> None:
     [sample] = run_group([sample_at()], custom_generate_function_path=HOOKS + "with_mask_over_all_tokens").samples
     assert sample.loss_mask == [1] * sample.response_length
     group = run_group([sample_at()], custom_generate_function_path=HOOKS + "with_wrong_mask")
-    assert "with_wrong_mask returned a sample" in str(group.failure)
+    assert "with_wrong_mask' (--custom-generate-function-path) returned a sample" in str(group.failure)
 
 
 @pytest.mark.parametrize(
@@ -611,7 +614,9 @@ def test_sample_hooks_run_in_order_before_the_reward_with_what_they_accept() -> 
 
 def test_a_sample_hook_that_returns_something_else_is_named() -> None:
     group = run_group([sample_at()], rollout_sample_hook_path=[HOOKS + "text_of_sample"])
-    assert isinstance(group.failure, FunctionFailed) and "text_of_sample' returned a str" in str(group.failure)
+    assert isinstance(
+        group.failure, FunctionFailed
+    ) and "text_of_sample' (--rollout-sample-hook-path) returned a str" in str(group.failure)
 
 
 def test_finished_samples_are_neither_generated_nor_hooked_nor_scored_again() -> None:

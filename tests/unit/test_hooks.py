@@ -218,7 +218,7 @@ def test_rollout_functions_may_return_bare_lists_and_dicts(wrap) -> None:
     trained = asyncio.run(call(False))
     assert trained.samples == [Group(4, [[samples[0][0]], [samples[0][1]]])]
     assert asyncio.run(call(True)) == RolloutFnEvalOutput({"set": {"rewards": [1.0]}})
-    with pytest.raises(UserError, match="returned a int"):
+    with pytest.raises(UserError, match="returned the int"):
         asyncio.run(call_rollout_fn(lambda *a, **k: 3, None, 0, None, evaluation=False))
 
 

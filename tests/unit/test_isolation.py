@@ -131,10 +131,11 @@ NONSENSE = {
     "a string": Case(gives("done"), "returned a str"),
     "too many log-probs": Case(with_field("rollout_log_probs", lambda s: [0.0] * 99), "99 rollout_log_probs"),
     "log-probs of NaN": Case(
-        with_field("rollout_log_probs", lambda s: [NAN] * s.response_length), "rollout_log_probs that are not finite"
+        with_field("rollout_log_probs", lambda s: [NAN] * s.response_length),
+        "rollout_log_probs that are not finite: nan",
     ),
     "a mask of twos": Case(with_field("loss_mask", lambda s: [2] * s.response_length), "values other than 0 and 1"),
-    "a reward of NaN": Case(with_field("reward", lambda s: NAN), "the reward nan"),
+    "a reward of NaN": Case(with_field("reward", lambda s: NAN), "returned nan (float) as the reward"),
     "a token below 0": Case(with_field("tokens", lambda s: [-7, *s.tokens[1:]]), "the token -7"),
     "tokens of text": Case(with_field("tokens", lambda s: ["a", *s.tokens[1:]]), "'a' among its tokens"),
     "no length": Case(with_field("response_length", lambda s: None), "response_length"),
@@ -436,4 +437,4 @@ def test_tokens_that_the_model_does_not_have() -> None:
     check_values(sample, "mine", 32, None)
     with pytest.raises(UserError, match=r"mine returned a sample \(index 3\) with the token 31") as caught:
         check_values(sample, "mine", 31, None)
-    assert "the model has 31 tokens" in caught.value.fix
+    assert "the model has 31 tokens" in caught.value.what

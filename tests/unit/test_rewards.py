@@ -247,7 +247,7 @@ def test_dict_rewards_need_a_key(user: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nan", "returned nan as the reward of sample 5"),
+        ("nan", r"returned nan \(float\) as the reward of sample 5"),
         ("text", r"returned '1.0' \(str\) as the reward of sample 5"),
         ("none", r"returned None \(NoneType\) as the reward of sample 5"),
         ("crash", r"failed on sample 5\s+why: KeyError: 'no_such_field'"),

@@ -492,5 +492,7 @@ def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_na
     asyncio.run(main())
     [[left]] = source.buffer
     assert (left.index, left.tokens, left.status) == (1, [2, 7], SampleStatus.PENDING), "what it does is not seen"
-    assert "first_sample_only on sample 1 goes on after it was cancelled" in caplog.text
+    assert (
+        "first_sample_only' (--custom-generate-function-path) on sample 1 goes on after it was cancelled" in caplog.text
+    )
     assert "await asyncio.sleep(0.001)" in caplog.text, "its stack"

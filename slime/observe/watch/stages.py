@@ -70,7 +70,8 @@ def describe(run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], in
 
 def alarms_of(stage: Stage) -> list[dict[str, str]]:
     """What `find_alarms` says of the stage, the gravest first: ``{"name", "title", "detail", "fix"}``."""
-    found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None)
+    flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
+    found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None, flags=flags)
     return [{"name": a.name, "title": a.title, "detail": a.detail, "fix": a.fix} for a in found]
 
 

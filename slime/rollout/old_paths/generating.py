@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from slime.hook_loading import check_signature, load_function
+from slime.hook_loading import check_signature, load_function, named
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, SampleHook
 from slime.rollout import generate as own
 from slime.rollout.collect import ABORT_SECONDS
@@ -135,7 +135,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
     for path in getattr(args, "rollout_sample_hook_path", None) or ():
         hook = load_function(path)
         check_signature(hook, SampleHook, path)
-        value = await apply_sample_hook(hook, path, args, value, kwargs)
+        value = await apply_sample_hook(hook, named(path, "--rollout-sample-hook-path"), args, value, kwargs)
     return value
 
 

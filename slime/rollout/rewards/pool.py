@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import difflib
-import math
 import os
 import random
 import shlex
@@ -23,17 +22,21 @@ from slime.hook_loading import (
     check_signature,
     is_async,
     load_function,
+    named,
+    shown,
     where_to_mend,
     with_user_frames,
 )
 from slime.hooks import RewardFunction
 from slime.legacy_paths import replaced
-from slime.log import get_logger
+from slime.log import get_logger, tell
 from slime.prompts.labels import label_text
 from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
+from slime.samples.reward_values import is_finite, is_number, reward_number
+from slime.samples.sample_fields import frozen
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -169,7 +172,7 @@ class RewardPool:
         path = sample.custom_rm_path or self._path
         if path:
             value = await self._call(path, self._load(path), [sample], self._args, sample)
-            return self._zero() if value is _TIMED_OUT else self._checked(value, path, sample)
+            return self._zero() if value is _TIMED_OUT else self._checked(value, self._named(path), sample)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise UserError(
@@ -215,11 +218,11 @@ class RewardPool:
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
             got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
             raise FunctionFailed(
-                f"'{path}' returned {got} for a list of {len(samples)} samples",
+                f"{self._named(path)} returned {got} for a list of {len(samples)} samples",
                 why="with --group-rm, and for samples that one execution fanned out into, it is called with a list",
                 fix="return a list with one reward per sample",
             )
-        return [self._checked(value, path, sample) for value, sample in zip(values, samples)]
+        return [self._checked(value, self._named(path), sample) for value, sample in zip(values, samples)]
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call: ``rollout/reward_timeout`` and ``rollout/reward_crash``."""
@@ -277,9 +280,11 @@ class RewardPool:
             samples: those that it scores.
         """
         what = f"{path} on sample {samples[0].index}"
+        lists = [argument for argument in arguments if argument is samples]
         try:
             async with contextlib.nullcontext() if is_async(fn) else self._threads:  # the clock starts when it does
-                return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
+                with frozen(samples, self._named(path), lists):
+                    return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
             self._count("timeout", path, len(samples))
             return _TIMED_OUT
@@ -287,7 +292,7 @@ class RewardPool:
             raise FunctionFailed.of(error) from error
         except Exception as error:  # the user's own code; said with the sample it failed on
             failure = FunctionFailed(
-                f"the reward function '{path}' failed on sample {samples[0].index}",
+                f"the reward function {self._named(path)} failed on sample {samples[0].index}",
                 why=f"{type(error).__name__}: {error}",
                 fix=self._fix(path, samples[0], error),
             )
@@ -304,6 +309,12 @@ class RewardPool:
         words += ["--response", sample.response[:80]]
         return f"{mend}; to try it on its own: {shlex.join(words)}"
 
+    def _named(self, path: str) -> str:
+        """In messages; functions without a flag are those of plugins."""
+        if path.startswith("the plugin's "):
+            return path
+        return named(path, "--custom-rm-path" if path == self._path else "custom_rm_path of the sample")
+
     def _load(self, path: str) -> Any:
         fn = load_function(path)
         check_signature(fn, RewardFunction, path)
@@ -315,8 +326,10 @@ class RewardPool:
         Raises:
             UserError: names function, sample and value.
         """
+        role, why = f"the reward of sample {sample.index}", f"response: {shown(sample.response[:80])}"
+        why += f", label: {shown(sample.label, 80)}"
         if not isinstance(value, dict):
-            return _finite(value, origin, sample)
+            return reward_number(value, origin, role, why)
         keys = [key for key in self._keys if key in value]
         if not keys:
             raise FunctionFailed(
@@ -325,7 +338,13 @@ class RewardPool:
                 why=f"its keys are: {', '.join(map(str, value))}",
                 fix="pass --reward-key with one of them",
             )
-        return {**value, **{key: _finite(value[key], origin, sample) for key in keys}}
+        for key, part in value.items():
+            if key not in keys and is_number(part) and not is_finite(part):
+                tell(
+                    logger, "%s returned %s as %r beside the reward of sample %s: it is left out of the metrics",
+                    origin, shown(part), key, sample.index, once=f"reward part {origin} {key}",
+                )  # fmt: skip
+        return {**value, **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys}}
 
     def _zero(self) -> Reward:
         return dict.fromkeys(self._keys, 0.0) if self._keys else 0.0
@@ -338,22 +357,3 @@ class RewardPool:
                 "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this is said once)",
                 failure, origin, failure,
             )  # fmt: skip
-
-
-def _finite(value: Any, origin: str, sample: Sample) -> float:
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("text is no number")
-        number = float(value)  # also one-element tensors and numpy numbers
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FunctionFailed(
-            f"{origin} returned {value!r:.100} ({type(value).__name__}) as the reward of sample {sample.index}",
-            fix="return a number, or a dict with --reward-key",
-        ) from error
-    if not math.isfinite(number):
-        raise FunctionFailed(
-            f"{origin} returned {number} as the reward of sample {sample.index}",
-            why=f"response: {sample.response[:80]!r}, label: {sample.label!r:.80}",
-            fix="return a finite number",
-        )
-    return number

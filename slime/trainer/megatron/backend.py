@@ -115,7 +115,7 @@ class MegatronBackend:
         check_layout(self.spec, config)
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         if config.train.custom_megatron_init_path:
-            user_function(config.train.custom_megatron_init_path)(self.functions.args)
+            user_function(config.train.custom_megatron_init_path, "--custom-megatron-init-path")(self.functions.args)
         with PhaseMemory(config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
@@ -313,7 +313,8 @@ class MegatronBackend:
         """
         hook = self.config.train.custom_megatron_before_log_prob_hook_path
         if hook:
-            user_function(hook)(self.functions.args, self.model_chunks, store_prefix)
+            flag = "--custom-megatron-before-log-prob-hook-path"
+            user_function(hook, flag)(self.functions.args, self.model_chunks, store_prefix)
         packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
         if self.routing is not None:
             again = as_engines and self.routing.source == "policy"  # what its own pass recorded is trained with
@@ -357,7 +358,7 @@ class MegatronBackend:
         self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
         hook = self.config.train.custom_megatron_before_train_step_hook_path
         if hook:
-            user_function(hook)(
+            user_function(hook, "--custom-megatron-before-train-step-hook-path")(
                 self.functions.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
             )
 

@@ -49,7 +49,7 @@ def provided(path: str, build: Build, wanted: type, first: bool, last: bool, vp_
         UserError: it returned something else than a ``wanted``, or one for another place in the pipeline.
     """
     with _offering(build):
-        model = user_function(path)(first, last, vp_stage=vp_stage)
+        model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
             f"'{path}' returned a {type(model).__name__}",
