@@ -147,7 +147,7 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
     torch.manual_seed(0)
     logits, bias = torch.randn(32, 8), torch.randn(8) if biased else None
     choices = choose_experts(logits, bias, config)
-    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config))
+    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config, normalises=True))
     theirs, chosen = topk_routing_with_score_function(
         logits, 4, use_pre_softmax=config.moe_router_pre_softmax, num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk, scaling_factor=config.moe_router_topk_scaling_factor,
