@@ -356,7 +356,7 @@ def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
     size: int, data_parallel: int, layout: dict[str, Any], model: Path, ranks: Pools
 ) -> None:
     """Which is what aux_loss gives for a single micro-batch, and for no others."""
-    batch = make_batch()
+    batch = make_batch([[0, 1, 2, 3, 4, 5]])
     flags = balanced(model, "global_aux_loss", use_distributed_optimizer=False)
     alone = balanced(model, "aux_loss", use_distributed_optimizer=False)
     [[(expected, metrics)]] = ranks.run(1, gradient_job, alone, [batch])
