@@ -441,7 +441,7 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
     for found in others:
         check_same_step(found, alone)
     batch = shared_prompts(plans[1])
-    halves = [shard(batch, [0, 1, 5], [[0, 1, 2]]), shard(batch, [2, 3, 4], [[0, 1], [2]])]
+    halves = [shard(batch, [0, 1, 5], [[0, 1, 2], []]), shard(batch, [2, 3, 4], [[0, 1], [2]])]
     for layout, batches in ((CP2, [batch]), (TP2 | EP2 | ETP1, [batch]), (EP2 | ETP1, halves)):
         for (found,) in ranks.run(2, counted_job, {**flags, **layout}, batches):
             check_same_step(found, alone)

@@ -43,6 +43,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
 SIGMOID = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -242,6 +243,7 @@ def check(family: str, change: dict[str, Any], directory: Path, compute: bool = 
         compute: False compares specs alone.
     """
     config = changed(family, change)
+    before, unchanged = base_of(family)
     try:
         spec = family_of(config).model_spec(config)
     except UserError:
@@ -251,7 +253,6 @@ def check(family: str, change: dict[str, Any], directory: Path, compute: bool = 
         theirs = log_probs(model)
     except Exception:
         return "meaningless"
-    before, unchanged = base_of(family)
     if spec == before:
         assert worst(unchanged, theirs) == 0, f"{family}: {change} changes transformers' numbers alone"
         return "same"
