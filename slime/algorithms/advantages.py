@@ -25,7 +25,7 @@ class AdvantageInputs:
             ``kl_coef`` is 0.
         loss_masks: [L_i] per sample, 0 or 1.
         kl_coef: weight of the KL penalty inside the reward.
-        gamma: discount per token.
+        gamma: discount per trained token.
     """
 
     rewards: Sequence[float]
@@ -56,9 +56,11 @@ def grpo(inputs: AdvantageInputs) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
-    """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s on trained tokens, plus R on the last trained one.
+    """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s, plus R on the last token; s and t number trained tokens.
 
-    Whitening over the whole batch has to follow (``--normalize-advantages``).
+    A token that is not trained (the answer of a tool) is no action of the policy: it is no time step, gets no reward
+    and no advantage, and nothing is discounted across it. Whitening over the whole batch has to follow
+    (``--normalize-advantages``).
 
     A sample without a trained token (``remove_sample``) has no place for its reward, and returns of 0.
 
@@ -69,16 +71,22 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
         ...     [1.0], [torch.tensor([0.5, 0.0, 0.0])], [torch.tensor([1.0, 1.0, 0.0])], kl_coef=0.1))
         >>> [round(v, 3) for v in a[0].tolist()]
         [0.95, 1.0, 0.0]
+
+    Example (a tool speaks in between: one step lies between the two trained tokens, so the first gets γ · 1):
+        >>> a, _ = reinforce_plus_plus(AdvantageInputs(
+        ...     [1.0], [torch.zeros(4)], [torch.tensor([1.0, 0.0, 0.0, 1.0])], gamma=0.5))
+        >>> a[0].tolist()
+        [0.5, 0.0, 0.0, 1.0]
     """
     returns = []
     for reward, kl, mask in zip(inputs.rewards, inputs.kl, inputs.loss_masks):
-        trained = torch.nonzero(mask)
-        if trained.numel() == 0:
-            returns.append(torch.zeros_like(kl))
-            continue
-        token_rewards = -inputs.kl_coef * kl * mask
-        token_rewards[trained[-1, 0]] += reward
-        returns.append(discounted_returns(token_rewards, inputs.gamma))
+        of_sample = torch.zeros_like(kl)
+        trained = torch.nonzero(mask)[:, 0]
+        if trained.numel() > 0:
+            step_rewards = -inputs.kl_coef * kl[trained]
+            step_rewards[-1] += reward
+            of_sample[trained] = discounted_returns(step_rewards, inputs.gamma)
+        returns.append(of_sample)
     return returns, list(returns)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime.algorithms.losses import MAX_LOG_RATIO, importance_ratio
+
 
 @dataclass(frozen=True, kw_only=True)
 class KlKind:
@@ -43,12 +45,13 @@ def k2(r: Tensor) -> Tensor:
 
 
 def k3(r: Tensor) -> Tensor:
-    """exp(-r) - 1 + r: unbiased, of low variance, never negative.
+    """exp(-r) - 1 + r: unbiased, of low variance, never negative; r below -`MAX_LOG_RATIO` counts as that.
 
     Example:
         >>> [round(v, 4) for v in k3(torch.tensor([0.0, -0.5])).tolist()]
         [0.0, 0.1487]
     """
+    r = r.clamp(min=-MAX_LOG_RATIO)  # exp(-r) would overflow, and its gradient be NaN where a clamp follows
     return torch.expm1(-r) + r
 
 
@@ -78,5 +81,5 @@ def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio:
     row = KL_KINDS[kind]
     estimate = row.estimate(log_probs - base_log_probs)
     if log_ratio is not None:
-        estimate = estimate * torch.exp(log_ratio)
+        estimate = estimate * importance_ratio(log_ratio)
     return estimate if row.limit is None else estimate.clamp(-row.limit, row.limit)

@@ -48,6 +48,23 @@ class PolicyLoss:
     ppo_kl: Tensor
 
 
+#: Log-ratios are clamped to ± this before they are exponentiated: e^20 is 5e8, e^89 overflows float32.
+MAX_LOG_RATIO = 20.0
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), finite: log_ratio is clamped to ± `MAX_LOG_RATIO`, beyond which its gradient is 0.
+
+    Without the clamp a ratio overflows to Inf, and a token of weight 0 then has a gradient of 0 · Inf = NaN. Within it
+    nothing changes.
+
+    Example:
+        >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [1.0, torch.tensor(20.0).exp().item()]
+        True
+    """
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
 def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
     """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob); asymmetric and dual clipping by the inputs.
 
@@ -81,7 +98,8 @@ def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
 def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
     """REINFORCE with a clipped, constant importance weight: -stop_gradient(clip(ρ)) · A · log_prob.
 
-    No token loses its gradient to clipping. ``eps_clip >= 1`` leaves the lower side open, as in the paper.
+    No token loses its gradient to clipping. ``eps_clip >= 1`` leaves the lower side open, as in the paper. The mean is
+    taken over all trained tokens of a prompt's group (`slime.config.estimators.EstimatorFacts.averages_group`).
 
     Source: MiniMax, "MiniMax-M1" (arXiv:2506.13585), eq. 4-5.
 
@@ -92,7 +110,7 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
         -1.2
     """
     ppo_kl = inputs.old_log_probs - inputs.log_probs
-    ratio = torch.exp(-ppo_kl.detach())
+    ratio = importance_ratio(-ppo_kl.detach())
     weight = ratio.clamp(1.0 - inputs.eps_clip, 1.0 + inputs.eps_clip_high)
     loss = -weight * inputs.advantages * inputs.log_probs
     return PolicyLoss(loss, (weight != ratio).to(loss.dtype), ppo_kl)
@@ -109,7 +127,7 @@ def sft_loss(log_probs: Tensor) -> Tensor:
 
 
 def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
-    ratio = torch.exp(-ppo_kl)
+    ratio = importance_ratio(-ppo_kl)
     plain = -ratio * inputs.advantages
     limited = -ratio.clamp(1.0 - inputs.eps_clip, 1.0 + inputs.eps_clip_high) * inputs.advantages
     loss = torch.maximum(plain, limited)
@@ -143,7 +161,7 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
         >>> [round(v, 3) for v in c.weights.tolist()], c.metrics["tis_clipfrac"].tolist()
         ([0.5, 1.0, 2.0], [0.0, 0.0, 1.0])
     """
-    ratio = torch.exp(log_ratio)
+    ratio = importance_ratio(log_ratio)
     weights = ratio.clamp(low, high)
     clipped = (weights != ratio).to(ratio.dtype)
     return Correction(weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()})
@@ -162,7 +180,7 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
         >>> [round(v, 3) for v in c.weights.tolist()], c.metrics["tis_clipfrac"].tolist()
         ([0.0, 1.0, 0.0], [1.0, 0.0, 1.0])
     """
-    ratio = torch.exp(log_ratio)
+    ratio = importance_ratio(log_ratio)
     outside = (ratio < low) | (ratio > high)
     weights = ratio.masked_fill(outside, 0.0)
     return Correction(weights, {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()})

@@ -25,7 +25,8 @@ def token_weights(
 
     Args:
         loss_masks: [R_i] per sample of the micro-batch, 0 or 1.
-        mask_sums: trained tokens of sample i's whole execution, which may span several samples; >= 1.
+        mask_sums: trained tokens of sample i's whole execution, which may span several samples, or their mean over the
+            executions of its group; 0 counts as 1.
         global_batch_size: executions in the optimizer step, over all ranks.
         num_loss_tokens: trained tokens in the optimizer step, over all ranks.
     Returns:
@@ -42,7 +43,7 @@ def token_weights(
         return torch.zeros(0)
     if num_loss_tokens is not None:
         return torch.cat(list(loss_masks)).float() / max(num_loss_tokens, 1)
-    return torch.cat([mask.float() / (max(s, 1.0) * global_batch_size) for mask, s in zip(loss_masks, mask_sums)])
+    return torch.cat([mask.float() / ((s or 1.0) * global_batch_size) for mask, s in zip(loss_masks, mask_sums)])
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class EstimatorFacts:
         needs_whitening: advantages have to be normalised over the batch (``--normalize-advantages``).
         clips_twice: ``--eps-clip-c`` acts.
         clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published from above alone.
+        averages_group: each group counts alike and within it each trained token, instead of each execution alike and
+            within it each of its tokens. ``--calculate-per-token-loss`` overrides both.
     """
 
     name: EstimatorName
@@ -36,6 +38,7 @@ class EstimatorFacts:
     needs_whitening: bool
     clips_twice: bool
     clips_weight: bool
+    averages_group: bool
 
 
 FACTS: dict[str, EstimatorFacts] = {
@@ -51,6 +54,7 @@ FACTS: dict[str, EstimatorFacts] = {
             needs_whitening=False,
             clips_twice=True,
             clips_weight=False,
+            averages_group=False,
         ),
         EstimatorFacts(
             name="gspo",
@@ -62,6 +66,7 @@ FACTS: dict[str, EstimatorFacts] = {
             needs_whitening=False,
             clips_twice=True,
             clips_weight=False,
+            averages_group=False,
         ),
         EstimatorFacts(
             name="cispo",
@@ -73,6 +78,7 @@ FACTS: dict[str, EstimatorFacts] = {
             needs_whitening=False,
             clips_twice=False,
             clips_weight=True,
+            averages_group=True,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus",
@@ -84,6 +90,7 @@ FACTS: dict[str, EstimatorFacts] = {
             needs_whitening=True,
             clips_twice=True,
             clips_weight=False,
+            averages_group=False,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus_baseline",
@@ -95,6 +102,7 @@ FACTS: dict[str, EstimatorFacts] = {
             needs_whitening=True,
             clips_twice=True,
             clips_weight=False,
+            averages_group=False,
         ),
     )
 }

@@ -123,7 +123,7 @@ class AlgorithmConfig:
             f" {' and '.join(those_where('discounts'))} discounts",
         ),
     )
-    """Discount per token (REINFORCE++)."""
+    """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""
     lambd: float = flag(1.0, refused=NO_CRITIC)
     """Lambda of generalised advantage estimation."""
     normalize_advantages: bool = flag(False, needs=SAMPLES & unless("disable_compute_advantages_and_returns"))
@@ -180,7 +180,7 @@ class AlgorithmConfig:
     custom_pg_loss_reducer_function_path: str | None = flag(None, needs=POLICY_LOSS)
     """Function that makes the reducer of the policy loss."""
     calculate_per_token_loss: bool = flag(False)
-    """Average the loss over tokens instead of over rollouts."""
+    """Average the loss over the tokens of a step, instead of over rollouts (CISPO: over groups)."""
     use_opsm: bool = flag(False, needs=POLICY_LOSS)
     """Off-policy sequence masking."""
     opsm_delta: float = flag(1e-4, range=at_least(0, "a KL divergence"), needs=on("use_opsm"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.spec import ModelSpec, refuse, require, rotary_settings
+from slime.log import get_logger
+from slime.models.spec import ModelSpec, require, rotary_settings
+
+logger = get_logger(__name__)
 
 #: Fields of config.json that say how many routed experts a layer has.
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -17,10 +21,11 @@ def decoder_spec(
     *,
     add_qkv_bias: bool = False,
     qk_layernorm: bool = False,
-    default_rotary_percent: float = 1.0,
+    default_rotary_percent: float | None = None,
     rotary_interleaved: bool = False,
     post_norms: bool = False,
     output_bias: bool = False,
+    mlp_bias: bool = False,
     normalised_scores: bool = True,
     num_mtp_layers: int = 0,
     **extra: Any,
@@ -28,12 +33,21 @@ def decoder_spec(
     """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
 
     Absent fields take the defaults of transformers' config classes; ``extra`` goes into the transformer arguments.
+
+    Args:
+        default_rotary_percent: rotated share of a head where config.json is silent; None for families whose heads are
+            rotated whole.
+    Raises:
+        UserError: a setting that neither trainer nor embedded engine can honour.
     """
+    _refuse_other_architectures(config)
     hidden, heads = int(require(config, "hidden_size")), int(require(config, "num_attention_heads"))
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "gelu", "relu"):
         raise UserError(f"activation {activation!r} of the model is not supported", fix="silu, gelu and relu are")
-    base, percent, scaling = rotary_settings(config, default_percent=default_rotary_percent)
+    base, percent, scaling = rotary_settings(config, default_percent=default_rotary_percent or 1.0)
+    if default_rotary_percent is None:
+        percent = _whole_heads(percent, scaling)
     transformer: dict[str, Any] = {
         "num_layers": int(require(config, "num_hidden_layers")),
         "hidden_size": hidden,
@@ -66,9 +80,77 @@ def decoder_spec(
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
         post_norms=post_norms,
         output_bias=output_bias,
-        mlp_bias=bool(config.get("mlp_bias")),
+        mlp_bias=mlp_bias,
         normalised_scores=normalised_scores,
         num_mtp_layers=num_mtp_layers,
+    )
+
+
+#: Fields by which other architectures change what is computed without any tensor of their own, and the values that
+#: change nothing. transformers' classes for the families here do not read them; other code that reads the file may.
+_OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("alibi", "use_alibi", "parallel_attn", "parallel_residual", "use_parallel_residual"),
+            *("attn_temperature_tuning", "attn_output_gate", "rope_interleaved", "add_unit_offset"),
+            *("apply_residual_connection_post_layernorm", "attention_sink"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "logit_softcap", "clip_qkv"),
+            *("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar"),
+            *("attention_multiplier", "attn_scale", "dim_model_base", "swiglu_limit"),
+        ),
+        (0, 0.0, []),
+    ),
+    **dict.fromkeys(
+        (
+            *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"),
+            *("scale_emb", "embedding_scale", "rotary_pct"),
+        ),
+        (1, 1.0),
+    ),
+}
+
+
+def _refuse_other_architectures(config: dict[str, Any]) -> None:
+    """Raise where config.json asks for mathematics that no family here has, under its usual name elsewhere."""
+    for key, neutral in _OTHER_ARCHITECTURES.items():
+        if config.get(key) is not None and config[key] not in neutral:
+            raise UserError(
+                f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained faithfully",
+                why=f"no model of type {config.get('model_type')!r} computes with it; the weights may belong to "
+                "another architecture",
+                fix="set model_type to the architecture the weights were trained with, or remove the field if it is "
+                "a leftover",
+            )
+
+
+def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
+    """What ``partial_rotary_factor`` means to a family without partial rotation: nothing.
+
+    transformers keeps the field and rotates whole heads all the same, so weights saved with such a config mean that.
+    Its scaled frequencies do take the field into account and then fit no head, so that combination means nothing.
+    """
+    if percent != 1.0 and scaling is not None:
+        raise UserError(
+            f"the model's config.json sets partial_rotary_factor to {percent:g} and scales rotary frequencies",
+            why=f"models of this family rotate whole heads; transformers fails on {percent:g} with rope_type "
+            f"{scaling['rope_type']!r}",
+            fix="remove partial_rotary_factor from config.json, or set model_type to the family the weights belong to",
+        )
+    if percent != 1.0:
+        _tell_of_whole_heads(percent)
+    return 1.0
+
+
+@functools.cache  # a config is read several times
+def _tell_of_whole_heads(percent: float) -> None:
+    logger.warning(
+        "config.json sets partial_rotary_factor to %g; whole heads are rotated, as transformers does for this family",
+        percent,
     )
 
 
@@ -80,16 +162,20 @@ def mtp_layers(config: dict[str, Any]) -> int:
     return 1
 
 
-def num_experts(config: dict[str, Any]) -> int:
-    """Routed experts per layer, under the names that configs give them.
+def num_experts(config: dict[str, Any], name: str) -> int:
+    """Routed experts per layer, under the family's name for them or transformers' common one.
 
     Raises:
-        UserError: none of the names is there.
+        UserError: neither name is there, or they contradict each other.
     """
-    for name in EXPERT_COUNTS:
-        if config.get(name) is not None:
-            return int(config[name])
-    return int(require(config, "num_experts"))
+    found = {key: int(config[key]) for key in (name, "num_local_experts") if config.get(key) is not None}
+    if len(set(found.values())) > 1:
+        raise UserError(
+            "the model config contradicts itself on the number of experts",
+            why=", ".join(f"{key} is {value}" for key, value in found.items()),
+            fix="use the config.json that belongs to the weights",
+        )
+    return next(iter(found.values())) if found else int(require(config, name))
 
 
 def moe_layer_freq(has_experts: list[bool]) -> int | list[int]:
@@ -115,7 +201,7 @@ def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
     """
     normalised = bool(config.get("norm_topk_prob", False))
     return {
-        "num_moe_experts": num_experts(config),
+        "num_moe_experts": num_experts(config, "num_experts"),
         "moe_ffn_hidden_size": int(require(config, "moe_intermediate_size")),
         "moe_router_topk": int(require(config, "num_experts_per_tok")),
         "moe_router_score_function": "softmax",
@@ -130,9 +216,19 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
 
     Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is the sum of its two
     best experts.
+
+    Raises:
+        UserError: another way of scoring or choosing, or groups that the experts cannot be divided into.
     """
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key, value) != value:
+            raise UserError(
+                f"the model routes with {key} {config[key]!r}",
+                why=f"models of this family use {value!r}",
+                fix="choose another model",
+            )
     fields: dict[str, Any] = {
-        "num_moe_experts": num_experts(config),
+        "num_moe_experts": num_experts(config, "n_routed_experts"),
         "moe_ffn_hidden_size": int(require(config, "moe_intermediate_size")),
         "moe_router_topk": int(require(config, "num_experts_per_tok")),
         "moe_router_score_function": "sigmoid",
@@ -142,6 +238,15 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
     }
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
+    experts, topk = fields["num_moe_experts"], fields["moe_router_topk"]
+    size = experts // groups
+    if groups > 1 and (experts % groups or size < 2 or not topk <= chosen * size or chosen > groups):
+        raise UserError(
+            f"the model's router cannot choose {topk} of {experts} experts from {chosen} of {groups} groups",
+            why="n_group must divide the experts into groups of two or more, and topk_group of them must hold "
+            "num_experts_per_tok",
+            fix="use the config.json that belongs to the weights",
+        )
     if chosen < groups:  # choosing all groups is no limit
         fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     if config.get("n_shared_experts"):
@@ -150,6 +255,46 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def refuse_sliding_window(config: dict[str, Any], key: str = "use_sliding_window") -> None:
-    """Raise where a token does not see all that come before it."""
-    refuse(config, key, "trainer and embedded engine let every token see the whole sequence before it")
+#: transformers' window, where config.json is silent.
+_DEFAULT_WINDOW = 4096
+
+
+def refuse_windows(config: dict[str, Any], *, switch: str | None = None, by_layer: bool = False) -> None:
+    """Raise where some token of a sequence the model was made for does not see all that come before it.
+
+    A window of ``max_position_embeddings`` or more hides nothing; nor does one that no layer has.
+
+    Args:
+        switch: the field without which the window is off; None: ``sliding_window`` alone decides.
+        by_layer: layers from ``max_window_layers`` on have the window, or those that ``layer_types`` names.
+    Raises:
+        UserError: names the field and both lengths.
+    """
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if switch is not None and not config.get(switch):
+        window = None
+    layers = int(require(config, "num_hidden_layers"))
+    kinds = ["full_attention" if window is None else "sliding_attention"] * layers
+    if by_layer:
+        full = min(int(config.get("max_window_layers", 28)), layers)
+        kinds = config.get("layer_types") or ["full_attention"] * full + kinds[full:]
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != layers:
+        raise UserError(
+            f"the model's config.json sets layer_types to {kinds}, which cannot be trained faithfully",
+            why=f"the model has {layers} layers; trainer and embedded engine know full_attention alone",
+            fix="use the config.json that belongs to the weights",
+        )
+    if "sliding_attention" not in kinds:
+        return
+    positions = int(config.get("max_position_embeddings", 2048))
+    if window is not None and int(window) >= positions:
+        return
+    field = "layer_types" if window is None else switch or "sliding_window"
+    raise UserError(
+        f"the model's config.json sets {field} to {config.get(field, window)!r}, which cannot be trained faithfully",
+        why=f"{kinds.count('sliding_attention')} of {layers} layers see {window} tokens of sequences of up to "
+        f"{positions} (max_position_embeddings); trainer and embedded engine let every token see the whole sequence "
+        "before it",
+        fix="choose a model without it",
+    )

@@ -35,6 +35,7 @@ _DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "n_shared_experts": 1,
+    "max_position_embeddings": 4096,
     "routed_scaling_factor": 2.5,
 }
 
@@ -99,13 +100,6 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
             why="config.json sets rope_interleave to false; published models of this family pair neighbours",
             fix="choose another model",
         )
-    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if config.get(key, value) != value:
-            raise UserError(
-                f"the model routes with {key} {config[key]!r}",
-                why=f"models of this family use {value!r}",
-                fix="choose another model",
-            )
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
@@ -124,16 +118,19 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_scaling_factor": 1.0,
         "mscale_all_dim": 0.0,
     }
+    if scaling is not None and scaling.get("mscale_all_dim"):  # on the scores, whatever kind of scaling it is
+        fields |= {
+            "rotary_scaling_factor": float(scaling["factor"]),
+            "mscale_all_dim": float(scaling["mscale_all_dim"]),
+        }
     if scaling is not None and scaling["rope_type"] == "yarn":
-        trained = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings", 4096)
         fields |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": float(scaling["factor"]),
-            "original_max_position_embeddings": int(trained),
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
             "beta_fast": float(scaling.get("beta_fast") or 32),
             "beta_slow": float(scaling.get("beta_slow") or 1),
             "mscale": float(scaling.get("mscale") or 1.0),
-            "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0.0),
         }
     return fields
 

@@ -23,7 +23,13 @@ from slime.models.table import (
 )
 
 #: transformers' Glm4Config, where config.json is silent.
-_DEFAULTS = {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07}
+_DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-07,
+}
 
 _MLP_RULES = (
     MLP_NORM,

@@ -14,6 +14,8 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, MTP_LAY
 _DEFAULTS = {
     "attention_bias": False,
     "use_qk_norm": False,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "first_k_dense_replace": 1,
     "n_group": 1,

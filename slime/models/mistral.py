@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_sliding_window
+from slime.models.decoder import decoder_spec, refuse_windows
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
+#: transformers' MistralConfig, where config.json is silent.
+_DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    # config.json of v0.1 has a window of 4096 tokens, and so have configs that do not say: transformers' default
-    refuse_sliding_window({"sliding_window": 4096, **config}, "sliding_window")
+    config = {**_DEFAULTS, **config}
+    refuse_windows(config)
     return decoder_spec(config, "mistral")
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_sliding_window
+from slime.models.decoder import decoder_spec, refuse_windows
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
+#: transformers' Qwen2Config, where config.json is silent.
+_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_sliding_window(config)
+    config = {**_DEFAULTS, **config}
+    refuse_windows(config, switch="use_sliding_window", by_layer=True)
     return decoder_spec(config, "qwen2", add_qkv_bias=True)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, refuse_sliding_window
+from slime.models.decoder import decoder_spec, refuse_windows
 from slime.models.spec import ModelSpec
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
+#: transformers' Qwen3Config, where config.json is silent.
+_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_sliding_window(config)
+    config = {**_DEFAULTS, **config}
+    refuse_windows(config, switch="use_sliding_window", by_layer=True)
     bias = bool(config.get("attention_bias"))
-    # transformers' Qwen3Config has a head size of its own, 128, not hidden_size / heads
-    config = {**config, "head_dim": config.get("head_dim") or 128}
     return decoder_spec(config, "qwen3", qk_layernorm=True, add_qkv_bias=bias, output_bias=bias)
 
 

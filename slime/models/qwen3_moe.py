@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.models.decoder import decoder_spec, moe_layer_freq, refuse_sliding_window, softmax_router
+from slime.models.decoder import decoder_spec, moe_layer_freq, refuse_windows, softmax_router
 from slime.models.spec import ModelSpec, require
 from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, MOE_RULES, ModelFamily
 
+#: transformers' Qwen3MoeConfig, where config.json is silent.
+_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
+
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_sliding_window(config)
+    config = {**_DEFAULTS, **config}
+    refuse_windows(config, switch="use_sliding_window")
     bias = bool(config.get("attention_bias"))
     step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
     layers = range(int(require(config, "num_hidden_layers")))

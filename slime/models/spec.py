@@ -48,7 +48,7 @@ class ModelSpec:
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
         post_norms: each layer normalises the outputs of its attention and of its MLP before they are added (GLM-4).
-        output_bias, mlp_bias: the projection behind attention, the matrices of MLPs have biases.
+        output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have biases.
         normalised_scores: a router divides the scores of the experts that it chose by their sum.
         num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the decoder's; not trained.
     """
@@ -187,37 +187,15 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """What engines compute and Megatron does not.
+    """Refuse what engines compute and the trainer does not.
 
     Raises:
-        UserError: the model has biases that Megatron has no place for, or a router that it computes otherwise.
+        UserError: a router whose weights have no gradient.
     """
-    reason = "Megatron puts biases on all linear layers of a block or on none but query, key and value"
-    for key, value in (("attention_bias", spec.output_bias), ("mlp_bias", spec.mlp_bias)):
-        refuse({key: value}, key, reason)
-    if not spec.num_experts:
-        return
-    facts, topk = spec.transformer, int(spec.transformer["moe_router_topk"])
-    sigmoid = facts["moe_router_score_function"] == "sigmoid"
-    if topk == 1 and spec.normalised_scores and not sigmoid:
+    if spec.num_experts and spec.normalised_scores and int(spec.transformer["moe_router_topk"]) == 1:
         raise UserError(
             "the model's router sends each token to one expert and normalises its probability to 1",
             why="num_experts_per_tok is 1 and norm_topk_prob is true: such a router gets no gradient",
-            fix="choose another model",
-        )
-    if sigmoid and (topk == 1 or not spec.normalised_scores):
-        raise UserError(
-            "the model's router does not normalise the scores of the chosen experts",
-            why=f"norm_topk_prob is {spec.normalised_scores}, num_experts_per_tok is {topk}; Megatron "
-            "normalises the scores of a sigmoid router over the two or more experts it chooses",
-            fix="choose another model",
-        )
-    chosen = int(facts.get("moe_router_group_topk") or 0)
-    if chosen and topk // chosen != 2:
-        raise UserError(
-            "the model's router chooses groups of experts by a score that Megatron does not compute",
-            why=f"a group counts with its two best experts; Megatron takes num_experts_per_tok / topk_group = "
-            f"{topk} / {chosen} of them",
             fix="choose another model",
         )
 
@@ -318,11 +296,12 @@ def rotary_settings(
     """(base, percent, scaling) of the rotary embedding, from either spelling.
 
     transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"), transformers 5 one
-    ``rope_parameters``. Where both are there they must agree: a ``rope_scaling`` that someone adds to a config in the
-    new spelling is what transformers takes, and would be lost here.
+    ``rope_parameters``. A value that stands in several places must be the same in all of them: a ``rope_scaling`` that
+    someone adds to a config in the new spelling is what transformers takes, and would be lost here.
 
     Raises:
-        UserError: they do not, or there is an embedding per kind of layer.
+        UserError: two places contradict each other, the scaling is not supported or lacks a field, or there is an
+            embedding per kind of layer.
 
     Example:
         >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
@@ -331,47 +310,87 @@ def rotary_settings(
         (500000.0, 1.0, {'rope_type': 'linear', 'factor': 2.0})
     """
     new = config.get("rope_parameters") or {}
-    if new and all(isinstance(value, Mapping) for value in new.values()):
-        raise UserError(
-            "this model has a different rotary embedding per kind of layer",
-            why=f"rope_parameters has the entries {', '.join(new)}",
-            fix="such models are not supported yet",
-        )
-    old_base, new_base = config.get("rope_theta"), new.get("rope_theta")
-    if old_base is not None and new_base is not None and float(old_base) != float(new_base):
-        raise UserError(
-            "the model config contradicts itself on the rotary base",
-            why=f"rope_theta is {old_base}, rope_parameters.rope_theta is {new_base}",
-            fix="correct config.json; the model card tells which one it was trained with",
-        )
-    base = float(new_base if new_base is not None else old_base if old_base is not None else default_base)
-    percent = new.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    old_scaling = config.get("rope_scaling") or {}
-    scaling = _scaling(new or old_scaling)
-    if new and old_scaling and _scaling(old_scaling) != scaling:
+    old = config.get("rope_scaling") or {}
+    for settings in (new, old):
+        if settings and all(isinstance(value, Mapping) for value in settings.values()):
+            raise UserError(
+                "this model has a different rotary embedding per kind of layer",
+                why=f"its rotary settings have the entries {', '.join(settings)}",
+                fix="such models are not supported yet",
+            )
+    base = _agreed(config, new, old, "rope_theta", "the rotary base")
+    percent = _agreed(config, new, old, "partial_rotary_factor", "the rotated share of a head")
+    scaling = _scaling(new or old, config)
+    if new and old and _scaling(old, config) != scaling:
         raise UserError(
             "the model config contradicts itself on rotary scaling",
-            why=f"rope_scaling is {old_scaling}, rope_parameters is {new}",
+            why=f"rope_scaling is {old}, rope_parameters is {new}",
             fix="keep one of the two: in rope_parameters, rope_theta stands beside the fields of rope_scaling",
         )
-    return base, float(percent) if percent is not None else default_percent, scaling
+    return (
+        base if base is not None else default_base,
+        percent if percent is not None else default_percent,
+        scaling,
+    )
 
 
-def _scaling(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def _agreed(
+    config: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any], key: str, meaning: str
+) -> float | None:
+    """The one value of a field that may stand at the top, in ``rope_parameters`` and in ``rope_scaling``."""
+    places = {key: config, f"rope_parameters.{key}": new, f"rope_scaling.{key}": old}
+    found = {place: float(values[key]) for place, values in places.items() if values.get(key) is not None}
+    if len(set(found.values())) > 1:
+        raise UserError(
+            f"the model config contradicts itself on {meaning}",
+            why=", ".join(f"{place} is {value:g}" for place, value in found.items()),
+            fix="correct config.json; the model card tells which one it was trained with",
+        )
+    return next(iter(found.values()), None)
+
+
+#: Fields without which a kind of scaling means nothing.
+_NEEDED_TO_SCALE = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Only what scales, under the names of transformers 5; None for plain rope.
 
+    llama3 and yarn know the length that the model was made for: ``original_max_position_embeddings``, here or at the
+    top of the config, else ``max_position_embeddings``.
+
     Raises:
-        UserError: a kind of scaling that trainer and embedded engine do not compute.
+        UserError: a kind of scaling that trainer and embedded engine do not compute, or a field is missing.
     """
     scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.pop("type", None)
     if kind is not None:
         scaling.setdefault("rope_type", kind)
-    kind = scaling.get("rope_type", "default")
+    kind = scaling.get("rope_type") or "default"
     if kind not in ROPE_TYPES:
         raise UserError(
             f"rotary scaling of type {kind!r} is not supported",
             why="the model's config.json asks for it",
             fix=f"supported are: {', '.join(ROPE_TYPES)}",
         )
-    return None if kind == "default" else scaling
+    if kind == "default":
+        return None
+    missing = [key for key in _NEEDED_TO_SCALE[kind] if scaling.get(key) is None]
+    if missing:
+        raise UserError(
+            f"rotary scaling of type {kind!r} lacks {', '.join(missing)}",
+            why=f"the model's config.json has {dict(settings)}",
+            fix="use the config.json that belongs to the weights",
+        )
+    if kind in ("llama3", "yarn"):
+        key = "original_max_position_embeddings"
+        trained = _agreed(config, settings, {}, key, "the length it was made for")
+        if trained is None and config.get("max_position_embeddings") is not None:
+            trained = config["max_position_embeddings"]
+        if trained is not None:
+            scaling[key] = int(trained)
+    return scaling

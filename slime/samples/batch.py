@@ -61,7 +61,8 @@ class TrainBatch:
         raw_rewards: as the reward function gave them.
         rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None when not given.
         execution_ids: samples that one execution fanned out into share one.
-        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1: its denominator in the default loss.
+        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1, or their mean over its group's executions
+            (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is wanted.

@@ -118,6 +118,18 @@ class Columns:
             sums[execution] = sums.get(execution, 0) + sum(mask)
         return [float(max(sums[execution], 1)) for execution in self.execution_ids]
 
+    def group_mask_means(self) -> list[float]:
+        """Per sample the mean of the trained tokens of its group's executions; 1 for a group without any.
+
+        As the denominator of the loss it makes each token of a group count alike, and each group by its executions.
+        """
+        sums: dict[int, int] = {}
+        executions: dict[int, set[int]] = {}
+        for group, execution, mask in zip(self.group_ids, self.execution_ids, self.loss_masks):
+            sums[group] = sums.get(group, 0) + sum(mask)
+            executions.setdefault(group, set()).add(execution)
+        return [sums[group] / len(executions[group]) or 1.0 for group in self.group_ids]
+
 
 def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Columns:
     """The default conversion."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from slime.config.config import Config
+from slime.config.estimators import FACTS
 from slime.errors import UserError
 from slime.hook_loading import makers_of_samples, named, user_function
 from slime.log import get_logger
@@ -53,7 +54,9 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     _check_lengths(columns, config)
     schedule = _plan(columns, config, layout)
     stats = _global_stats(columns, trainable, schedule)
-    mask_sums = columns.rollout_mask_sums()
+    algorithm = config.algorithm
+    by_group = algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group
+    mask_sums = columns.group_mask_means() if by_group else columns.rollout_mask_sums()
     ranks = range(layout.data_parallel_size)
     shards = [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
     for shard in shards:

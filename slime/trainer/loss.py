@@ -14,6 +14,7 @@ from slime.algorithms.kl import kl_estimate
 from slime.algorithms.losses import (
     PolicyInputs,
     icepop,
+    importance_ratio,
     off_policy_sequence_mask,
     sft_loss,
     truncated_importance_sampling,
@@ -95,7 +96,7 @@ def _policy_loss(
         token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions, taken)
         # a token that the user masks leaves the numerator; the denominators stay those of the batch
         weights = torch.where(masks != 0, weights, 0.0)
-        means.update(extra, ois=torch.exp(-policy.ppo_kl.detach()))
+        means.update(extra, ois=importance_ratio(-policy.ppo_kl.detach()))
     pg_loss = _reduce_policy_loss(token_loss, weights, masks, inputs, config, functions)
     loss, metrics = pg_loss, {"pg_loss": pg_loss}
     if scores.entropy is not None:

@@ -35,6 +35,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "model_type": "llama"},
     "llama tied": {**DECODER, "model_type": "llama", "tie_word_embeddings": True},
+    "llama, biases": {**DECODER, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "mistral": {**DECODER, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**DECODER, "model_type": "qwen2"},
     "qwen3": {**DECODER, "model_type": "qwen3", "tie_word_embeddings": True},

@@ -82,6 +82,12 @@ YARN = {
 DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 
 OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama, biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen3, biases": (transformers.Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "qwen3_moe, biases": (
+        transformers.Qwen3MoeConfig,
+        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [1], "attention_bias": True},
+    ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
@@ -120,6 +126,18 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
             "topk_group": 2,
             "num_experts_per_tok": 4,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4_moe, groups, not normalised": (
+        transformers.Glm4MoeConfig,
+        {
+            **CHOSEN_EXPERTS,
+            "head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
         },
     ),
     "deepseek_v3, as Moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None}),

@@ -19,6 +19,7 @@ from slime.algorithms.kl import KL_KINDS, kl_estimate
 from slime.algorithms.losses import (
     PolicyInputs,
     gspo_loss,
+    importance_ratio,
     off_policy_sequence_mask,
     ppo_clip_loss,
     truncated_importance_sampling,
@@ -101,6 +102,21 @@ def test_discounted_returns_follow_the_recurrence(length: int, gamma: float) -> 
     assert torch.allclose(returns, expected, rtol=1e-9, atol=1e-9)
 
 
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=40), gamma=st.floats(0.0, 1.0), seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_nothing_is_discounted_across_tokens_that_are_not_trained(mask: list[bool], gamma: float, seed: int) -> None:
+    """As if the sample had its trained tokens alone: the recurrence over these, zeros in between."""
+    kl = randn(len(mask), seed)
+    masks = torch.tensor(mask, dtype=torch.float64)
+    [advantages], [returns] = reinforce_plus_plus(AdvantageInputs([2.0], [kl], [masks], kl_coef=0.3, gamma=gamma))
+    expected, following, is_last = [0.0] * len(mask), 0.0, True
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            following = -0.3 * kl[t].item() + (2.0 if is_last else 0.0) + gamma * following
+            expected[t], is_last = following, False
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) == returns.tolist()
+
+
 def test_reinforce_plus_plus_of_a_sample_that_is_not_trained_is_zero() -> None:
     kl, masks = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.ones(2)]
     advantages, returns = reinforce_plus_plus(AdvantageInputs([1.0, 1.0], kl, masks))
@@ -177,6 +193,41 @@ def test_on_policy_every_loss_has_the_reinforce_gradient(name: str) -> None:
         expected = sequence_mean(expected, inputs.masks, inputs.lengths)
     assert inputs.log_probs.grad is not None
     assert torch.allclose(inputs.log_probs.grad, expected)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("far", [-300.0, 300.0, -float("inf")])
+def test_no_ratio_is_too_large_for_finite_gradients(name: str, far: float) -> None:
+    """A token that is not trained has a gradient of 0 whatever its ratio; one that is, a finite one."""
+    log_probs = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
+    old = torch.tensor([-1.0, far, far])
+    masks = torch.tensor([1.0, 0.0, 1.0])
+    lengths = torch.tensor([2, 1])
+    if name == "gspo" and far == -float("inf"):
+        masks = torch.tensor([1.0, 1.0, 1.0])  # its mean over a sample knows no token without a probability
+    out = ESTIMATORS[name].loss(PolicyInputs(log_probs, old, torch.tensor([1.0, -1.0, -1.0]), masks, lengths))
+    loss = weighted_sum(out.loss, masks)
+    loss.backward()
+    assert torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    if masks[1] == 0:
+        assert log_probs.grad[1] == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KL_KINDS))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_no_kl_is_too_large_for_finite_gradients(kind: str, weighted: bool) -> None:
+    log_probs = torch.tensor([-300.0, -1.0]).requires_grad_()
+    base = torch.tensor([-1.0, -300.0])
+    ratio = log_probs - torch.tensor([-1.0, -300.0]) if weighted else None
+    loss = kl_estimate(log_probs, base, kind, ratio).sum()
+    loss.backward()
+    assert torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+
+
+@given(x=st.floats(-20, 20))
+def test_the_clamp_of_ratios_changes_nothing_within(x: float) -> None:
+    log_ratio = torch.tensor(x, dtype=torch.float64)
+    assert importance_ratio(log_ratio) == log_ratio.exp()
 
 
 def test_losses_are_differentiated_right() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.config.estimators import FACTS
 from slime.errors import UserError
@@ -105,6 +106,30 @@ def test_an_execution_that_fanned_out_counts_once() -> None:
     assert dict(zip(batch.sample_indices, batch.rewards)) == {0: -0.5, 1: 0.5, 2: 0.5, 3: 0.5}
     assert batch.steps[0].global_batch_size == 2
     assert dict(zip(batch.sample_indices, batch.rollout_mask_sums)) == {0: 4.0, 1: 12.0, 2: 12.0, 3: 12.0}
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
+def test_cispo_averages_over_the_tokens_of_a_group(groups: list[list[int]], masks_one: bool) -> None:
+    """MiniMax-M1 (arXiv:2506.13585), equation 4: 1 / Σ_i |o_i| within a group; groups count by their executions."""
+    counter = iter(range(1000))
+    made = [
+        Group(g, [[make_sample(next(counter), float(g % 2), response=length)] for length in lengths])
+        for g, lengths in enumerate(groups)
+    ]
+    if masks_one and groups[0][0] > 1:
+        made[0].executions[0][0].loss_mask = [1] * (groups[0][0] - 1) + [0]
+    batch = convert(made, advantage_estimator="cispo")[0]
+    step = batch.steps[0]
+    weights = token_weights(batch.loss_masks, batch.rollout_mask_sums, step.global_batch_size).double()
+    expected = []
+    for mask, group in zip(batch.loss_masks, batch.group_indices):
+        members = [m for m, g in zip(batch.loss_masks, batch.group_indices) if g == group]
+        share = len(members) / step.global_batch_size
+        expected.append(mask.double() * share / sum(m.sum().item() for m in members))
+    assert torch.allclose(weights, torch.cat(expected), rtol=1e-6, atol=0)
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-6)
+    per_execution = convert(made)[0]
+    assert per_execution.rollout_mask_sums == [max(mask.sum().item(), 1.0) for mask in per_execution.loss_masks]
 
 
 def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -> None:

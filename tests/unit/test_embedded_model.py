@@ -86,7 +86,7 @@ def test_both_spellings_of_the_rotary_settings(directories: dict[str, Path], old
     [
         ({"model_type": "mamba", "architectures": None}, "model_type 'mamba'"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "use_sliding"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )

@@ -6,12 +6,13 @@ import dataclasses
 import doctest
 import importlib
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -30,7 +31,7 @@ from slime.trainer.megatron.experts import (
     looped_weight_gradient,
 )
 from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
-from slime.trainer.megatron.moe_layer import expert_arguments
+from slime.trainer.megatron.moe_layer import expert_arguments, expert_layers
 from slime.trainer.megatron.moe_router import choose_experts, router_weights
 from tests.support.parity import (
     CP2,
@@ -48,7 +49,7 @@ from tests.support.parity import (
     worst,
 )
 from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny
-from tests.support.trainer_ranks import Pools, make_batch, shard, trainer_config
+from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 from tests.support.trainers import gradients
 
 
@@ -147,7 +148,7 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
     torch.manual_seed(0)
     logits, bias = torch.randn(32, 8), torch.randn(8) if biased else None
     choices = choose_experts(logits, bias, config)
-    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config))
+    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config, normalises=True))
     theirs, chosen = topk_routing_with_score_function(
         logits, 4, use_pre_softmax=config.moe_router_pre_softmax, num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk, scaling_factor=config.moe_router_topk_scaling_factor,
@@ -304,11 +305,12 @@ def balanced(model: Path, kind: str, **more: Any) -> dict[str, Any]:
     return {"hf_checkpoint": str(model), "moe_router_load_balancing_type": kind, **BALANCE, **more}
 
 
-def test_balance_losses_do_not_depend_on_packing(model: Path, ranks: Pools) -> None:
-    """Of samples, and the z-loss: any micro-batches. Padding (an empty micro-batch) counts nothing."""
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+def test_balance_losses_do_not_depend_on_packing(kind: str, model: Path, ranks: Pools) -> None:
+    """Of samples, of the step, and the z-loss: any micro-batches. Padding (an empty micro-batch) counts nothing."""
     plans = [[[0, 1], [2, 3], [4], [5]], [[0, 1, 2, 3, 4, 5]], [[5, 2], [], [0, 4, 3, 1]]]
     batches = [make_batch(plan) for plan in plans]
-    (first, metrics), *others = ranks.run(1, gradient_job, balanced(model, "seq_aux_loss"), batches)[0]
+    (first, metrics), *others = ranks.run(1, gradient_job, balanced(model, kind), batches)[0]
     (without, none), *_ = ranks.run(1, gradient_job, {"hf_checkpoint": str(model)}, batches[:1])[0]
     assert "z_loss" not in none and metrics["load_balancing_loss"] > 0.99 and metrics["z_loss"] > 0
     for found, same_metrics in others:
@@ -350,22 +352,99 @@ GLOBAL_SHARDS = {
     ],
     ids=["DP2", "EP2 over DP2", "TP2 x EP2", "CP2", "DP4, EP2", "DP2 x TP2+SP, EP2"],
 )
-def test_the_global_balance_loss_is_that_of_all_replicas_in_one_micro_batch(
+def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
     size: int, data_parallel: int, layout: dict[str, Any], model: Path, ranks: Pools
 ) -> None:
-    """The k-th micro-batches of all replicas count as one; by its own alone a replica has another loss."""
-    batch = make_batch()
+    """Which is what aux_loss gives for a single micro-batch, and for no others."""
+    batch = make_batch([[0, 1, 2, 3, 4, 5]])
     flags = balanced(model, "global_aux_loss", use_distributed_optimizer=False)
-    whole, *_ = [shard(batch, members, plan) for members, plan in GLOBAL_SHARDS[1]]
-    [[(expected, metrics)]] = ranks.run(1, gradient_job, flags, [whole])
+    alone = balanced(model, "aux_loss", use_distributed_optimizer=False)
+    [[(expected, metrics)]] = ranks.run(1, gradient_job, alone, [batch])
     batches = [shard(batch, members, plan) for members, plan in GLOBAL_SHARDS[data_parallel]]
     for ((found, ours),) in ranks.run(size, gradient_job, {**flags, **layout}, batches):
         assert ours == pytest.approx(metrics, rel=1e-5)
         for name, gradient in expected.items():
             assert worst(found[name], gradient) <= TOLERANCE, name
     if layout == EP2 | ETP1:
-        by_itself = ranks.run(size, gradient_job, {**flags, **layout, **balanced(model, "aux_loss")}, batches)
+        by_itself = ranks.run(size, gradient_job, {**alone, **layout}, batches)
         assert by_itself[0][0][1]["load_balancing_loss"] != pytest.approx(metrics["load_balancing_loss"], rel=1e-3)
+
+
+# -- what a shared prompt counts --------------------------------------------------------------------------------------
+
+
+def shared_prompts(micro_batches: list[list[int]]) -> TrainBatch:
+    """Five samples of one prompt, one of another, long enough to be shared where a micro-batch has several."""
+    batch = make_batch(micro_batches)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, VOCAB, (20,), generator=generator) for _ in range(2)]
+    batch.tokens = [
+        torch.cat([prompts[number == 5], tokens[-response:]])
+        for number, (tokens, response) in enumerate(zip(batch.tokens, batch.response_lengths))
+    ]
+    return batch
+
+
+def counted_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[dict[str, Any]]:
+    """Per plan, each from the same weights: the routers' biases after a step, and what it reports."""
+    settings = {"moe_router_bias_update_rate": 0.01, "optimizer": "sgd", "lr": 1e-12, "clip_grad": 0.0}
+    config = trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size)
+    backend = MegatronBackend(config, info)
+    backend.setup()
+    routers = [layer.router for layer in expert_layers(backend.model_chunks)]
+    before = [router.expert_bias.clone() for router in routers]
+    results = []
+    for batch in [batches[backend.data_parallel_rank]] if info.world_size > 1 else batches:
+        for router, bias in zip(routers, before):
+            router.expert_bias.copy_(bias)
+        metrics = backend.train(batch)
+        names = ("loss", "grad_norm", "moe_max_load", "moe_mean_load")
+        results.append(
+            {"bias": torch.stack([router.expert_bias.clone() for router in routers])}
+            | {name: metrics[f"train/{name}"] for name in names}
+        )
+    return results
+
+
+def check_same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert torch.equal(found["bias"], expected["bias"])
+    assert found["moe_max_load"] == expected["moe_max_load"]
+    assert found["moe_mean_load"] == expected["moe_mean_load"]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[list[int]]:
+    """The six samples in any order, cut anywhere."""
+    order = draw(st.permutations(range(6)))
+    cuts = sorted(draw(st.sets(st.integers(1, 5))))
+    return [list(order[first:last]) for first, last in pairwise([0, *cuts, 6])]
+
+
+def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) -> None:
+    """Also the expert bias, which moves by the counts: a prompt that samples share counts once for each of them."""
+    save_tiny("glm4_moe", tmp_path)
+    plans: list[list[list[int]]] = []
+
+    @settings(max_examples=12, phases=[Phase.generate])
+    @given(partitions())
+    def collect(plan: list[list[int]]) -> None:
+        plans.append(plan)
+
+    collect()
+    plans = [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2, 3, 4, 5]], *plans]
+    flags = {"hf_checkpoint": str(tmp_path)}
+    alone, *others = ranks.run(1, counted_job, flags, [shared_prompts(plan) for plan in plans])[0]
+    tokens = sum(tokens.numel() - 1 for tokens in shared_prompts(plans[0]).tokens)
+    assert alone["moe_mean_load"] == pytest.approx(tokens * 2 / 4)  # two of four experts for each token
+    for found in others:
+        check_same_step(found, alone)
+    batch = shared_prompts(plans[1])
+    halves = [shard(batch, [0, 1, 5], [[0, 1, 2], []]), shard(batch, [2, 3, 4], [[0, 1], [2]])]
+    for layout, batches in ((CP2, [batch]), (TP2 | EP2 | ETP1, [batch]), (EP2 | ETP1, halves)):
+        for (found,) in ranks.run(2, counted_job, {**flags, **layout}, batches):
+            check_same_step(found, alone)
 
 
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:

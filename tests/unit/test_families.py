@@ -247,7 +247,7 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
 def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     names = {family.name for family in FAMILIES}
     assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
-    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} == names - {"llama", "mistral", "qwen2", "qwen3"}
+    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} >= names - {"llama", "mistral", "qwen2", "qwen3"}
 
 
 # -- flags that describe the model -----------------------------------------------------------------------------------

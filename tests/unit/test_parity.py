@@ -64,6 +64,8 @@ LAYOUTS = {
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"]
 MOE = {"qwen3_moe", "glm4_moe", "deepseek_v3"}
+#: Variants with parameters of their own, at the layouts that cut or sum these.
+VARIANTS = ["llama, biases"]
 
 
 def _cases() -> Iterator[Any]:
@@ -76,12 +78,15 @@ def _cases() -> Iterator[Any]:
             everything = family == "qwen3_moe" and not LAYOUTS[layout].rare
             always = layout == "TP2+SP" or (layout, family) == ("CP2", "deepseek_v3") or everything
             yield pytest.param(family, layout, marks=[] if always else [pytest.mark.full])
+    for variant in VARIANTS:
+        for layout in ("TP2", "TP2+SP", "PP2"):
+            yield pytest.param(variant, layout)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
     made = {}
-    for family in FAMILIES:
+    for family in [*FAMILIES, *VARIANTS]:
         directory = tmp_path_factory.mktemp("model")
         made[family] = (directory, save_tiny(family, directory))
     return made

@@ -269,7 +269,7 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
 
     backend = trainer()
     try:
-        block = block_spec(backend.model_chunks[0].module.config, None)
+        block = block_spec(backend.model_chunks[0].module.config, None, backend.spec)
     finally:
         backend.close()
     parts = {kind: type(f"TE{kind.__name__}", (), {}) for kind in (ColumnParallelLinear, RowParallelLinear)}

@@ -101,6 +101,9 @@ def test_no_copy_where_the_layout_allows() -> None:
     assert REPLICATED.export([weight], spec)[0] is weight
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -112,8 +115,12 @@ def test_no_copy_where_the_layout_allows() -> None:
             (5e5, 0.5, {"rope_type": "linear", "factor": 2.0}),
         ),
         (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}},
-            (5e5, 1.0, {"rope_type": "llama3", "factor": 8.0}),
+            {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "max_position_embeddings": 64},
+            (5e5, 1.0, {**LLAMA3, "original_max_position_embeddings": 64}),
+        ),
+        (
+            {"rope_scaling": {"rope_theta": 5e5, **LLAMA3}, "original_max_position_embeddings": 32},
+            (5e5, 1.0, {**LLAMA3, "original_max_position_embeddings": 32}),
         ),
     ],
 )
@@ -170,17 +177,16 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        ("llama", {"attention_bias": True}),
-        ("llama", {"mlp_bias": True}),
         ("mistral", {"sliding_window": 4096}),
-        ("qwen2", {"use_sliding_window": True}),
-        ("qwen3", {"attention_bias": True}),
-        ("qwen3_moe", {"attention_bias": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
         ("deepseek_v3", {"attention_bias": True}),
         ("deepseek_v3", {"rope_interleave": False}),
         ("deepseek_v3", {"scoring_func": "softmax"}),
         ("deepseek_v3", {"topk_method": "greedy"}),
-        ("glm4_moe", {"norm_topk_prob": False}),
+        ("glm4_moe", {"topk_method": "greedy"}),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("llama", {"final_logit_softcapping": 30.0}),
+        ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
     ],
 )
 def test_settings_that_would_be_lost_are_refused(family: str, setting: dict[str, object]) -> None:
@@ -189,14 +195,18 @@ def test_settings_that_would_be_lost_are_refused(family: str, setting: dict[str,
         family_of(config).model_spec(config)
 
 
-def test_routing_that_megatron_does_otherwise_is_refused() -> None:
-    """A group of experts counts with its two best; Megatron takes num_experts_per_tok / topk_group of them."""
+def test_routers_without_a_meaning_are_refused() -> None:
     grouped = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     spec = family_of(config_of("deepseek_v3")).model_spec(config_of("deepseek_v3", **grouped))
     assert spec.transformer["moe_router_num_groups"] == 2 and spec.transformer["moe_router_group_topk"] == 1
-    with pytest.raises(UserError, match="chooses groups of experts"):
-        config = config_of("deepseek_v3", **{**grouped, "num_experts_per_tok": 3})
-        family_of(config).model_spec(config)
+    for change in ({"num_experts_per_tok": 3}, {"n_group": 3}, {"n_group": 4}):
+        with pytest.raises(UserError, match=r"cannot choose \d of 4 experts from 1 of \d groups"):
+            config = config_of("deepseek_v3", **{**grouped, **change})
+            family_of(config).model_spec(config)
+    for family in ("qwen3_moe", "glm4_moe"):
+        with pytest.raises(UserError, match="no gradient"):
+            config = config_of(family, num_experts_per_tok=1)
+            family_of(config).model_spec(config)
     with pytest.raises(UserError, match="no layer of this model has experts"):
         config = config_of("qwen3_moe", mlp_only_layers=[0, 1])
         family_of(config).model_spec(config)

@@ -354,6 +354,8 @@ class MegatronBackend:
         packed = self._pack(batch, batch.steps[step_id].micro_batches)
         gradient_scale = float(len(packed) * parallel_state.get_data_parallel_world_size())
         if self.routing is not None:
+            if self.routing.counts_ahead:
+                self._count_experts(batch, packed)
             self.routing.prepare(batch, packed, "train", gradient_scale)
         self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
         hook = self.config.train.custom_megatron_before_train_step_hook_path
@@ -368,6 +370,14 @@ class MegatronBackend:
         options = self._score_options(True)
         with self._computing():
             return forward.forward_backward(self._modules(), packed, loss_of, gradient_scale=gradient_scale, **options)
+
+    def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
+        """A forward pass over the step, for a balance loss over all of its tokens. Collective."""
+        assert self.routing is not None
+        self.routing.prepare(batch, packed, "count")
+        with self._computing():
+            forward.score(self._modules(), packed, **self._score_options(False))
+        self.routing.sum_counts()
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
         """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,22 @@ class RMSNorm(torch.nn.Module):
 
             return RMSNormFunction.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+@functools.cache
+def with_bias(linear: type) -> type:
+    """The same parallel linear layer, always with a bias.
+
+    Megatron decides with one field, ``add_bias_linear``, for all linear layers of a model; checkpoints have biases on
+    some of them.
+    """
+
+    class Biased(linear):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    Biased.__name__ = Biased.__qualname__ = f"{linear.__name__}WithBias"
+    return Biased
 
 
 class SwiGLU(torch.autograd.Function):

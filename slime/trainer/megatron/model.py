@@ -37,7 +37,14 @@ from slime.models.rotary import inverse_frequencies
 from slime.models.spec import ModelSpec
 from slime.trainer.megatron import te_layers
 from slime.trainer.megatron.attention import PackedAttention, PackedSelfAttention
-from slime.trainer.megatron.layers import Embedding, RMSNorm, SwiGLUActivation, add_post_norms, leave_as_it_is
+from slime.trainer.megatron.layers import (
+    Embedding,
+    RMSNorm,
+    SwiGLUActivation,
+    add_post_norms,
+    leave_as_it_is,
+    with_bias,
+)
 from slime.trainer.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.trainer.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.trainer.megatron.packed import PackedMicroBatch
@@ -190,7 +197,7 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         core = ModuleSpec(module=PackedAttention, params={"torch_only": True})
 
     def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
-        layers = block_spec(transformer, vp_stage, post_norms=spec.post_norms, core_attention=core)
+        layers = block_spec(transformer, vp_stage, spec, core_attention=core)
         return PolicyModel(
             spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
         )
@@ -249,11 +256,11 @@ def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) 
 def block_spec(
     config: TransformerConfig,
     vp_stage: int | None,
+    spec: ModelSpec,
     *,
-    post_norms: bool = False,
     core_attention: type | ModuleSpec = PackedAttention,
 ) -> TransformerBlockSubmodules:
-    """megatron-core's local layers with our norm, attention and activation in their places."""
+    """megatron-core's local layers with our norm, attention, activation and biases in their places."""
     plain = copy.copy(config)
     plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
     block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
@@ -269,6 +276,8 @@ def block_spec(
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
             attention.submodules.core_attention = core_attention
+            if spec.output_bias:
+                attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
             for name in ("q_layernorm", "k_layernorm"):
                 if getattr(attention.submodules, name) is not IdentityOp:
                     setattr(attention.submodules, name, RMSNorm)
@@ -276,11 +285,16 @@ def block_spec(
             attention.module = PackedMLASelfAttention
             attention.submodules.core_attention = core_attention
             attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
-        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP and config.use_te_activation_func:
-            parts.mlp.submodules.activation_func = SwiGLUActivation
+        if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP:
+            mlp = parts.mlp.submodules
+            if config.use_te_activation_func:
+                mlp.activation_func = SwiGLUActivation
+            if spec.mlp_bias:
+                mlp.linear_fc1 = with_bias(mlp.linear_fc1)
+                mlp.linear_fc2 = with_bias(mlp.linear_fc2)
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
-            parts.mlp = expert_layer_spec(config)
-    if post_norms:
+            parts.mlp = expert_layer_spec(config, normalises=spec.normalised_scores)
+    if spec.post_norms:
         add_post_norms(block)
     if config.transformer_impl == "transformer_engine":
         te_layers.replace_parts(block)

@@ -51,11 +51,12 @@ class ExpertLayer(MoELayer):
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        normalises: bool = True,
     ) -> None:
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
         assert submodules is not None and config.num_moe_experts is not None
         self.splits_tokens = groups.tp.size() > 1 and not config.sequence_parallel
-        submodules.router = partial(Router, splits_tokens=self.splits_tokens)
+        submodules.router = partial(Router, splits_tokens=self.splits_tokens, normalises=normalises)
         super().__init__(config, submodules, layer_number, groups)
         self.token_dispatcher = None  # ours keeps no state
         self.place = ExpertPlace.of(groups, config.num_moe_experts)
@@ -87,8 +88,12 @@ class ExpertLayer(MoELayer):
         return output if shared is None else output + shared
 
 
-def expert_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """What takes the place of the MLP in a layer of experts."""
+def expert_layer_spec(config: TransformerConfig, *, normalises: bool = True) -> ModuleSpec:
+    """What takes the place of the MLP in a layer of experts.
+
+    Args:
+        normalises: the router divides the scores of the experts it chose by their sum.
+    """
     backend = LocalSpecProvider()
     shared = MLPSubmodules(
         linear_fc1=backend.column_parallel_linear(),
@@ -96,7 +101,7 @@ def expert_layer_spec(config: TransformerConfig) -> ModuleSpec:
         activation_func=SwiGLUActivation if config.use_te_activation_func else None,
     )
     parts = MoESubmodules(experts=GroupedExperts, shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared))
-    return ModuleSpec(module=ExpertLayer, submodules=parts)
+    return ModuleSpec(module=ExpertLayer, params={"normalises": normalises}, submodules=parts)
 
 
 def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[ExpertLayer]:
@@ -142,13 +147,16 @@ def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def balance_type(config: TransformerConfig) -> str:
+    """The balance loss that adds to the gradients of this model; "none"."""
+    if not config.num_moe_experts or not config.moe_aux_loss_coeff:
+        return "none"
+    return str(config.moe_router_load_balancing_type)
+
+
 def uses_balance_losses(config: TransformerConfig) -> bool:
     """Do balance losses add to the gradients of this model?"""
-    if not config.num_moe_experts:
-        return False
-    coefficient = config.moe_aux_loss_coeff
-    balanced = config.moe_router_load_balancing_type != "none" and bool(coefficient)
-    return balanced or bool(config.moe_z_loss_coeff)
+    return bool(config.num_moe_experts) and (balance_type(config) != "none" or bool(config.moe_z_loss_coeff))
 
 
 @torch.no_grad()

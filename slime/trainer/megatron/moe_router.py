@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, group_limited_topk, router_gating_linear
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -32,7 +32,8 @@ class Routing:
     """What the routers are told about a micro-batch, and what they say. t: this rank's tokens.
 
     Attributes:
-        padding: bool [t].
+        copies: float32 [t], how many samples each token belongs to, 0 for padding: what it weighs in counts and balance
+            losses, so that these do not depend on which samples share the computation of their prompt.
         sequence: int64 [t], number of the sample that each token belongs to; 0 for padding.
         num_sequences: samples in the micro-batch.
         loss_scale: what the balance losses are multiplied with: Megatron's averaging undone, divided by the tokens of
@@ -40,32 +41,38 @@ class Routing:
         choices: layer number (from 1) → experts [t, k] to use again, or those that were recorded.
         unknown: bool, one for each token that this rank routes: there is nothing to use again. None: no such token.
         record: keep the choices.
+        counts_ahead: a forward pass before the step, which counts what ``global_aux_loss`` then looks at.
     """
 
-    padding: Tensor
+    copies: Tensor
     sequence: Tensor
     num_sequences: int
     loss_scale: float = 0.0
     choices: dict[int, Tensor] = field(default_factory=dict)
     unknown: Tensor | None = None
     record: bool = False
+    counts_ahead: bool = False
 
 
 @dataclass
 class RouterStatistics:
-    """Sums over a step's micro-batches on this rank; padding does not count.
+    """Sums over a step's micro-batches on this rank. A token counts once for each sample it belongs to.
 
     Attributes:
         tokens_per_expert: float32 [experts].
+        step_counts: float32 [experts], with ``global_aux_loss``: tokens of the whole step, on all ranks, whose best
+            experts by score these are.
         balance: part of the balance loss without its coefficient, each token with weight 1 / tokens of the step.
         z: the same of the z-loss.
     """
 
     tokens_per_expert: Tensor
+    step_counts: Tensor
     balance: Tensor
     z: Tensor
 
     def clear(self) -> None:
+        """Before a step. Its ``step_counts`` are there by then."""
         for tensor in (self.tokens_per_expert, self.balance, self.z):
             tensor.zero_()
 
@@ -75,19 +82,27 @@ class Router(TopKRouter):
 
     Args:
         splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them hold.
+        normalises: the scores of the chosen experts are divided by their sum.
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, splits_tokens: bool
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        splits_tokens: bool,
+        normalises: bool,
     ) -> None:
         super().__init__(config, pg_collection)
         self.splits_tokens = splits_tokens
+        self.normalises = normalises
         where = torch.cuda.current_device()
         assert config.num_moe_experts is not None
         self.statistics = RouterStatistics(
-            torch.zeros(config.num_moe_experts, device=where),
-            torch.zeros((), device=where),
-            torch.zeros((), device=where),
+            tokens_per_expert=torch.zeros(config.num_moe_experts, device=where),
+            step_counts=torch.zeros(config.num_moe_experts, device=where),
+            balance=torch.zeros((), device=where),
+            z=torch.zeros((), device=where),
         )
         self.balance_type = str(self.routing_type) if self.get_aux_loss_coeff(str(self.routing_type)) > 0 else "none"
 
@@ -96,15 +111,18 @@ class Router(TopKRouter):
         self._maintain_float32_expert_bias()
         logits = self.gating(hidden)
         counts = self.training and torch.is_grad_enabled()  # once per micro-batch, also when it is recomputed
-        valid = self._mine(~routing.padding) if routing is not None else logits.new_ones(len(logits), dtype=torch.bool)
+        copies = self._mine(routing.copies) if routing is not None else logits.new_ones(len(logits))
+        if routing is not None and routing.counts_ahead:
+            best = normalised_scores(logits, self.config).topk(self.topk, dim=1).indices
+            self.statistics.step_counts += tokens_per_expert(best, copies, self.config.num_moe_experts or 0)
         if counts and routing is not None and routing.loss_scale and self.config.moe_z_loss_coeff:
-            logits = self._with_z_loss(logits, valid, routing)
+            logits = self._with_z_loss(logits, copies, routing)
         choices = self._choices(logits.detach(), routing)
-        weights = router_weights(logits, choices, self.config)
+        weights = router_weights(logits, choices, self.config, normalises=self.normalises)
         if counts and routing is not None and routing.loss_scale and self.balance_type != "none":
-            weights = self._with_balance_loss(weights, logits, valid, routing)
+            weights = self._with_balance_loss(weights, logits, copies, routing)
         if counts:
-            self._count(choices, valid)
+            self._count(choices, copies)
         return weights, choices
 
     def gating(self, hidden: Tensor) -> Tensor:
@@ -134,45 +152,49 @@ class Router(TopKRouter):
         return choices
 
     @torch.no_grad()
-    def _count(self, choices: Tensor, valid: Tensor) -> None:
-        counts = tokens_per_expert(choices, valid, self.config.num_moe_experts or 0)
+    def _count(self, choices: Tensor, copies: Tensor) -> None:
+        counts = tokens_per_expert(choices, copies, self.config.num_moe_experts or 0)
         self.statistics.tokens_per_expert += counts
         if self.expert_bias is not None:
             self.local_tokens_per_expert += counts  # Megatron moves the bias by them after the step
 
-    def _with_z_loss(self, logits: Tensor, valid: Tensor, routing: Routing) -> Tensor:
+    def _with_z_loss(self, logits: Tensor, copies: Tensor, routing: Routing) -> Tensor:
         """ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens of the squared log-sum-exp of the logits."""
-        loss = (torch.logsumexp(logits, dim=-1).square() * valid).sum() * routing.loss_scale
+        loss = (torch.logsumexp(logits, dim=-1).square() * copies).sum() * routing.loss_scale
         self.statistics.z += loss.detach()
         return MoEAuxLossAutoScaler.apply(logits, loss * self.config.moe_z_loss_coeff)
 
-    def _with_balance_loss(self, weights: Tensor, logits: Tensor, valid: Tensor, routing: Routing) -> Tensor:
+    def _with_balance_loss(self, weights: Tensor, logits: Tensor, copies: Tensor, routing: Routing) -> Tensor:
         """Attach E · Σ_e f_e · P_e, f_e the share of expert e among the choices, P_e its mean score.
 
-        Switch Transformer (arXiv:2101.03961), equations 4 to 6. Over the tokens of the micro-batch (aux_loss), of each
-        sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20), or of all data-parallel ranks'
-        micro-batches (global_aux_loss, arXiv:2501.11873). A group of tokens weighs as many of the step's tokens as it
-        has, so the loss of samples does not depend on how they are packed.
+        Switch Transformer (arXiv:2101.03961), equations 4 to 6. f_e is counted over the tokens of the micro-batch
+        (aux_loss), of each sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20), or of the whole
+        step (global_aux_loss: Qiu et al., arXiv:2501.11873, section 3), which a pass before the step has counted. A
+        group of tokens weighs as many of the step's tokens as it has. Only aux_loss depends on how samples are packed.
         """
         experts, topk = logits.size(1), self.topk
         scores = normalised_scores(logits, self.config)
+        if self.balance_type == "global_aux_loss":
+            counts = self.statistics.step_counts
+            share = counts / counts.sum().clamp(min=1.0)
+            loss = (share * (scores * copies[:, None]).sum(dim=0)).sum() * (experts * routing.loss_scale)
+            self.statistics.balance += loss.detach()
+            return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
         chosen = scores.detach().topk(topk, dim=1).indices
         if self.balance_type == "seq_aux_loss":
             sequence, groups = self._mine(routing.sequence), max(routing.num_sequences, 1)
-            everywhere = self.tp_cp_group
         else:
             sequence, groups = torch.zeros(len(scores), dtype=torch.long, device=scores.device), 1
-            everywhere = self.tp_dp_cp_group if self.balance_type == "global_aux_loss" else self.tp_cp_group
         numbers = (sequence[:, None] * experts + chosen).flatten()
         counts = torch.zeros(groups * experts, device=scores.device)
-        counts.index_add_(0, numbers, valid.float().repeat_interleave(topk))
-        if everywhere.size() > 1:
-            dist.all_reduce(counts, group=everywhere)
+        counts.index_add_(0, numbers, copies.repeat_interleave(topk))
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
         counts = counts.view(groups, experts)
         tokens = (counts.sum(dim=1, keepdim=True) / topk).clamp(min=1.0)
         share = counts / (tokens * topk)
         sums = torch.zeros(groups, experts, device=scores.device, dtype=scores.dtype)
-        sums = sums.index_add(0, sequence, scores * valid[:, None])
+        sums = sums.index_add(0, sequence, scores * copies[:, None])
         loss = (share * sums).sum() * (experts * routing.loss_scale)
         self.statistics.balance += loss.detach()
         return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
@@ -181,7 +203,9 @@ class Router(TopKRouter):
 def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfig) -> Tensor:
     """int64 [n, k]: the best experts by score plus bias, out of the best groups where groups limit the choice.
 
-    The order of the scores is that of the logits, unless a bias or sums over groups come in between.
+    A group counts with the sum of its two best experts, whatever ``num_experts_per_tok`` is (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2). The order of the scores is that of the logits, unless a bias or sums over groups
+    come in between.
     """
     scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
     if config.moe_router_group_topk and config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
@@ -191,19 +215,23 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
     if not config.moe_router_group_topk:
         return scores.topk(config.moe_router_topk, dim=1).indices
     tokens, experts = scores.shape
-    groups, best = config.moe_router_num_groups, config.moe_router_group_topk
-    return group_limited_topk(scores, config.moe_router_topk, tokens, experts, groups, best)[1]
+    assert config.moe_router_num_groups is not None
+    grouped = scores.view(tokens, config.moe_router_num_groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(config.moe_router_group_topk, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    limited = grouped.masked_fill(outside[..., None], float("-inf")).view(tokens, experts)
+    return limited.topk(config.moe_router_topk, dim=1).indices
 
 
-def router_weights(logits: Tensor, choices: Tensor, config: TransformerConfig) -> Tensor:
+def router_weights(logits: Tensor, choices: Tensor, config: TransformerConfig, *, normalises: bool) -> Tensor:
     """float32 [n, k]: what the chosen experts' outputs are multiplied with.
 
     softmax: over the chosen logits, or (``moe_router_pre_softmax``) over all, not normalised again. sigmoid: the
-    chosen scores, normalised to sum 1 where there is more than one. Times ``moe_router_topk_scaling_factor``.
+    chosen scores, divided by their sum if the router ``normalises``. Times ``moe_router_topk_scaling_factor``.
     """
     if config.moe_router_score_function == "sigmoid":
         weights = torch.sigmoid(logits).gather(1, choices)
-        if config.moe_router_topk > 1:
+        if normalises:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     elif config.moe_router_pre_softmax:
         weights = logits.softmax(dim=-1).gather(1, choices)
@@ -221,15 +249,15 @@ def normalised_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def tokens_per_expert(choices: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """float32 [experts], counting valid tokens only.
+def tokens_per_expert(choices: Tensor, copies: Tensor, experts: int) -> Tensor:
+    """float32 [experts]: how often each was chosen, a token counting as often as ``copies`` [n] says.
 
-    Example:
-        >>> tokens_per_expert(torch.tensor([[0, 2], [2, 1]]), torch.tensor([True, False]), 3).tolist()
-        [1.0, 0.0, 1.0]
+    Example (the first token is of a prompt that three samples share, the second is padding):
+        >>> tokens_per_expert(torch.tensor([[0, 2], [2, 1]]), torch.tensor([3.0, 0.0]), 3).tolist()
+        [3.0, 0.0, 3.0]
     """
     counts = torch.zeros(experts, device=choices.device)
-    return counts.index_add_(0, choices.flatten(), valid.float().repeat_interleave(choices.size(1)))
+    return counts.index_add_(0, choices.flatten(), copies.repeat_interleave(choices.size(1)))
 
 
 def smallest_integer(limit: int) -> torch.dtype:

@@ -106,6 +106,8 @@ class PackedMicroBatch:
         num_tokens: T, over all ranks of a context-parallel group.
         origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last ones included) each
             token is, -1 for padding.
+        copies: float32 [T], in host memory: how many of the samples each token belongs to; more than 1 for a shared
+            prompt, 0 for padding.
     """
 
     samples: list[int]
@@ -116,6 +118,7 @@ class PackedMicroBatch:
     response_lengths: Tensor
     num_tokens: int
     origins: Tensor
+    copies: Tensor
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Flat [N] values as one tensor per sample."""
@@ -185,6 +188,7 @@ def pack(
         response_lengths=torch.tensor(responses, dtype=torch.long, device=options.device),
         num_tokens=num_tokens,
         origins=stream.origins,
+        copies=stream.copies,
     )
 
 
@@ -198,14 +202,16 @@ class _Stream:
     tokens: Tensor
     positions: Tensor
     origins: Tensor
+    copies: Tensor
     rows: Tensor
     branches: list[list[int]]
 
     def stripe(self, split: ContextSplit) -> _Stream:
         """What a rank of a context-parallel group holds of it."""
         place = split.place
-        tokens, positions, origins = map(place.stripe, (self.tokens, self.positions, self.origins))
-        return _Stream(tokens, positions, origins, split.mine(self.rows) // place.size, self.branches)
+        tokens, positions = place.stripe(self.tokens), place.stripe(self.positions)
+        origins, copies = place.stripe(self.origins), place.stripe(self.copies)
+        return _Stream(tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches)
 
 
 def _lay_out(
@@ -218,6 +224,7 @@ def _lay_out(
     pieces: list[Tensor] = []
     positions: list[Tensor] = []
     origins: list[Tensor] = []
+    copies: list[Tensor] = []
     rows = [_NONE] * len(responses)
     branches: list[list[int]] = []
     start = 0
@@ -226,6 +233,7 @@ def _lay_out(
         pieces.append(prompts[members[0]])
         positions.append(torch.arange(length))
         origins.append(before[members[0]] + positions[-1])
+        copies.append(torch.full((length,), float(len(members))))
         branch_lengths = [length]
         end = start + length
         for member in members:
@@ -233,6 +241,7 @@ def _lay_out(
             pieces.append(tokens[samples[member]][length : length + own])
             positions.append(torch.arange(length, length + own))
             origins.append(before[member] + positions[-1])
+            copies.append(torch.ones(own))
             if responses[member]:
                 rows[member] = torch.cat([torch.tensor([start + length - 1]), torch.arange(end, end + own)])
             branch_lengths.append(own)
@@ -244,8 +253,16 @@ def _lay_out(
         pieces.append(torch.zeros(padding, dtype=torch.long))
         positions.append(torch.arange(padding))
         origins.append(torch.full((padding,), -1))
+        copies.append(torch.zeros(padding))
         branches.append([padding])
-    return _Stream(torch.cat(pieces), torch.cat(positions), torch.cat(origins), torch.cat([_NONE, *rows]), branches)
+    return _Stream(
+        tokens=torch.cat(pieces),
+        positions=torch.cat(positions),
+        origins=torch.cat(origins),
+        copies=torch.cat(copies),
+        rows=torch.cat([_NONE, *rows]),
+        branches=branches,
+    )
 
 
 def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | None) -> list[list[int]]:

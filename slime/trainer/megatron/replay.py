@@ -28,11 +28,17 @@ from slime.errors import UserError
 from slime.models.spec import ModelSpec
 from slime.samples.batch import TrainBatch
 from slime.samples.routed_experts import UNKNOWN
-from slime.trainer.megatron.moe_layer import ExpertLayer, balance_metrics, expert_layers, uses_balance_losses
+from slime.trainer.megatron.moe_layer import (
+    ExpertLayer,
+    balance_metrics,
+    balance_type,
+    expert_layers,
+    uses_balance_losses,
+)
 from slime.trainer.megatron.moe_router import Routing, smallest_integer
 from slime.trainer.megatron.packed import PackedMicroBatch
 
-Pass = Literal["score", "reference", "train"]
+Pass = Literal["score", "reference", "count", "train"]
 Source = Literal["none", "policy", "engine"]
 
 
@@ -42,6 +48,8 @@ class RoutingGuide:
 
     Attributes:
         source: whose experts are replayed.
+        counts_ahead: a step needs a pass before it that counts the experts' shares of the whole step
+            (``global_aux_loss``).
         num_layers, num_experts, topk: of the whole model.
         recorded: choices of the old-policy pass, by the samples of the micro-batch.
         biases: of the routers whose bias moves, before the step under way.
@@ -49,6 +57,7 @@ class RoutingGuide:
 
     layers: list[ExpertLayer]
     source: Source
+    counts_ahead: bool
     num_layers: int
     num_experts: int
     topk: int
@@ -67,6 +76,9 @@ class RoutingGuide:
             UserError: the engine's experts are to be replayed and are missing or of the wrong shape.
         """
         scale = 0.0
+        if which == "count":
+            for layer in self.layers:
+                layer.router.statistics.step_counts.zero_()
         if which == "train":
             self.gradient_scale = gradient_scale
             for layer in self.layers:
@@ -76,15 +88,24 @@ class RoutingGuide:
             if self.layers and uses_balance_losses(self.layers[0].config):
                 scale = gradient_scale / self._tokens_of_step(micro_batches)
         for micro_batch in micro_batches:
-            origins = micro_batch.origins
             micro_batch.sequences.routing = Routing(
-                padding=(origins < 0).to(micro_batch.tokens.device),
+                copies=micro_batch.copies.to(micro_batch.tokens.device),
                 sequence=self._sequence(micro_batch, batch).to(micro_batch.tokens.device),
                 num_sequences=len(micro_batch.samples),
                 loss_scale=scale,
+                counts_ahead=which == "count",
             )
             if which != "reference":
                 self._set_choices(micro_batch, batch, which)
+
+    def sum_counts(self) -> None:
+        """After the pass that counts: the shares of all ranks. Collective."""
+        if not self.layers:
+            return
+        counts = torch.stack([layer.router.statistics.step_counts for layer in self.layers])
+        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        for layer, total in zip(self.layers, counts):
+            layer.router.statistics.step_counts.copy_(total)
 
     def take_back_biases(self) -> None:
         """The step is not applied: Megatron moves the routers' biases when gradients are complete, before anybody has
@@ -102,8 +123,8 @@ class RoutingGuide:
 
     def _tokens_of_step(self, micro_batches: Sequence[PackedMicroBatch]) -> float:
         """Real tokens over all data-parallel ranks (each token once: context-parallel ranks hold different ones)."""
-        mine = sum(int((micro_batch.origins >= 0).sum()) for micro_batch in micro_batches)
-        total = torch.tensor(float(mine), device=torch.cuda.current_device())
+        mine = sum(micro_batch.copies.sum().item() for micro_batch in micro_batches)
+        total = torch.tensor(mine, device=torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:
             dist.all_reduce(total, group=group)
@@ -216,5 +237,12 @@ def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> R
         source = "engine"
     elif flags.use_routing_replay:
         source = "policy"
-    topk = int(spec.transformer["moe_router_topk"])
-    return RoutingGuide(list(expert_layers(chunks)), source, spec.num_layers, spec.num_experts, topk)
+    layers = list(expert_layers(chunks))
+    return RoutingGuide(
+        layers=layers,
+        source=source,
+        counts_ahead=balance_type(chunks[0].config) == "global_aux_loss",  # type: ignore[arg-type]
+        num_layers=spec.num_layers,
+        num_experts=spec.num_experts,
+        topk=int(spec.transformer["moe_router_topk"]),
+    )

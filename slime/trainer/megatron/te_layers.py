@@ -28,7 +28,7 @@ from slime.config.config import Config
 from slime.config.te_flags import INSTALL, is_installed, missing
 from slime.errors import UserError
 from slime.trainer.megatron.attention import PackedAttention
-from slime.trainer.megatron.layers import RMSNorm
+from slime.trainer.megatron.layers import RMSNorm, with_bias
 from slime.trainer.megatron.packed import PackedSequences
 
 
@@ -125,6 +125,8 @@ def _parts() -> dict[type, type]:
     return {
         ColumnParallelLinear: TEColumnParallelLinear,
         RowParallelLinear: TERowParallelLinear,
+        with_bias(ColumnParallelLinear): with_bias(TEColumnParallelLinear),
+        with_bias(RowParallelLinear): with_bias(TERowParallelLinear),
         RMSNorm: TENorm,
         PackedAttention: _attention_class(),
     }
