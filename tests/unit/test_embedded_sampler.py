@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,32 @@ def test_penalties_change_the_logits_as_defined() -> None:
     sampled = sample(logits, [sequence])
     assert sampled.tokens == [int(expected.argmax())]
     assert sampled.logprobs[0] == pytest.approx(float(torch.log_softmax(expected, -1).max()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "change"),
+    [
+        ({"presence_penalty": 0.75}, lambda value, count: value - 0.75),
+        ({"presence_penalty": -0.75}, lambda value, count: value + 0.75),
+        ({"frequency_penalty": 0.5}, lambda value, count: value - 0.5 * count),
+        ({"repetition_penalty": 1.5}, lambda value, count: value * 1.5 if value < 0 else value / 1.5),
+    ],
+    ids=["presence", "presence rewarded", "frequency", "repetition"],
+)
+def test_each_penalty_changes_the_tokens_seen_and_no_other(
+    params: dict[str, float], change: Callable[[float, int], float]
+) -> None:
+    logits = random_logits(1, scale=1.0)
+    lowest, highest = int(logits[0].argmin()), int(logits[0].argmax())
+    sequence = make_sequence([0], temperature=0, tops=VOCAB, **params)
+    sequence.output_ids += [lowest, highest, highest]
+    expected = logits[0].double()
+    for token, count in ((lowest, 1), (highest, 2)):
+        expected[token] = change(float(expected[token]), count)
+    sample(logits, [sequence])
+    [found] = sequence.top_logprobs
+    by_token = {token: value for value, token in found}
+    assert [by_token[t] for t in range(VOCAB)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
 
 
 def test_top_logprobs_are_the_largest() -> None:
