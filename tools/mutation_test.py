@@ -37,7 +37,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ LEAST = 0.95
 #: Test files per mutation, and seconds after which no further test is begun.
 MOST_FILES = 8
 MOST_SECONDS = 150.0
+#: For the check that tests which noticed something pass without it.
+CHECK_SECONDS = 1800.0
 #: A child that has not ended so long after that hangs.
 GRACE_SECONDS = 120.0
 
@@ -510,7 +512,7 @@ class Result:
 @dataclass
 class _Outcome:
     failed: list[str] = field(default_factory=list)
-    passed: int = 0
+    passed: list[str] = field(default_factory=list)
     status: int | None = None
     begun: str = ""
 
@@ -589,12 +591,14 @@ class Workshop:
             path.write_bytes(before)
             os.utime(path, ns=(stamp, stamp))
 
-    def run(self, tests: Sequence[str], seconds: float, skipped: frozenset[str] = frozenset()) -> _Outcome:
-        """Run tests in a child until the first failure."""
+    def run(
+        self, tests: Sequence[str], seconds: float, skipped: frozenset[str], *, first_failure: bool = True
+    ) -> _Outcome:
+        """Run tests in a child, until the first failure or to their end."""
         self._log.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
-            self._child(tests, seconds, skipped)
+            self._child(tests, seconds, skipped, first_failure)
         status = _wait(pid, seconds + GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
@@ -606,7 +610,7 @@ class Workshop:
             elif kind == "begun":
                 outcome.begun = test
             else:
-                outcome.passed += 1
+                outcome.passed.append(test)
         return outcome
 
     def _enter(self) -> None:
@@ -620,7 +624,7 @@ class Workshop:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def _child(self, tests: Sequence[str], seconds: float, skipped: frozenset[str]) -> None:
+    def _child(self, tests: Sequence[str], seconds: float, skipped: frozenset[str], first_failure: bool) -> None:
         status = 3
         try:
             os.setsid()
@@ -631,7 +635,15 @@ class Workshop:
             _fork_servers_by_fork()
             import pytest
 
-            words = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not full and not gpu", "--tb=short"]
+            words = [
+                "-q",
+                *(["-x"] if first_failure else []),
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not slow and not full and not gpu",
+                "--tb=short",
+            ]
             recorder = _Recorder(self._log, seconds, skipped)
             status = int(pytest.main([*words, *tests], plugins=[recorder]))
             sys.stdout.flush()
@@ -676,49 +688,54 @@ def _fork_servers_by_fork() -> None:
 class Judge:
     """Runs the tests of mutations. A test counts only while it passes on the code as it is."""
 
-    def __init__(self, shop: Workshop, nearest: Mapping[str, Sequence[str]], seconds: float | None = None) -> None:
+    def __init__(self, shop: Workshop, nearest: Mapping[str, Sequence[str]], seconds: float) -> None:
         self._shop = shop
         self._nearest = nearest
-        self._seconds = MOST_SECONDS if seconds is None else seconds
-        self._sound: dict[str, bool] = {}
+        self._seconds = seconds
+        self._sound: set[str] = set()
+        self._unsound: set[str] = set()
 
     def verdict(self, mutation: Mutation) -> tuple[str, str]:
-        """(outcome, test that noticed it)."""
-        tests = self._nearest[mutation.file]
-        while True:
-            unsound = frozenset(test for test, is_sound in self._sound.items() if not is_sound)
-            with self._shop.changed(mutation):
-                outcome = self._shop.run(tests, self._seconds, unsound)
-            if outcome.hangs:
-                if not outcome.begun or self._is_sound(outcome.begun):
-                    return "timed out", outcome.begun or "the import of the tests"
-                continue
-            if outcome.status == 0:
-                return "survived", ""
-            if not outcome.failed:
-                ends = f"pytest ended with status {outcome.status} without a failed test"
-                if outcome.status in (2, 5):  # the time was over; nothing to run
-                    return "survived", ""
-                return "killed", f"{outcome.begun} ({ends})"
-            if "::" not in outcome.failed[0] or self._is_sound(outcome.failed[0]):
-                return "killed", outcome.failed[0]
+        """(outcome, test that noticed it), as long as `check` finds nothing wrong with that test."""
+        with self._shop.changed(mutation):
+            outcome = self._shop.run(self._nearest[mutation.file], self._seconds, frozenset(self._unsound))
+        if outcome.hangs:
+            return "timed out", outcome.begun
+        if outcome.failed:
+            return "killed", outcome.failed[0]
+        if outcome.status in (0, 2, 5):  # all passed; the time was over; there are none
+            return "survived", ""
+        return "killed", outcome.begun  # the process has died
 
-    def _is_sound(self, test: str) -> bool:
-        if test not in self._sound:
-            outcome = self._shop.run([test], self._seconds)
-            self._sound[test] = outcome.status == 0 and outcome.passed > 0
-            if not self._sound[test]:
-                print(f"  left out, it fails without a mutation too: {test}", flush=True)
-        return self._sound[test]
+    def check(self, tests: Iterable[str]) -> set[str]:
+        """Those among tests that fail, or hang, without a mutation, too."""
+        new = [test for test in dict.fromkeys(tests) if "::" in test and test not in self._sound | self._unsound]
+        while new:
+            outcome = self._shop.run(new, CHECK_SECONDS, frozenset(), first_failure=False)
+            bad = {*outcome.failed, outcome.begun} if outcome.hangs else set(outcome.failed)
+            for test in bad & set(new):
+                print(f"  does not count, it fails without a mutation too: {test}", flush=True)
+            self._unsound |= bad
+            self._sound |= set(outcome.passed) - bad
+            before = len(new)
+            new = [test for test in new if test not in self._sound | self._unsound]
+            if len(new) == before:  # not to be found by its name, or skipped
+                self._unsound |= set(new)
+                break
+        return self._unsound
 
 
-def tests_of(root: Path, file: str) -> list[str]:
-    """Test files that a mutation of ``file`` runs: those of its part first, then the nearest by imports."""
+def tests_of(root: Path, files: Iterable[str]) -> dict[str, list[str]]:
+    """For each file the test files that its mutations run: those of its part first, then the nearest by imports."""
     sys.path.insert(0, str(root))
-    from tools.changed_tests import nearest
+    from tools.changed_tests import ImportGraph
 
-    first = [test for part in PARTS if _is_in(file, part) for test in part.tests]
-    return list(dict.fromkeys([*first, *nearest(root, [file])]))[:MOST_FILES]
+    graph = ImportGraph(root)
+    found = {}
+    for file in files:
+        first = [test for part in PARTS if _is_in(file, part) for test in part.tests]
+        found[file] = list(dict.fromkeys([*first, *graph.nearest([file])]))[:MOST_FILES]
+    return found
 
 
 # -- the whole -------------------------------------------------------------------------------------------------------
@@ -730,12 +747,13 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--only", default="*", help="only mutations of files like this, or patches with such a name")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
+    parser.add_argument("--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out")
     parser.add_argument("--again", action="store_true", help="run also what has been killed before")
     parser.add_argument("--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     chosen = parser.parse_args(words)
     if chosen.show_tests:
-        print(*tests_of(root, chosen.show_tests), sep="\n")
+        print(*tests_of(root, [chosen.show_tests])[chosen.show_tests], sep="\n")
         return 0
     try:
         cases = read_cases(root)
@@ -749,7 +767,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
             print(_described(root, mutation))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        results = _run_all(root, mutations, Path(folder), chosen.again)
+        results = _run_all(root, mutations, Path(folder), chosen.again, chosen.seconds or MOST_SECONDS)
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     print(_table(results))
@@ -759,34 +777,50 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     return int(not is_good(results))
 
 
-def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: bool) -> list[Result]:
+def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: bool, seconds: float) -> list[Result]:
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in {mutation.file for mutation in mutations}}
     known = {} if again else _known(root)
-    nearest = {file: tests_of(root, file) for file in {mutation.file for mutation in mutations}}
-    results = []
-    judge: Judge | None = None
-    for number, mutation in enumerate(mutations, 1):
-        text = (root / mutation.file).read_text(encoding="utf-8")
-        source = _fingerprint(mutation.apply(text))
-        result = known.get((mutation.name, source))
-        if result is None or (result.test and result.tests != _fingerprint_of(root, result.test)):
-            if judge is None:
-                shop = Workshop(root, folder)
-                shop.warm_up(_LIBRARIES)
-                judge = Judge(shop, nearest)
+    results: dict[Mutation, Result] = {}
+    for mutation in mutations:
+        result = known.get((mutation.name, _fingerprint(mutation.apply(texts[mutation.file]))))
+        if result is not None and result.tests == _fingerprint_of(root, result.test):
+            results[mutation] = result
+    left = [mutation for mutation in mutations if mutation not in results]
+    if left:
+        shop = Workshop(root, folder)
+        shop.warm_up(_LIBRARIES)
+        judge = Judge(shop, tests_of(root, {mutation.file for mutation in left}), seconds)
+    while left:
+        found: dict[Mutation, Result] = {}
+        for number, mutation in enumerate(left, 1):
+            print(f"[{number}/{len(left)}] {_described(root, mutation)}", flush=True)
             start = time.monotonic()
             outcome, test = judge.verdict(mutation)
-            before, after = mutation.lines(text)
-            result = Result(
-                mutation.part, mutation.file, mutation.function, mutation.operator, mutation.line, before, after,
-                mutation.name, outcome, test, round(time.monotonic() - start, 1), source, _fingerprint_of(root, test),
-            )  # fmt: skip
-            (root / RESULTS).parent.mkdir(parents=True, exist_ok=True)
-            with open(root / RESULTS, "a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-        results.append(result)
-        words = f"{result.outcome} by {result.test}" if result.test else result.outcome
-        print(f"[{number}/{len(mutations)}] {_described(root, mutation)}\n    {words} ({result.seconds} s)", flush=True)
-    return results
+            taken = round(time.monotonic() - start, 1)
+            print(f"    {outcome} by {test} ({taken} s)" if test else f"    {outcome} ({taken} s)", flush=True)
+            found[mutation] = _result(root, mutation, texts[mutation.file], outcome, test, taken)
+            if number % 20 == 0 or number == len(left):
+                bad = judge.check(result.test for result in found.values())
+                sound = {m: r for m, r in found.items() if r.test not in bad}
+                _keep(root, [r for m, r in sound.items() if m not in results])
+                results |= sound
+        left = [mutation for mutation in left if mutation not in results]
+    return [results[mutation] for mutation in mutations]
+
+
+def _result(root: Path, mutation: Mutation, text: str, outcome: str, test: str, seconds: float) -> Result:
+    before, after = mutation.lines(text)
+    source = _fingerprint(mutation.apply(text))
+    return Result(
+        mutation.part, mutation.file, mutation.function, mutation.operator, mutation.line, before, after,
+        mutation.name, outcome, test, seconds, source, _fingerprint_of(root, test),
+    )  # fmt: skip
+
+
+def _keep(root: Path, results: Iterable[Result]) -> None:
+    (root / RESULTS).parent.mkdir(parents=True, exist_ok=True)
+    with open(root / RESULTS, "a") as file:
+        file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
 
 
 def _known(root: Path) -> dict[tuple[str, str], Result]:
