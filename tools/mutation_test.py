@@ -526,8 +526,7 @@ class _Recorder:
 
     def __init__(self, path: Path, seconds: float, skipped: frozenset[str]) -> None:
         self._path = path
-        self._seconds = seconds
-        self._end = 0.0
+        self._end = time.monotonic() + seconds
         self._skipped = skipped
 
     def _write(self, *words: str) -> None:
@@ -536,7 +535,6 @@ class _Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid not in self._skipped]
-        self._end = time.monotonic() + self._seconds
 
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
         if time.monotonic() > self._end:
@@ -591,14 +589,15 @@ class Workshop:
             path.write_bytes(before)
             os.utime(path, ns=(stamp, stamp))
 
-    def run(
-        self, tests: Sequence[str], seconds: float, skipped: frozenset[str], *, first_failure: bool = True
-    ) -> _Outcome:
-        """Run tests in a child, until the first failure or to their end."""
+    def run(self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str]) -> _Outcome:
+        """Run tests in a child: one pytest per entry, up to the first in which a test fails.
+
+        Files that come later are then not even imported.
+        """
         self._log.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
-            self._child(tests, seconds, skipped, first_failure)
+            self._child(runs, seconds, skipped)
         status = _wait(pid, seconds + GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
@@ -624,7 +623,7 @@ class Workshop:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def _child(self, tests: Sequence[str], seconds: float, skipped: frozenset[str], first_failure: bool) -> None:
+    def _child(self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str]) -> None:
         status = 3
         try:
             os.setsid()
@@ -635,17 +634,13 @@ class Workshop:
             _fork_servers_by_fork()
             import pytest
 
-            words = [
-                "-q",
-                *(["-x"] if first_failure else []),
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                "not slow and not full and not gpu",
-                "--tb=short",
-            ]
+            marks = "not slow and not full and not gpu"
+            words = ["-q", "-p", "no:cacheprovider", "-m", marks, "--tb=short", "--maxfail=1"]
             recorder = _Recorder(self._log, seconds, skipped)
-            status = int(pytest.main([*words, *tests], plugins=[recorder]))
+            for tests in runs:
+                status = int(pytest.main([*words, *tests], plugins=[recorder]))
+                if status not in (0, 5):  # all passed; there are none
+                    break
             sys.stdout.flush()
         finally:
             os._exit(status)
@@ -698,7 +693,8 @@ class Judge:
     def verdict(self, mutation: Mutation) -> tuple[str, str]:
         """(outcome, test that noticed it), as long as `check` finds nothing wrong with that test."""
         with self._shop.changed(mutation):
-            outcome = self._shop.run(self._nearest[mutation.file], self._seconds, frozenset(self._unsound))
+            runs = [[test] for test in self._nearest[mutation.file]]
+            outcome = self._shop.run(runs, self._seconds, frozenset(self._unsound))
         if outcome.hangs:
             return "timed out", outcome.begun
         if outcome.failed:
@@ -711,7 +707,7 @@ class Judge:
         """Those among tests that fail, or hang, without a mutation, too."""
         new = [test for test in dict.fromkeys(tests) if "::" in test and test not in self._sound | self._unsound]
         while new:
-            outcome = self._shop.run(new, CHECK_SECONDS, frozenset(), first_failure=False)
+            outcome = self._shop.run([new], CHECK_SECONDS, frozenset(self._unsound))
             bad = {*outcome.failed, outcome.begun} if outcome.hangs else set(outcome.failed)
             for test in bad & set(new):
                 print(f"  does not count, it fails without a mutation too: {test}", flush=True)
@@ -799,7 +795,7 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
             taken = round(time.monotonic() - start, 1)
             print(f"    {outcome} by {test} ({taken} s)" if test else f"    {outcome} ({taken} s)", flush=True)
             found[mutation] = _result(root, mutation, texts[mutation.file], outcome, test, taken)
-            if number % 20 == 0 or number == len(left):
+            if number % 10 == 0 or number == len(left):
                 bad = judge.check(result.test for result in found.values())
                 sound = {m: r for m, r in found.items() if r.test not in bad}
                 _keep(root, [r for m, r in sound.items() if m not in results])

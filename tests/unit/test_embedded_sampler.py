@@ -174,6 +174,23 @@ def test_uniforms_depend_on_seed_and_position_alone(pairs: list[tuple[int, int]]
     assert [uniforms([seed], [position])[0] for seed, position in pairs] == values.tolist()
 
 
+def test_uniforms_are_the_published_mixer_twice() -> None:
+    """splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014) in Python's integers: what a
+    seed draws stays the same from release to release."""
+    every = (1 << 64) - 1
+    golden = 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & every
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & every
+        return x ^ (x >> 31)
+
+    pairs = [(0, 0), (7, 10), (2**63 + 5, 3), (-1, 100_000)]
+    expected = [mix((mix(((seed & every) + golden) & every) + position * golden) & every) for seed, position in pairs]
+    found = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
+    assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
+
+
 def test_uniforms_are_uniform_along_positions_and_seeds() -> None:
     for values in (uniforms([3] * 10_000, range(10_000)), uniforms(range(10_000), [3] * 10_000)):
         counts, _ = np.histogram(values, bins=20, range=(0, 1))

@@ -187,6 +187,20 @@ def test_a_new_files_name_is_on_the_disk(folder: Path, monkeypatch: pytest.Monke
     assert forced == [folder]
 
 
+def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SYNC_SECONDS", 1000.0)
+    journal = Journal(folder, "flags")
+    for rollout_id in (1, 2):
+        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+    journal.drop(2)
+    forced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: forced.append(os.readlink(f"/proc/self/fd/{file}")))
+    journal.close()
+    assert [Path(name).name for name in forced] == ["rollout_000002.log"]
+
+
 def test_the_newest_version_is_known_after_a_crash(folder: Path) -> None:
     journal = Journal(folder, "flags")
     assert journal.newest_version == 0

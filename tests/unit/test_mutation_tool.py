@@ -180,7 +180,7 @@ def test_what_is_noticed_and_what_is_not(project: Path) -> None:
     """A test that fails anyway notices nothing, a test that hangs does, and the working tree stays as it is."""
     code = (
         "import sys; sys.path.insert(0, '.')\nfrom pathlib import Path\nfrom tools import mutation_test as tool\n"
-        "tool._LIBRARIES, tool.MOST_SECONDS, tool.GRACE_SECONDS = ('pytest',), 1.0, 5.0\n"
+        "tool._LIBRARIES, tool.MOST_SECONDS, tool.GRACE_SECONDS = ('pytest',), 3.0, 3.0\n"
         "sys.exit(tool.main(['--named', '--json', 'results.json'], Path.cwd().resolve()))\n"
     )
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
