@@ -387,7 +387,8 @@ class Cases:
 
     Attributes:
         named: patches that tests have to notice.
-        equivalent: (file, function, line before, line after) → the reason why no result changes.
+        equivalent: (file, function, line before, line after) → the reason why no result changes; without lines it is
+            said of all mutations of the function.
     """
 
     named: list[Mutation]
@@ -423,7 +424,7 @@ def read_cases(root: Path) -> Cases:
         )
     equivalent = {}
     for row in table.get("equivalent", []):
-        key = (row["file"], row["function"], row["before"], row["after"])
+        key = (row["file"], row["function"], row.get("before", ""), row.get("after", ""))
         equivalent[key] = row["reason"]
         if key not in _keys(root, row["file"]):
             stale.append(f"[[equivalent]] no such mutation: {key}")
@@ -436,7 +437,8 @@ def _keys(root: Path, file: str) -> set[tuple[str, str, str, str]]:
     if not (root / file).exists():
         return set()
     text = (root / file).read_text(encoding="utf-8")
-    return {(file, mutation.function, *mutation.lines(text)) for mutation in candidates("", file, text)}
+    found = candidates("", file, text)
+    return {key for m in found for key in ((file, m.function, "", ""), (file, m.function, *m.lines(text)))}
 
 
 def _part_of(file: str) -> str:
@@ -461,7 +463,8 @@ def draw(root: Path, cases: Cases, seed: int) -> list[Mutation]:
             seen: Counter[tuple[str, ...]] = Counter()
             for mutation in candidates(part.name, file, text):
                 lines = mutation.lines(text)
-                if (file, mutation.function, *lines) in cases.equivalent:
+                of_function = (file, mutation.function, "", "")
+                if of_function in cases.equivalent or (file, mutation.function, *lines) in cases.equivalent:
                     continue
                 words = (file, mutation.function, mutation.operator, *lines)
                 seen[words] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,15 @@ from tests.support.embedded_models import VOCAB, make_sequence
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def seeded(rows: int, **params: float) -> list[Sequence]:
+    """Sequences that differ in their seeds alone."""
+    one = make_sequence([0], **params)
+    sequences = [copy.copy(one) for _ in range(rows)]
+    for seed, sequence in enumerate(sequences):
+        sequence.seed = seed
+    return sequences
 
 
 def kept_tokens(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -36,7 +46,7 @@ def kept_tokens(logits: torch.Tensor, temperature: float, top_k: int, top_p: flo
 def test_the_draw_follows_the_distribution() -> None:
     rows = 20_000
     logits = random_logits(1, vocab=64, scale=1.5).expand(rows, -1)
-    sequences = [make_sequence([0], sampling_seed=seed, temperature=0.8) for seed in range(rows)]
+    sequences = seeded(rows, temperature=0.8)
     tokens = np.bincount(sample(logits, sequences).tokens, minlength=64) / rows
     probs = torch.softmax(logits[0] / 0.8, -1).numpy()
     assert np.abs(tokens - probs).sum() < 0.05  # expected about 0.03 by chance
@@ -56,7 +66,7 @@ def test_filters_keep_what_they_should(
     rows = 64
     row = random_logits(1, seed=logit_seed)
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampled = sample(row.expand(rows, -1), [make_sequence([0], sampling_seed=i, **params) for i in range(rows)])
+    sampled = sample(row.expand(rows, -1), seeded(rows, **params))
     allowed = kept_tokens(row[0], temperature, top_k, top_p, min_p)
     assert set(sampled.tokens) <= allowed
     plain = torch.log_softmax(row[0].double() / temperature, -1)  # before the filters
