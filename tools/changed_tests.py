@@ -105,6 +105,14 @@ class ImportGraph:
         tests = [f for f in distance if f in self._sources and Path(f).match(f"{TESTS}/test_*.py")]
         return sorted(tests, key=lambda file: (distance[file], self._size(file), file))
 
+    def importers(self, file: str) -> set[str]:
+        """The file and all that import it, over however many others."""
+        return set(_distances({file}, self._importers))
+
+    def imported(self, files: Iterable[str]) -> set[str]:
+        """These files and all that they import."""
+        return set(_distances(set(files), self._imports))
+
     def _size(self, file: str) -> int:
         """How many files it depends on."""
         if file not in self._sizes:

@@ -26,6 +26,7 @@ import ast
 import contextlib
 import fnmatch
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -69,12 +70,12 @@ class Part:
 
 
 PARTS = (
-    Part("algorithms", ("slime/algorithms/*.py",), 22),
-    Part("samples", ("slime/samples/*.py",), 22),
-    Part("trainer", ("slime/trainer/*.py",), 16),
-    Part("trainer/megatron", ("slime/trainer/megatron/*.py",), 22),
-    Part("weights", ("slime/weights/*.py",), 18),
-    Part("journal", ("slime/rollout/journal.py", "slime/pushes.py"), 14),
+    Part("algorithms", ("slime/algorithms/*.py",), 18),
+    Part("samples", ("slime/samples/*.py",), 18),
+    Part("trainer", ("slime/trainer/*.py",), 14),
+    Part("trainer/megatron", ("slime/trainer/megatron/*.py",), 16),
+    Part("weights", ("slime/weights/*.py",), 14),
+    Part("journal", ("slime/rollout/journal.py", "slime/pushes.py"), 12),
     Part("schedule", ("slime/schedule.py",), 8),
     Part("sampler", ("slime/engines/embedded/sampler.py",), 10),
 )
@@ -572,10 +573,13 @@ class Workshop:
                 shutil.copy2(root / name, self.tree / name)
         self._root = root
 
-    def warm_up(self, libraries: Sequence[str]) -> None:
-        for library in libraries:
+    def warm_up(self, names: Iterable[str]) -> None:
+        """Import libraries, and modules of the copy, once for all children."""
+        elsewhere = (self._root, self._root / "tools")
+        sys.path[:] = [str(self.tree), *(p for p in sys.path if p and Path(p).resolve() not in elsewhere)]
+        for name in names:
             with contextlib.suppress(ImportError):
-                __import__(library)
+                importlib.import_module(name)
 
     @contextlib.contextmanager
     def changed(self, mutation: Mutation) -> Iterator[None]:
@@ -592,15 +596,20 @@ class Workshop:
             path.write_bytes(before)
             os.utime(path, ns=(stamp, stamp))
 
-    def run(self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str]) -> _Outcome:
+    def run(
+        self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str], changed: Iterable[str] = ()
+    ) -> _Outcome:
         """Run tests in a child: one pytest per entry, up to the first in which a test fails.
 
         Files that come later are then not even imported.
+
+        Args:
+            changed: modules that are imported anew: what was changed, and all that depends on it.
         """
         self._log.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
-            self._child(runs, seconds, skipped)
+            self._child(runs, seconds, skipped, changed)
         status = _wait(pid, seconds + GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
@@ -615,22 +624,25 @@ class Workshop:
                 outcome.passed.append(test)
         return outcome
 
-    def _enter(self) -> None:
-        """Let this process and those that it starts import from the copy."""
+    def _enter(self, changed: Iterable[str]) -> None:
+        """Let this process and those that it starts import from the copy, and what has changed anew."""
         os.chdir(self.tree)
-        elsewhere = (self._root, self._root / "tools")
-        sys.path[:] = [str(self.tree), *(p for p in sys.path if p and Path(p).resolve() not in elsewhere)]
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("tools", "slime", "tests")]:
-            del sys.modules[name]
         os.environ["PYTHONPATH"] = str(self.tree)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        ours = [name for name in sys.modules if name.partition(".")[0] == "tools"]
+        for name in [*ours, *changed]:
+            if sys.modules.pop(name, None) is not None and "." in name:
+                package, _, leaf = name.rpartition(".")
+                vars(sys.modules.get(package, argparse)).pop(leaf, None)
 
-    def _child(self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str]) -> None:
+    def _child(
+        self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str], changed: Iterable[str]
+    ) -> None:
         status = 3
         try:
             os.setsid()
-            self._enter()
+            self._enter(changed)
             target = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(target, 1)
             os.dup2(target, 2)
@@ -686,9 +698,9 @@ def _fork_servers_by_fork() -> None:
 class Judge:
     """Runs the tests of mutations. A test counts only while it passes on the code as it is."""
 
-    def __init__(self, shop: Workshop, nearest: Mapping[str, Sequence[str]], seconds: float) -> None:
+    def __init__(self, shop: Workshop, surroundings: Mapping[str, Surroundings], seconds: float) -> None:
         self._shop = shop
-        self._nearest = nearest
+        self._surroundings = surroundings
         self._seconds = seconds
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -696,8 +708,9 @@ class Judge:
     def verdict(self, mutation: Mutation) -> tuple[str, str]:
         """(outcome, test that noticed it), as long as `check` finds nothing wrong with that test."""
         with self._shop.changed(mutation):
-            runs = [[test] for test in self._nearest[mutation.file]]
-            outcome = self._shop.run(runs, self._seconds, frozenset(self._unsound))
+            around = self._surroundings[mutation.file]
+            runs = [[test] for test in around.tests]
+            outcome = self._shop.run(runs, self._seconds, frozenset(self._unsound), around.dependent)
         if outcome.hangs:
             return "timed out", outcome.begun
         if outcome.failed:
@@ -724,16 +737,37 @@ class Judge:
         return self._unsound
 
 
-def tests_of(root: Path, files: Iterable[str]) -> dict[str, list[str]]:
-    """For each file the test files that its mutations run: those of its part first, then the nearest by imports."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What has to do with a file.
+
+    Attributes:
+        tests: files that its mutations run: those of its part first, then the nearest by imports.
+        needed: modules that these import.
+        dependent: modules that import it, itself among them.
+    """
+
+    tests: list[str]
+    needed: set[str]
+    dependent: set[str]
+
+
+def surroundings(root: Path, files: Iterable[str]) -> dict[str, Surroundings]:
+    """For each file."""
     sys.path.insert(0, str(root))
     from tools.changed_tests import ImportGraph
+
+    def modules(files: Iterable[str]) -> set[str]:
+        paths = (Path(file).with_suffix("") for file in files)
+        names = (".".join(path.parent.parts if path.name == "__init__" else path.parts) for path in paths)
+        return {name for name in names if name.startswith(("slime.", "tests.support."))}
 
     graph = ImportGraph(root)
     found = {}
     for file in files:
         first = [test for part in PARTS if _is_in(file, part) for test in part.tests]
-        found[file] = list(dict.fromkeys([*first, *graph.nearest([file])]))[:MOST_FILES]
+        tests = list(dict.fromkeys([*first, *graph.nearest([file])]))[:MOST_FILES]
+        found[file] = Surroundings(tests, modules(graph.imported(tests)), modules(graph.importers(file)))
     return found
 
 
@@ -752,7 +786,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--json", type=Path, help="write the results here, too")
     chosen = parser.parse_args(words)
     if chosen.show_tests:
-        print(*tests_of(root, [chosen.show_tests])[chosen.show_tests], sep="\n")
+        print(*surroundings(root, [chosen.show_tests])[chosen.show_tests].tests, sep="\n")
         return 0
     try:
         cases = read_cases(root)
@@ -786,9 +820,10 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
             results[mutation] = result
     left = [mutation for mutation in mutations if mutation not in results]
     if left:
+        around = surroundings(root, {mutation.file for mutation in left})
         shop = Workshop(root, folder)
-        shop.warm_up(_LIBRARIES)
-        judge = Judge(shop, tests_of(root, {mutation.file for mutation in left}), seconds)
+        shop.warm_up([*_LIBRARIES, *sorted(set().union(*(each.needed for each in around.values())))])
+        judge = Judge(shop, around, seconds)
     while left:
         found: dict[Mutation, Result] = {}
         for number, mutation in enumerate(left, 1):
