@@ -28,6 +28,7 @@ import fnmatch
 import hashlib
 import importlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -40,6 +41,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,7 @@ _TALK = (
     "FunctionFailed",
     "NonFiniteTraining",
     "logger",
+    "tell",
     "warnings",
     "print",
     "described",
@@ -255,9 +258,8 @@ class _Finder:
             yield from self._binary(node, name)
         elif isinstance(node, ast.BoolOp):
             word = " or " if isinstance(node.op, ast.And) else " and "
-            yield self._mutation(
-                node, name, "and ↔ or", "(" + word.join(f"({self._text(v)})" for v in node.values) + ")"
-            )
+            values = [f"({self._text(value)})" for value in node.values]
+            yield self._mutation(node, name, "and ↔ or", f"({word.join(values)})")
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
             if isinstance(node.operand, ast.Constant):  # often the last dimension, which has a second name
                 yield self._mutation(node, name, "change constant", "0")
@@ -335,14 +337,7 @@ class _Finder:
 
     def _first_two_have_one_type(self, function: ast.expr) -> bool:
         """Whether it is a function of this file that takes two arguments of one type first."""
-        name = (
-            function.id
-            if isinstance(function, ast.Name)
-            else function.attr
-            if isinstance(function, ast.Attribute)
-            else ""
-        )
-        return name in self._of_one_type
+        return self._text(function).rpartition(".")[2] in self._of_one_type
 
     def _mutation(self, node: ast.AST, name: str, operator: str, after: str) -> Mutation:
         start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -580,6 +575,7 @@ class Workshop:
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        resource_tracker.ensure_running()  # one for all children
 
     @contextlib.contextmanager
     def changed(self, mutation: Mutation) -> Iterator[None]:
@@ -646,7 +642,7 @@ class Workshop:
             target = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(target, 1)
             os.dup2(target, 2)
-            _fork_servers_by_fork()
+            _start_fork_server()
             import pytest
 
             marks = "not slow and not full and not gpu"
@@ -675,13 +671,16 @@ def _wait(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _fork_servers_by_fork() -> None:
-    """Let the server from which tests fork trainer ranks be forked itself: it has the libraries already."""
-    from multiprocessing import util
+def _start_fork_server() -> None:
+    """Fork the server from which tests fork trainer ranks, instead of starting it: it has the libraries already.
+
+    It is forked before a test runs, so that ranks inherit nothing of a trainer in this process.
+    """
+    from multiprocessing import forkserver, util
 
     start = util.spawnv_passfds
 
-    def spawn_or_fork(path: Any, words: Sequence[str], handles: Any) -> int:
+    def fork(path: Any, words: Sequence[str], handles: Any) -> int:
         if "multiprocessing.forkserver" not in words[-1]:
             return start(path, words, handles)
         pid = os.fork()
@@ -692,7 +691,11 @@ def _fork_servers_by_fork() -> None:
                 os._exit(0)
         return pid
 
-    util.spawnv_passfds = spawn_or_fork
+    util.spawnv_passfds = fork
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start
 
 
 class Judge:
@@ -781,6 +784,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
     parser.add_argument("--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other mutation after so long")
     parser.add_argument("--again", action="store_true", help="run also what has been killed before")
     parser.add_argument("--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs")
     parser.add_argument("--json", type=Path, help="write the results here, too")
@@ -800,46 +804,60 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
             print(_described(root, mutation))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        results = _run_all(root, mutations, Path(folder), chosen.again, chosen.seconds or MOST_SECONDS)
+        limits = _Limits(chosen.seconds or MOST_SECONDS, time.monotonic() + 60 * chosen.minutes)
+        results = _run_all(root, mutations, Path(folder), chosen.again, limits)
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     print(_table(results))
     if chosen.only == "*" and not chosen.named:
-        (root / REPORT).write_text(page(_commit(root), results, cases, chosen.seed), encoding="utf-8")
+        (root / REPORT).write_text(page(_commit(root), mutations, results, cases, chosen.seed), encoding="utf-8")
         print(f"wrote {REPORT}")
-    return int(not is_good(results))
+    return int(len(results) < len(mutations) or not is_good(results))
 
 
-def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: bool, seconds: float) -> list[Result]:
+@dataclass(frozen=True)
+class _Limits:
+    """Seconds of tests per mutation, and when no other mutation is begun (`time.monotonic`)."""
+
+    seconds: float
+    end: float
+
+
+def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: bool, limits: _Limits) -> list[Result]:
+    """What became of the mutations, without those that the time did not suffice for."""
     texts = {file: (root / file).read_text(encoding="utf-8") for file in {mutation.file for mutation in mutations}}
     known = {} if again else _known(root)
     results: dict[Mutation, Result] = {}
+    survivors: dict[Mutation, Result] = {}
     for mutation in mutations:
         result = known.get((mutation.name, _fingerprint(mutation.apply(texts[mutation.file]))))
-        if result is not None and result.tests == _fingerprint_of(root, result.test):
+        if result is not None and result.outcome == "survived":
+            survivors[mutation] = result
+        elif result is not None and result.tests == _fingerprint_of(root, result.test):
             results[mutation] = result
-    left = [mutation for mutation in mutations if mutation not in results]
-    if left:
+    left = sorted((m for m in mutations if m not in results), key=lambda m: m in survivors)
+    if left and time.monotonic() < limits.end:
         around = surroundings(root, {mutation.file for mutation in left})
         shop = Workshop(root, folder)
         shop.warm_up([*_LIBRARIES, *sorted(set().union(*(each.needed for each in around.values())))])
-        judge = Judge(shop, around, seconds)
-    while left:
-        found: dict[Mutation, Result] = {}
-        for number, mutation in enumerate(left, 1):
-            print(f"[{number}/{len(left)}] {_described(root, mutation)}", flush=True)
+        judge = Judge(shop, around, limits.seconds)
+    while left and time.monotonic() < limits.end:
+        batch, left = left[:10], left[10:]
+        found = {}
+        for mutation in batch:
+            print(f"[{len(results) + len(found) + 1}/{len(mutations)}] {_described(root, mutation)}", flush=True)
             start = time.monotonic()
             outcome, test = judge.verdict(mutation)
             taken = round(time.monotonic() - start, 1)
             print(f"    {outcome} by {test} ({taken} s)" if test else f"    {outcome} ({taken} s)", flush=True)
             found[mutation] = _result(root, mutation, texts[mutation.file], outcome, test, taken)
-            if number % 10 == 0 or number == len(left):
-                bad = judge.check(result.test for result in found.values())
-                sound = {m: r for m, r in found.items() if r.test not in bad}
-                _keep(root, [r for m, r in sound.items() if m not in results])
-                results |= sound
-        left = [mutation for mutation in left if mutation not in results]
-    return [results[mutation] for mutation in mutations]
+        bad = judge.check(result.test for result in found.values())
+        left = [*(mutation for mutation, result in found.items() if result.test in bad), *left]
+        found = {mutation: result for mutation, result in found.items() if result.test not in bad}
+        _keep(root, found.values())
+        results |= found
+    results = {**survivors, **results}
+    return [results[mutation] for mutation in mutations if mutation in results]
 
 
 def _result(root: Path, mutation: Mutation, text: str, outcome: str, test: str, seconds: float) -> Result:
@@ -858,10 +876,10 @@ def _keep(root: Path, results: Iterable[Result]) -> None:
 
 
 def _known(root: Path) -> dict[tuple[str, str], Result]:
-    """What was killed before: the changed source → its result. Who survived is tried again."""
+    """(Name, changed source) → the last result."""
     path = root / RESULTS
     rows = [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(row.name, row.source): row for row in rows if row.outcome != "survived"}
+    return {(row.name, row.source): row for row in rows}
 
 
 def _fingerprint(text: str) -> str:
@@ -904,21 +922,25 @@ def _commit(root: Path) -> str:
     return done.stdout.strip() or "no commit"
 
 
-def page(commit: str, results: Sequence[Result], cases: Cases, seed: int) -> str:
+def page(commit: str, mutations: Sequence[Mutation], results: Sequence[Result], cases: Cases, seed: int) -> str:
     """The report."""
     drawn = [result for result in results if not result.name]
+    named = [result for result in results if result.name]
     survivors = [result for result in results if result.outcome == "survived"]
-    noticed = sum(result.outcome != "survived" for result in drawn)
+    missing = len(mutations) - len(results)
+    noticed = {kind: sum(r.outcome != "survived" for r in rows) for kind, rows in (("drawn", drawn), ("named", named))}
     lines = [
         "# Results of mutation testing",
         "",
-        f"Written by `make mutation` at commit {commit}; run on {time.strftime('%Y-%m-%d')} with Python "
-        f"{platform.python_version()}, seed {seed}. Each mutation changes one",
-        "expression or statement and runs the tests nearest to it. See [tests/README.md](../tests/README.md).",
+        f"Written by `make mutation` at commit {commit}; run until {time.strftime('%Y-%m-%d')} with Python "
+        f"{platform.python_version()}, seed {seed}.",
+        "Each mutation changes one expression or statement and runs the tests nearest to it; see",
+        "[tests/README.md](../tests/README.md#mutation-testing).",
         "",
-        f"**{noticed} of {len(drawn)} drawn mutations are noticed, and "
-        f"{sum(bool(r.name) and r.outcome != 'survived' for r in results)} of {sum(bool(r.name) for r in results)} "
-        f"listed by name.** {len(cases.equivalent)} mutations are set aside because they change no result.",
+        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and {noticed['named']} of {len(named)} "
+        "listed by name.**",
+        *([f"{missing} more are drawn or listed and were not run."] if missing else []),
+        f"`tools/mutations.toml` sets {len(cases.equivalent)} mutations or functions aside that change no result.",
         "",
         _table(results),
         "",
@@ -930,7 +952,7 @@ def page(commit: str, results: Sequence[Result], cases: Cases, seed: int) -> str
         "",
         "| mutation | noticed by |",
         "|---|---|",
-        *(f"| {r.name} | {f'`{r.test}`' if r.test else 'nothing'} |" for r in results if r.name),
+        *(f"| {r.name} | {f'`{r.test}`' if r.test else 'nothing'} |" for r in named),
         "",
     ]
     return "\n".join(lines)
