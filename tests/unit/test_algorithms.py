@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import importlib
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -107,6 +108,15 @@ def test_reinforce_plus_plus_of_a_sample_that_is_not_trained_is_zero() -> None:
     advantages, returns = reinforce_plus_plus(AdvantageInputs([1.0, 1.0], kl, masks))
     assert advantages[0].tolist() == returns[0].tolist() == [0.0, 0.0]
     assert advantages[1].tolist() == [1.0, 1.0]
+
+
+def test_whitening_is_by_the_mean_and_deviation_of_trained_tokens() -> None:
+    values = [torch.tensor([1.0, 4.0, 90.0]), torch.tensor([-2.0, 7.0, 3.0])]
+    masks = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0])]
+    trained = [1.0, 4.0, -2.0, 7.0, 3.0]
+    mean, deviation = statistics.mean(trained), statistics.stdev(trained)
+    for found, given_values in zip(whiten(values, masks), values):
+        assert found.tolist() == pytest.approx([(v - mean) / deviation for v in given_values.tolist()], rel=1e-5)
 
 
 @given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))
