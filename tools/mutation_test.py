@@ -490,7 +490,8 @@ class Result:
     """What became of a mutation.
 
     Attributes:
-        outcome: "killed", "timed out" or "survived".
+        outcome: "killed"; "timed out", where a test hangs; "survived"; "undecided", where the time was over before all
+            tests had run.
         test: what noticed it.
         source, tests: fingerprints of the changed file and of the test's, by which a result is known again.
     """
@@ -720,8 +721,10 @@ class Judge:
             return "timed out", outcome.begun
         if outcome.failed:
             return "killed", outcome.failed[0]
-        if outcome.status in (0, 2, 5):  # all passed; the time was over; there are none
+        if outcome.status in (0, 5):  # all passed; there are none
             return "survived", ""
+        if outcome.status == 2:  # pytest was told to stop
+            return "undecided", ""
         return "killed", outcome.begun  # the process has died
 
     def check(self, tests: Iterable[str]) -> set[str]:
@@ -833,7 +836,7 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
     survivors: dict[Mutation, Result] = {}
     for mutation in mutations:
         result = known.get((mutation.name, _fingerprint(mutation.apply(texts[mutation.file]))))
-        if result is not None and result.outcome == "survived":
+        if result is not None and result.outcome not in _NOTICED:
             survivors[mutation] = result
         elif result is not None and result.tests == _fingerprint_of(root, result.test):
             results[mutation] = result
@@ -899,10 +902,14 @@ def _described(root: Path, mutation: Mutation) -> str:
     return f"{mutation.file}:{mutation.line} ({name})\n    - {before}\n    + {after}"
 
 
+#: Outcomes of a mutation that tests have noticed.
+_NOTICED = ("killed", "timed out")
+
+
 def is_good(results: Sequence[Result]) -> bool:
     drawn = [result for result in results if not result.name]
-    survived = [result for result in drawn if result.outcome == "survived"]
-    return len(survived) <= (1 - LEAST) * len(drawn) and not any(r.name and r.outcome == "survived" for r in results)
+    missed = [result for result in results if result.outcome not in _NOTICED]
+    return not any(result.name for result in missed) and len(missed) <= (1 - LEAST) * len(drawn)
 
 
 def _table(results: Sequence[Result]) -> str:
@@ -911,10 +918,10 @@ def _table(results: Sequence[Result]) -> str:
         for row in ("listed by name" if result.name else result.part, "all"):
             rows[row][result.outcome] += 1
     order = ["listed by name", *(part.name for part in PARTS), "all"]
-    lines = ["| part | mutations | killed | timed out | survived |", "|---|--:|--:|--:|--:|"]
+    lines = ["| part | mutations | killed | timed out | survived | undecided |", "|---|--:|--:|--:|--:|--:|"]
     for name in [name for name in order if name in rows]:
         count = rows[name]
-        values = (count.total(), count["killed"], count["timed out"], count["survived"])
+        values = (count.total(), *(count[kind] for kind in ("killed", "timed out", "survived", "undecided")))
         lines.append(f"| {name} | " + " | ".join(map(str, values)) + " |")
     return "\n".join(lines)
 
@@ -928,9 +935,9 @@ def page(commit: str, mutations: Sequence[Mutation], results: Sequence[Result], 
     """The report."""
     drawn = [result for result in results if not result.name]
     named = [result for result in results if result.name]
-    survivors = [result for result in results if result.outcome == "survived"]
+    survivors = [result for result in results if result.outcome not in _NOTICED]
     missing = len(mutations) - len(results)
-    noticed = {kind: sum(r.outcome != "survived" for r in rows) for kind, rows in (("drawn", drawn), ("named", named))}
+    noticed = {kind: sum(r.outcome in _NOTICED for r in rows) for kind, rows in (("drawn", drawn), ("named", named))}
     lines = [
         "# Results of mutation testing",
         "",
@@ -946,7 +953,7 @@ def page(commit: str, mutations: Sequence[Mutation], results: Sequence[Result], 
         "",
         _table(results),
         "",
-        "## Survivors",
+        "## Survived or undecided",
         "",
         *([f"- `{r.file}`, `{r.function or r.name}`: `{r.before}` → `{r.after}`" for r in survivors] or ["None."]),
         "",
