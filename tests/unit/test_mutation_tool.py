@@ -176,30 +176,39 @@ def test_the_draw_leaves_out_what_is_listed_and_does_not_move_with_the_code_arou
     assert drawn() == before
 
 
-def test_what_is_noticed_and_what_is_not(project: Path) -> None:
-    """A test that fails anyway notices nothing, a test that hangs does, and the working tree stays as it is."""
+def outcomes(project: Path, only: str, most: float, grace: float) -> tuple[dict[str, tuple[str, str]], str]:
+    """(Name → (outcome, test), what was printed), by a process of its own: it forks."""
     code = (
         "import sys; sys.path.insert(0, '.')\nfrom pathlib import Path\nfrom tools import mutation_test as tool\n"
-        "tool._LIBRARIES, tool.MOST_SECONDS, tool.GRACE_SECONDS = ('pytest',), 3.0, 3.0\n"
-        "sys.exit(tool.main(['--named', '--json', 'results.json'], Path.cwd().resolve()))\n"
+        f"tool._LIBRARIES, tool.MOST_SECONDS, tool.GRACE_SECONDS = ('pytest',), {most}, {grace}\n"
+        f"sys.exit(tool.main(['--named', '--only', '{only}', '--json', 'results.json'], Path.cwd().resolve()))\n"
     )
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    for again in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 1, done.stdout + done.stderr
-        found = {row["name"]: row for row in json.loads((project / "results.json").read_text())}
-        assert {name: row["outcome"] for name, row in found.items()} == {
-            "first goes back": "killed",
-            "second is never called": "survived",
-            "third never ends": "timed out",
-        }
-        assert found["first goes back"]["test"] == "tests/unit/test_schedule.py::test_first"
-        assert ("does not count" in done.stdout) or again
-        assert (project / "slime/schedule.py").read_text() == PROJECT["slime/schedule.py"]
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True)
+    assert (project / "slime/schedule.py").read_text() == PROJECT["slime/schedule.py"], (
+        "the working tree stays as it is"
+    )
+    rows = json.loads((project / "results.json").read_text())
+    assert done.returncode == int(any(row["outcome"] == "survived" for row in rows)), done.stdout + done.stderr
+    return {row["name"]: (row["outcome"], row["test"]) for row in rows}, done.stdout
+
+
+def test_what_is_noticed_and_what_is_not(project: Path) -> None:
+    """A test that fails anyway notices nothing, and what was found out is known again."""
+    noticed = {"first goes back": ("killed", "tests/unit/test_schedule.py::test_first")}
+    found, said = outcomes(project, "[fs][ie]*", 60.0, 60.0)
+    assert found == {**noticed, "second is never called": ("survived", "")} and "test_fails_anyway" in said
+    found, said = outcomes(project, "first*", 60.0, 60.0)
+    assert found == noticed and "test_fails_anyway" not in said
     rows = (project / mutation_test.RESULTS).read_text().splitlines()
-    assert [json.loads(row)["name"] for row in rows].count("first goes back") == 1, "a result is known again"
+    assert [json.loads(row)["name"] for row in rows].count("first goes back") == 1
+
+
+def test_a_test_that_hangs_notices(project: Path) -> None:
+    path = project / "tests/unit/test_schedule.py"
+    path.write_text("from slime import schedule\ndef test_third():\n    assert schedule.third(2) == 0\n")
+    found, _ = outcomes(project, "third*", 1.0, 4.0)
+    assert found["third never ends"][0] == "timed out"
 
 
 def test_a_patch_says_where_it_is(project: Path) -> None:
