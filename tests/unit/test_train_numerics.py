@@ -135,7 +135,12 @@ def test_learning_rates_count_optimizer_steps(flags: dict[str, Any], expected: C
 
 
 def test_weight_decay_rises_over_the_whole_run() -> None:
-    flags = {"start_weight_decay": 0.1, "end_weight_decay": 0.3, "weight_decay_incr_style": "linear"}
+    flags = {
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.3,
+        "weight_decay_incr_style": "linear",
+        "lr_decay_iters": 7,
+    }
     for length in (None, 5):
         steps = 20 if length is None else 2 * length
         found = [decay for _, decay in rates(flags, length)]
