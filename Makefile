@@ -10,7 +10,7 @@ RUNS := $(VENV)/.installed-to-run
 # Every launch is five processes that read the sources; where bytecode is switched off, each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-parts test-runs check test-full lint types docs docs-check clean install
+.PHONY: demo test test-parts test-runs check test-full mutation lint types docs docs-check clean install
 
 install: $(STAMP)
 
@@ -49,6 +49,9 @@ check: lint types
 
 test-full: $(STAMP)
 	$(BIN)/python tools/test_report.py $(ARGS)
+
+mutation: $(STAMP)
+	$(BIN)/python tools/mutation_test.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -68,23 +68,56 @@ def changed_files(root: Path, against: str) -> list[str]:
 def nearest(root: Path, changed: Iterable[str]) -> list[str]:
     """Test files that import, over however many modules, one of the changed files; the nearest first, and of two
     equally near ones first the one that depends on less."""
-    sources = {
-        str(path.relative_to(root)): path.read_text(encoding="utf-8")
-        for folder in FOLDERS
-        for path in sorted((root / folder).rglob("*.py"))
-    }
-    names = {_module(file): file for file in [*sources, *changed] if file.endswith(".py")}
-    imports = {file: {names[name] for name in _imported(text, names)} - {file} for file, text in sources.items()}
-    importers: dict[str, set[str]] = {}
-    for file, targets in imports.items():
-        for target in targets:
-            importers.setdefault(target, set()).add(file)
-    start = set()
-    for file in changed:
-        start |= {file} if file.endswith(".py") else {f for f, text in sources.items() if Path(file).name in text}
-    distance = _distances(start, importers)
-    tests = [f for f in distance if f in sources and Path(f).match(f"{TESTS}/test_*.py")]
-    return sorted(tests, key=lambda file: (distance[file], len(_distances({file}, imports)), file))
+    changed = list(changed)
+    return ImportGraph(root, changed).nearest(changed)
+
+
+class ImportGraph:
+    """Which file of the repository imports which; read once, asked often.
+
+    Args:
+        also: files that need not exist any more.
+    """
+
+    def __init__(self, root: Path, also: Iterable[str] = ()) -> None:
+        self._sources = {
+            str(path.relative_to(root)): path.read_text(encoding="utf-8")
+            for folder in FOLDERS
+            for path in sorted((root / folder).rglob("*.py"))
+        }
+        names = {_module(file): file for file in [*self._sources, *also] if file.endswith(".py")}
+        self._imports = {
+            file: {names[name] for name in _imported(text, names)} - {file} for file, text in self._sources.items()
+        }
+        self._importers: dict[str, set[str]] = {}
+        for file, targets in self._imports.items():
+            for target in targets:
+                self._importers.setdefault(target, set()).add(file)
+        self._sizes: dict[str, int] = {}
+
+    def nearest(self, changed: Iterable[str]) -> list[str]:
+        """See `nearest`."""
+        start = set()
+        for file in changed:
+            is_module = file.endswith(".py")
+            start |= {file} if is_module else {f for f, text in self._sources.items() if Path(file).name in text}
+        distance = _distances(start, self._importers)
+        tests = [f for f in distance if f in self._sources and Path(f).match(f"{TESTS}/test_*.py")]
+        return sorted(tests, key=lambda file: (distance[file], self._size(file), file))
+
+    def importers(self, file: str) -> set[str]:
+        """The file and all that import it, over however many others."""
+        return set(_distances({file}, self._importers))
+
+    def imported(self, files: Iterable[str]) -> set[str]:
+        """These files and all that they import."""
+        return set(_distances(set(files), self._imports))
+
+    def _size(self, file: str) -> int:
+        """How many files it depends on."""
+        if file not in self._sizes:
+            self._sizes[file] = len(_distances({file}, self._imports))
+        return self._sizes[file]
 
 
 def _distances(start: set[str], edges: dict[str, set[str]]) -> dict[str, int]:

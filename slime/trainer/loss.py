@@ -96,7 +96,7 @@ def _policy_loss(
         token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions, taken)
         # a token that the user masks leaves the numerator; the denominators stay those of the batch
         weights = torch.where(masks != 0, weights, 0.0)
-        means.update(extra, ois=importance_ratio(-policy.ppo_kl.detach()))
+        means.update(extra, ois=importance_ratio(-policy.ppo_kl))
     pg_loss = _reduce_policy_loss(token_loss, weights, masks, inputs, config, functions)
     loss, metrics = pg_loss, {"pg_loss": pg_loss}
     if scores.entropy is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
+import math
+import statistics
 from typing import Any
 
 import pytest
@@ -124,6 +126,15 @@ def test_reinforce_plus_plus_of_a_sample_that_is_not_trained_is_zero() -> None:
     assert advantages[1].tolist() == [1.0, 1.0]
 
 
+def test_whitening_is_by_the_mean_and_deviation_of_trained_tokens() -> None:
+    values = [torch.tensor([1.0, 4.0, 90.0]), torch.tensor([-2.0, 7.0, 3.0])]
+    masks = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0])]
+    trained = [1.0, 4.0, -2.0, 7.0, 3.0]
+    mean, deviation = statistics.mean(trained), statistics.stdev(trained)
+    for found, given_values in zip(whiten(values, masks), values):
+        assert found.tolist() == pytest.approx([(v - mean) / deviation for v in given_values.tolist()], rel=1e-5)
+
+
 @given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))
 @settings(max_examples=30)
 def test_whitening_over_two_ranks_equals_one(lengths: list[int], cut: int, seed: int) -> None:
@@ -178,6 +189,32 @@ def test_ppo_clip_equals_the_case_by_case_formula(seed: int, lengths: list[int])
         loss = min(loss, -2.0 * a) if a < 0 else loss
         assert out.loss[t].item() == pytest.approx(loss, abs=1e-9)
         assert out.clipped[t].item() == float(-clipped * a > -ratio * a)
+
+
+@given(seed=st.integers(0, 200), lengths=lists_of_lengths)
+@settings(max_examples=30)
+def test_gspo_and_cispo_equal_their_formulas_token_by_token(seed: int, lengths: list[int]) -> None:
+    """With masked tokens, whose log-probs must not move a sequence's ratio, and ratios beyond both bounds."""
+    inputs = inputs_of(seed, lengths, spread=0.4, eps_clip=0.15, eps_clip_high=0.3)
+    masks = (randn(sum(lengths), seed + 3) > -0.5).double()
+    inputs = dataclasses.replace(inputs, masks=masks)
+    log_ratios = (inputs.log_probs - inputs.old_log_probs).tolist()
+    gspo, cispo = ESTIMATORS["gspo"].loss(inputs), ESTIMATORS["cispo"].loss(inputs)
+    start = 0
+    for length in lengths:
+        tokens = range(start, start + length)
+        trained = [t for t in tokens if masks[t]]
+        mean = sum(log_ratios[t] for t in trained) / max(len(trained), 1)
+        for t in trained:
+            a = inputs.advantages[t].item()
+            of_sequence = math.exp(mean)
+            clipped = min(max(of_sequence, 0.85), 1.3)
+            assert gspo.loss[t].item() == pytest.approx(max(-of_sequence * a, -clipped * a), abs=1e-9)
+            ratio = math.exp(log_ratios[t])
+            weight = min(max(ratio, 0.85), 1.3)
+            assert cispo.loss[t].item() == pytest.approx(-weight * a * inputs.log_probs[t].item(), abs=1e-9)
+            assert cispo.clipped[t].item() == float(weight != ratio)
+        start += length
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))

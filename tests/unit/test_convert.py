@@ -286,6 +286,15 @@ def test_every_sample_reaches_exactly_one_rank_with_its_own_data(lengths, ranks,
     assert executed == len(seen), "no rollout is dropped, whatever the batch size"
 
 
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, [1] * 8), (2, [2] * 4), (4, [4, 4])])
+def test_ranks_that_share_a_micro_batch_raise_its_cap(ranks: int, sizes: list[int]) -> None:
+    """Eight samples of 7 tokens, and room for 7 on each rank of a context-parallel group."""
+    groups = make_groups([1.0, 0.0] * 4)
+    layout = TrainLayout(context_parallel_size=ranks)
+    [batch] = convert(groups, layout, use_dynamic_batch_size=True, max_tokens_per_gpu=7, global_batch_size=8)
+    assert [len(micro_batch) for step in batch.steps for micro_batch in step.micro_batches] == sizes
+
+
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 

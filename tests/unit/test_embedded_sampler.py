@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,15 @@ from tests.support.embedded_models import VOCAB, make_sequence
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def seeded(rows: int, **params: float) -> list[Sequence]:
+    """Sequences that differ in their seeds alone."""
+    one = make_sequence([0], **params)
+    sequences = [copy.copy(one) for _ in range(rows)]
+    for seed, sequence in enumerate(sequences):
+        sequence.seed = seed
+    return sequences
 
 
 def kept_tokens(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -34,7 +46,7 @@ def kept_tokens(logits: torch.Tensor, temperature: float, top_k: int, top_p: flo
 def test_the_draw_follows_the_distribution() -> None:
     rows = 20_000
     logits = random_logits(1, vocab=64, scale=1.5).expand(rows, -1)
-    sequences = [make_sequence([0], sampling_seed=seed, temperature=0.8) for seed in range(rows)]
+    sequences = seeded(rows, temperature=0.8)
     tokens = np.bincount(sample(logits, sequences).tokens, minlength=64) / rows
     probs = torch.softmax(logits[0] / 0.8, -1).numpy()
     assert np.abs(tokens - probs).sum() < 0.05  # expected about 0.03 by chance
@@ -54,7 +66,7 @@ def test_filters_keep_what_they_should(
     rows = 64
     row = random_logits(1, seed=logit_seed)
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampled = sample(row.expand(rows, -1), [make_sequence([0], sampling_seed=i, **params) for i in range(rows)])
+    sampled = sample(row.expand(rows, -1), seeded(rows, **params))
     allowed = kept_tokens(row[0], temperature, top_k, top_p, min_p)
     assert set(sampled.tokens) <= allowed
     plain = torch.log_softmax(row[0].double() / temperature, -1)  # before the filters
@@ -115,6 +127,32 @@ def test_penalties_change_the_logits_as_defined() -> None:
     assert sampled.logprobs[0] == pytest.approx(float(torch.log_softmax(expected, -1).max()), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("params", "change"),
+    [
+        ({"presence_penalty": 0.75}, lambda value, count: value - 0.75),
+        ({"presence_penalty": -0.75}, lambda value, count: value + 0.75),
+        ({"frequency_penalty": 0.5}, lambda value, count: value - 0.5 * count),
+        ({"repetition_penalty": 1.5}, lambda value, count: value * 1.5 if value < 0 else value / 1.5),
+    ],
+    ids=["presence", "presence rewarded", "frequency", "repetition"],
+)
+def test_each_penalty_changes_the_tokens_seen_and_no_other(
+    params: dict[str, float], change: Callable[[float, int], float]
+) -> None:
+    logits = random_logits(1, scale=1.0)
+    lowest, highest = int(logits[0].argmin()), int(logits[0].argmax())
+    sequence = make_sequence([0], temperature=0, tops=VOCAB, **params)
+    sequence.output_ids += [lowest, highest, highest]
+    expected = logits[0].double()
+    for token, count in ((lowest, 1), (highest, 2)):
+        expected[token] = change(float(expected[token]), count)
+    sample(logits, [sequence])
+    [found] = sequence.top_logprobs
+    by_token = {token: value for value, token in found}
+    assert [by_token[t] for t in range(VOCAB)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
+
+
 def test_top_logprobs_are_the_largest() -> None:
     logits = random_logits(1)
     sequence = make_sequence([0], tops=3)
@@ -144,6 +182,23 @@ def test_uniforms_depend_on_seed_and_position_alone(pairs: list[tuple[int, int]]
     values = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
     assert ((values >= 0) & (values < 1)).all()
     assert [uniforms([seed], [position])[0] for seed, position in pairs] == values.tolist()
+
+
+def test_uniforms_are_the_published_mixer_twice() -> None:
+    """splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014) in Python's integers: what a
+    seed draws stays the same from release to release."""
+    every = (1 << 64) - 1
+    golden = 0x9E3779B97F4A7C15
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & every
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & every
+        return x ^ (x >> 31)
+
+    pairs = [(0, 0), (7, 10), (2**63 + 5, 3), (-1, 100_000)]
+    expected = [mix((mix(((seed & every) + golden) & every) + position * golden) & every) for seed, position in pairs]
+    found = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
+    assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
 
 
 def test_uniforms_are_uniform_along_positions_and_seeds() -> None:

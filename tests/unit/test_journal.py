@@ -16,8 +16,8 @@ from slime.checkpoints.directory import retain, set_latest
 from slime.cluster.rollout_actor import oldest_needed
 from slime.config import make_config
 from slime.rollout import journal as module
-from slime.rollout.journal import Journal, Kind, open_journal
-from slime.samples.types import SampleStatus
+from slime.rollout.journal import Journal, Kind, drawn_as, open_journal
+from slime.samples.types import SampleStatus, Versions
 from tests.support.checkpoint_dirs import complete
 from tests.support.journals import drawn, generated, note, restored
 
@@ -47,6 +47,28 @@ def test_what_a_group_became_later_does_not_count_yet(folder: Path) -> None:
     note(journal, Kind.FINISHED, 3, generated(4))
     for each in (journal, Journal(folder, "flags")):
         assert [len(restored(each, rollout_id, 4)[0].tokens) for rollout_id in range(5)] == [2, 3, 3, 4, 4]
+
+
+def test_what_nobody_knows_the_weights_of_counts_for_its_own_rollout_alone(folder: Path) -> None:
+    """A generate function gave text without versions: an earlier rollout cannot know that its weights were there."""
+    journal = Journal(folder, "flags")
+    unknown = generated(4)
+    for sample in unknown:
+        sample.token_spans = []
+    note(journal, Kind.FINISHED, 3, unknown)
+    note(journal, Kind.FINISHED, 3, generated(5))  # by weights 3
+
+    def comes(group: int, rollout_id: int, **versions: Any) -> bool:
+        group_drawn = drawn(group)
+        found, _ = journal.restore(rollout_id, group_drawn, drawn_as(group_drawn), Versions(**versions))
+        return found != group_drawn
+
+    assert [comes(4, rollout_id, newest=9) for rollout_id in (2, 3)] == [False, True]
+    assert [comes(5, rollout_id, newest=9) for rollout_id in (2, 3)] == [True, True]
+    assert [comes(5, 2, newest=newest) for newest in (None, 2, 3)] == [False, False, True]
+    assert [comes(4, 3, newest=9, gone=frozenset(gone)) for gone in ([], [7])] == [True, False]
+    journal.forget_newer(3, 9)
+    assert [comes(group, 3, newest=9) for group in (4, 5)] == [False, True]
 
 
 def test_what_is_forgotten_is_generated_again(folder: Path) -> None:
@@ -163,6 +185,20 @@ def test_a_new_files_name_is_on_the_disk(folder: Path, monkeypatch: pytest.Monke
     for group in range(3):
         note(journal, Kind.FINISHED, 1, generated(group))
     assert forced == [folder]
+
+
+def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SYNC_SECONDS", 1000.0)
+    journal = Journal(folder, "flags")
+    for rollout_id in (1, 2):
+        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+    journal.drop(2)
+    forced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: forced.append(os.readlink(f"/proc/self/fd/{file}")))
+    journal.close()
+    assert [Path(name).name for name in forced] == ["rollout_000002.log"]
 
 
 def test_the_newest_version_is_known_after_a_crash(folder: Path) -> None:

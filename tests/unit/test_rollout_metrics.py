@@ -1,0 +1,103 @@
+"""Metrics of an update: token means weighted as the loss is, counted out by hand on two samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.samples.batch import StepPlan, TrainBatch
+from slime.trainer.records import RolloutTensors
+from slime.trainer.rollout_metrics import mean_of_steps, quantisation_metrics, rollout_metrics, worst_mismatch
+from tests.support.trainer_ranks import trainer_config
+
+#: Two executions of two and three tokens; the first of the second one is not trained.
+MASKS = [[1.0, 1.0], [0.0, 1.0, 1.0]]
+
+
+def tensors(*rows: list[float]) -> list[Tensor]:
+    return [torch.tensor(row) for row in rows]
+
+
+def batch() -> TrainBatch:
+    return TrainBatch(
+        rollout_id=0, tokens=[torch.zeros(3), torch.zeros(4)], response_lengths=[2, 3], loss_masks=tensors(*MASKS),
+        rewards=[0.0, 0.0], raw_rewards=[0.0, 0.0], sample_indices=[0, 1], group_indices=[0, 0], execution_ids=[0, 1],
+        rollout_mask_sums=[2.0, 2.0], truncated=[False, False], steps=[StepPlan([[0], [1]], 2, 4)],
+    )  # fmt: skip
+
+
+def ranks(has_output: bool = True) -> Any:
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        has_output=has_output,
+        sum_over_replicas=lambda values: values,
+        max_over_replicas=lambda values: values,
+    )
+
+
+def data(**columns: list[Tensor]) -> RolloutTensors:
+    return RolloutTensors(loss_masks=tensors(*MASKS), **columns)  # type: ignore[arg-type]
+
+
+def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None:
+    columns = {
+        "log_probs": tensors([-1.0, -3.0], [-9.0, -2.0, -4.0]),
+        "advantages": tensors([1.0, 3.0], [9.0, 0.0, 2.0]),
+    }
+    assert rollout_metrics(trainer_config(), ranks(), batch(), data(**columns)) == pytest.approx(
+        {"rollout/log_probs": (-2.0 - 3.0) / 2, "rollout/advantages": (2.0 + 1.0) / 2}
+    )
+    assert rollout_metrics(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
+    assert rollout_metrics(trainer_config(), ranks(), batch(), data()) == {}
+
+
+def test_the_kl_is_shown_where_there_is_a_reference() -> None:
+    kl = tensors([0.5, 0.5], [9.0, 1.0, 2.0])
+    assert rollout_metrics(trainer_config(), ranks(), batch(), data(kl=kl)) == {}
+    found = rollout_metrics(
+        trainer_config(), ranks(), batch(), data(kl=kl, ref_log_probs=tensors([0.0] * 2, [0.0] * 3))
+    )
+    assert found == pytest.approx({"rollout/kl": 1.0, "rollout/ref_log_probs": 0.0})
+
+
+def test_the_worst_mismatch_is_of_a_trained_token() -> None:
+    columns = {
+        "log_probs": tensors([-1.0, -1.0], [-9.0, -1.0, -1.0]),
+        "rollout_log_probs": tensors([-1.5, -1.0], [0.0, -1.0, -0.25]),
+    }
+    found = worst_mismatch(ranks(), data(**columns))
+    assert found == {"train/train_rollout_logprob_abs_diff_max": 0.75}
+
+
+def test_what_the_format_moves_and_what_trainer_and_engine_differ_by() -> None:
+    columns = {
+        "engine_log_probs": tensors([-1.0, -2.0], [0.0, -1.0, -1.0]),
+        "log_probs": tensors([-1.5, -2.5], [-9.0, -1.0, -2.0]),
+    }
+    config = trainer_config()
+    assert quantisation_metrics(config, ranks(), batch(), data(**columns)) == pytest.approx(
+        {"train/quantisation_logprob_abs_diff": (0.5 + 0.5) / 2}
+    )
+    columns["rollout_log_probs"] = tensors([-1.0, -2.25], [-5.0, -1.0, -1.5])
+    assert quantisation_metrics(config, ranks(), batch(), data(**columns)) == pytest.approx(
+        {
+            "train/quantisation_logprob_abs_diff": 0.5,
+            "train/quantised_rollout_logprob_abs_diff": (0.125 + 0.25) / 2,
+        }
+    )
+    assert quantisation_metrics(config, ranks(has_output=False), batch(), data(**columns)) == {}
+
+
+def test_steps_are_averaged_and_counted() -> None:
+    steps = [
+        {"train/loss": 1.0, "train/lr-pg_0": 0.1, "train/skipped": 1.0, "train/train_rollout_logprob_abs_diff": 0.25},
+        {"train/loss": 2.0, "train/lr-pg_0": 0.2, "train/skipped": 1.0, "train/train_rollout_logprob_abs_diff": 0.75},
+    ]
+    expected = {"train/loss": 1.5, "train/lr-pg_0": 0.2, "train/skipped_steps": 2.0}
+    assert mean_of_steps(steps) == {**expected, "train/train_rollout_logprob_abs_diff": 0.5}
+    assert mean_of_steps(steps, first_only=True) == {**expected, "train/train_rollout_logprob_abs_diff": 0.25}
+    assert mean_of_steps([]) == {}
