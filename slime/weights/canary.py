@@ -200,9 +200,9 @@ class Canary:
         found: list[tuple[str, str]] = []
         pushed = self.pushed
         if pushed is not None:
-            sent, loaded, compared = (
-                int(pushed.get(f"perf/update_weights/{what}_tensors", 0)) for what in ("sent", "loaded", "checked")
-            )
+            sent = int(pushed.get("perf/update_weights/sent_tensors", 0))
+            loaded = int(pushed.get("perf/update_weights/loaded_tensors", 0))
+            compared = int(pushed.get("perf/update_weights/checked_tensors", 0))
             if loaded < sent or not sent:
                 seen = f"{loaded} of {sent} tensors are known to be loaded" if sent else "nothing was counted"
                 what = "a tensor, or half of a pair that it fuses," if self._fuses else "a tensor"
