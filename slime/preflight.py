@@ -331,7 +331,9 @@ def _split_notices(config: Config) -> Iterator[str]:
     """Which split of each data set is read where its path names none."""
     from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
 
-    paths = [(config.data.prompt_data, TRAINING)] if config.data.prompt_data else []
+    paths: list[tuple[str, tuple[str, ...]]] = []
+    if config.data.prompt_data:
+        paths.append((config.data.prompt_data, TRAINING))
     paths += [] if config.eval.eval_function_path else [(one.path, EVALUATION) for one in eval_datasets(config)]
     for path, splits in paths:
         if notice := split_notice(path, splits):

@@ -105,8 +105,8 @@ def _samples(config: Config, response: str | None, response_key: str | None, mos
         except RowProblem as problem:
             problems.add(where, problem)
             continue
-        for problem in judge([prompt])[0] if judge is not None else ():
-            problems.add(where, problem)
+        for judged in judge([prompt])[0] if judge is not None else ():
+            problems.add(where, judged)
         text = response or "" if response_key is None else _response_text(row, response_key)
         found.append(
             Sample(

@@ -64,7 +64,8 @@ _current: ContextVar[Span | None] = ContextVar("slime_trace_span", default=None)
 
 def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
     """How often a root span of this name was recorded before: an aborted sample that is resumed has attempt 1."""
-    events = samples[0].trace["events"] if samples and _has_trace(samples[0]) else []
+    trace = samples[0].trace if samples and _has_trace(samples[0]) else None
+    events = trace["events"] if trace is not None else []
     return sum(e["type"] == "span_start" and e["name"] == name and e["parent_span_id"] is None for e in events)
 
 

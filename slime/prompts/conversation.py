@@ -391,7 +391,8 @@ class _Reader:
                 f"found {str(call)[:200]}",
                 "a call is {'type': 'function', 'function': {'name': …, 'arguments': …}}",
             )
-        arguments = next((function[k] for k in ("arguments", "parameters", "input") if function.get(k) is not None), {})
+        keys = ("arguments", "parameters", "input")
+        arguments: Any = next((function[key] for key in keys if function.get(key) is not None), {})
         if isinstance(arguments, str):
             arguments = _arguments_of_text(arguments, where)
         elif self._drops_nulls:
@@ -562,9 +563,7 @@ def allows_null(schema: Any) -> bool:
     kinds = [kinds] if isinstance(kinds, str) else kinds or []
     values = schema.get("enum")
     choices = [
-        choice
-        for key in ("anyOf", "oneOf")
-        for choice in (schema.get(key) if isinstance(schema.get(key), list) else [])
+        choice for found in (schema.get("anyOf"), schema.get("oneOf")) if isinstance(found, list) for choice in found
     ]
     return (
         "null" in kinds

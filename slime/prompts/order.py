@@ -96,9 +96,9 @@ class MappedOrder:
             return None
         if not self.unchecked:
             return prompt
-        for problem in self._checker.judge([prompt])[0] if self._checker.judge is not None else ():
-            if problem.refuse_at == 0.0:
-                self._pass_over(position, problem)
+        for judged in self._checker.judge([prompt])[0] if self._checker.judge is not None else ():
+            if judged.refuse_at == 0.0:
+                self._pass_over(position, judged)
                 return None
         length = self._checker.lengths([prompt])[0]
         if self._checker.fits(length):

@@ -179,9 +179,9 @@ class Checker:
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
         for (position, _), length, problems in zip(prompts, self.lengths(read), judged, strict=True):
-            for problem in problems:
-                found.problems.add(rows.where(position), problem)
-            if any(problem.refuse_at == 0.0 for problem in problems):
+            for one in problems:
+                found.problems.add(rows.where(position), one)
+            if any(one.refuse_at == 0.0 for one in problems):
                 continue
             if self.fits(length):
                 found.kept.append(position)

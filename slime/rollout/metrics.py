@@ -132,7 +132,8 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
     """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask for."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
-        rounds = [n for s in samples if is_number(n := s.metadata.get("round_number")) and is_finite(n)]
+        told = [sample.metadata.get("round_number") for sample in samples]
+        rounds = [float(number) for number in told if number is not None and is_number(number) and is_finite(number)]
         metrics |= distribution("multi_turn/round_number", rounds)
         metrics |= distribution("multi_turn/trained_len", [s.effective_response_length for s in samples])
     if args.log_passrate:

@@ -226,8 +226,9 @@ def check_distinct(groups: Sequence[Group], origin: str) -> None:
         ("group_index", [next((s.group_index for s in group.samples), None) for group in groups]),
         ("index", [execution[0].index for group in groups for execution in group.executions]),
     ):
-        [(value, count)] = Counter(value for value in values if value is not None).most_common(1) or [(None, 1)]
-        if count > 1:
+        most_common = Counter(value for value in values if value is not None).most_common(1)
+        if most_common and most_common[0][1] > 1:
+            value, count = most_common[0]
             things = "groups" if name == "group_index" else "samples"
             raise FunctionFailed(f"{origin} returned {count} {things} with {name} {value}", fix=fix)
     ids = Counter(id(sample) for group in groups for sample in group.samples)

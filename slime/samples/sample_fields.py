@@ -172,7 +172,7 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
         vocab_size: of the model; None where it is not known.
     """
     if type(tokens) is list and set(map(type, tokens)) == {int}:  # several times faster than an array of them
-        found = np.array([min(tokens), max(tokens)])
+        found: np.ndarray | None = np.array([min(tokens), max(tokens)])
     else:
         found = numbers_in(tokens)
     if found is None or (found.size and found.dtype.kind not in "iu"):

@@ -133,8 +133,8 @@ class WholeTensorCheck:
         by_url = dict(zip(self._fleet.urls, answers, strict=True))
         held = {url: answer["fingerprints"] for url, answer in by_url.items()}
         dropped = [(name, url) for url, answer in by_url.items() for name in answer.get("missing", ()) if name in names]
-        counts = [answer.get("loaded") for answer in answers]
-        loaded = None if None in counts else min(counts, default=None)
+        counts = [answer["loaded"] for answer in answers if answer.get("loaded") is not None]
+        loaded = min(counts, default=None) if len(counts) == len(answers) else None
         return HeldWeights(compare(sent, held, names if full else None), dropped, loaded)
 
     def open_layers(self, timeout: float) -> None: ...

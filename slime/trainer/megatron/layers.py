@@ -54,7 +54,7 @@ def with_bias(linear: type) -> type:
     some of them.
     """
 
-    class Biased(linear):  # type: ignore[misc]
+    class Biased(linear):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "bias": True})
 

@@ -241,7 +241,7 @@ def guide_for(chunks: Sequence[nn.Module], spec: ModelSpec, config: Config) -> R
     return RoutingGuide(
         layers=layers,
         source=source,
-        counts_ahead=balance_type(chunks[0].config) == "global_aux_loss",  # type: ignore[arg-type]
+        counts_ahead=balance_type(chunks[0].config) == "global_aux_loss",
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         topk=int(spec.transformer["moe_router_topk"]),
