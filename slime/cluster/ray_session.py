@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ from slime.files import is_secret_variable
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
-from slime.processes import start_reaper
+from slime.processes import die_with_parent, start_reaper
 
 logger = get_logger(__name__)
 
 _TOKEN = "RAY_AUTH_TOKEN"
+#: Seconds in which a cluster must let a driver join.
+_JOIN_DEADLINE = 20.0
+_LOOK_SECONDS = 0.1
+_JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 #: The reaper of this process; it ends by itself when the process does.
 _reaper: subprocess.Popen[bytes] | None = None
@@ -56,7 +61,7 @@ _FORWARDED = (
 )
 
 
-def start_ray(config: Config, num_local_slots: int) -> bool:
+def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
     """Join the cluster named by --ray-address or RAY_ADDRESS (set under ``ray job submit``), else start one here.
 
     Args:
@@ -64,6 +69,8 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
             since trainer and engines take turns.
     Returns:
         True when Ray was started here and must be stopped at the end.
+    Raises:
+        UserError: no cluster answers at the address, or none starts here. StopRequested.
     """
     # It says on every start that Ray's own token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -72,6 +79,7 @@ def start_ray(config: Config, num_local_slots: int) -> bool:
     address = joined_cluster(config)
     environment = _environment(joined=address is not None)
     if address is not None:
+        _check_answers(address, should_stop)
         _join(address, {"env_vars": environment})
         return False
     _bring_a_token()
@@ -124,6 +132,43 @@ def _bring_a_token() -> None:
         os.environ[_TOKEN] = secrets.token_hex(32)
 
 
+def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
+    """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this process it would
+    hear no signal, for ten minutes where nobody answers."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _JOINS, address],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    end = time.monotonic() + _JOIN_DEADLINE
+    try:
+        while True:
+            try:
+                said = child.communicate(timeout=_LOOK_SECONDS)[1]
+                break
+            except subprocess.TimeoutExpired:
+                if should_stop():
+                    raise StopRequested("joining the Ray cluster") from None
+                if time.monotonic() > end:
+                    raise _no_cluster(address, f"it did not answer within {_JOIN_DEADLINE:.0f} s") from None
+    finally:
+        child.kill()
+        child.wait()
+    if child.returncode:
+        raise _no_cluster(address, (said.strip().splitlines() or [f"status {child.returncode}"])[-1])
+
+
+def _no_cluster(address: str, why: str) -> UserError:
+    return UserError(
+        f"no Ray cluster answers at {address}",
+        why=why,
+        fix="start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here",
+    )
+
+
 def _join(address: str, environment: dict[str, Any]) -> None:
     # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that already.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
@@ -131,11 +176,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
         with _as_a_guest():
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"no Ray cluster answers at {address}",
-            why=str(error).strip().splitlines()[0],
-            fix="start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here",
-        ) from error
+        raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
 
 
 class _InItsOwnSession(services.ConsolePopen):

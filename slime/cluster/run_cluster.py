@@ -106,7 +106,7 @@ class Cluster:
             UserError: bad data, a model that does not load, too few GPUs, an engine that does not start.
         """
         config, clock = self.config, Clock()
-        self._started_ray = start_ray(config, num_local_slots=self.plan.total)
+        self._started_ray = start_ray(config, self.plan.total, self._should_stop)
         clock.lap("ray")
         slots = self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
         if not self._started_ray:  # on a Ray of its own the launch has looked at this host already

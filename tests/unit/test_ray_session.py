@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import ray
 
 from slime.cluster import ray_session
-from slime.cluster.waiting import DeadlinePassed
+from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support.processes import ROOT
@@ -38,6 +40,26 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     assert downs == [None]
     if isinstance(caught.value, UserError):
         assert caught.value.why == "The current node timed out during startup." and "again" in caught.value.fix
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster that accepts connections and says nothing."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_the_deadline(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "_JOIN_DEADLINE", 0.3)
+    with pytest.raises(UserError, match=f"no Ray cluster answers at {silent}") as caught:
+        ray_session.start_ray(make_config(ray_address=silent), 1)
+    assert "did not answer within" in caught.value.why and "RAY_ADDRESS" in caught.value.fix
+
+
+def test_a_signal_is_heard_while_a_cluster_does_not_answer(silent: str) -> None:
+    with pytest.raises(StopRequested):
+        ray_session.start_ray(make_config(ray_address=silent), 1, should_stop=lambda: True)
 
 
 @pytest.mark.parametrize(
