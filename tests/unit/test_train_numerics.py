@@ -139,6 +139,7 @@ def test_weight_decay_rises_over_the_whole_run() -> None:
         "start_weight_decay": 0.1,
         "end_weight_decay": 0.3,
         "weight_decay_incr_style": "linear",
+        "lr_decay_style": "linear",
         "lr_decay_iters": 7,
     }
     for length in (None, 5):
