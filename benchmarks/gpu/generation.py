@@ -44,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
         def start() -> None:
             model = make_model(args, folder)
-            flags = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1}
-            config = make_config(**flags, num_rollout=1, embedded_max_slots=max(args.in_flight))
+            flags: dict[str, Any] = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1}
+            if args.engine == "embedded":
+                flags["embedded_max_slots"] = max(args.in_flight)
+            config = make_config(**flags, num_rollout=1)
             servers.append(stack.enter_context(engine(args, config, model, folder)))
             servers.append(stack.enter_context(router(config, folder, servers[0])))
 
