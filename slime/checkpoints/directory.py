@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 EXTRA_STATE = "extra_state.pt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+#: Of an iteration; Python refuses to read numbers of thousands.
+_MOST_DIGITS = 18
 _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
 
@@ -53,21 +55,28 @@ def read_tracker(root: Path) -> int | str | None:
     """What the tracker file says: an iteration, "release" (weights only, converted), or None without the file.
 
     Raises:
-        UserError: the file says anything else.
+        UserError: the file says anything else, or cannot be read.
     """
     try:
-        text = (root / TRACKER).read_text().strip()
+        text = (root / TRACKER).read_bytes().decode("ascii", "backslashreplace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        text = error.strerror or str(error)
     if text == RELEASE:
         return text
-    if text.isdigit():
+    if text.isdigit() and len(text) <= _MOST_DIGITS:
         return int(text)
     raise UserError(
         f"{root / TRACKER} does not hold an iteration number",
         why=f"it says {text[:40]!r}",
         fix=f"write one of {saved_iterations(root)} into it, or pass --ckpt-step",
     )
+
+
+def has_checkpoints(root: Path) -> bool:
+    """Whether something was saved there, even if the tracker file is lost."""
+    return (root / TRACKER).exists() or bool(saved_iterations(root))
 
 
 def _tracked_if_readable(root: Path) -> int | str | None:

@@ -17,6 +17,7 @@ from slime.checkpoints.directory import (
     Damage,
     check_complete,
     find_whole,
+    has_checkpoints,
     is_leftover,
     iteration_dir,
     iteration_name,
@@ -75,9 +76,9 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
         _refuse_foreign_save(Path(flags.save))
     if given is not None:
         root = Path(given)
-        if resumable and flags.ckpt_step is None and (root / TRACKER).is_file():
+        if resumable and flags.ckpt_step is None and has_checkpoints(root):
             return _newest_of_its_own(config, root, corrupt)
-        if resumable and read_tracker(root) is None and flags.ckpt_step is None and not _looks_like_checkpoint(root):
+        if resumable and flags.ckpt_step is None and not _looks_like_checkpoint(root):
             return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
         tracked = read_tracker(root)
         if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
@@ -118,7 +119,7 @@ def going_on(config: Config) -> Config:
             why="it was started without --save",
             fix="start it anew with --save {run}/checkpoints",
         )
-    if not (Path(flags.save) / TRACKER).is_file():
+    if not has_checkpoints(Path(flags.save)):
         return config
     own = replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
     return replace(config, checkpoint=own, rollout=replace(config.rollout, start_rollout_id=None))

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime.checkpoints import directory as ckpt
 from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
@@ -135,9 +137,27 @@ def test_nothing_to_load_names_the_directory_its_content_and_the_flags(hf: Path,
 
 def test_a_lost_tracker_is_no_fresh_start(hf: Path, root: Path) -> None:
     complete(root, 5, track=False)
-    with pytest.raises(UserError, match=r"no latest_checkpointed_iteration\.txt(.|\n)*iter_0000005"):
-        plan_of(load=root, save=root, hf_checkpoint=hf)
+    assert plan_of(load=root, save=root, hf_checkpoint=hf).iteration == 5
     assert plan_of(load=root, save=root, ckpt_step=5, hf_checkpoint=hf).iteration == 5
+    with pytest.raises(UserError, match=r"no latest_checkpointed_iteration\.txt(.|\n)*iter_0000005"):
+        plan_of(load=root, save=root.parent / "other", hf_checkpoint=hf)
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=st.binary(max_size=12) | st.sampled_from([b"\xb2", b"9" * 5000, b"1\x00", b"relea\xf3e", b"-3", b"1_0"]))
+def test_a_resume_goes_on_whatever_the_tracker_says(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("ckpt")
+    for iteration in (3, 10):
+        complete(root, iteration)
+    (root / ckpt.TRACKER).write_bytes(content)
+    assert plan_of(load=root, save=root, hf_checkpoint=root).iteration in (3, 10)
+
+
+def test_a_resume_goes_on_where_a_folder_has_the_name_of_the_tracker(root: Path) -> None:
+    complete(root, 3)
+    (root / ckpt.TRACKER).unlink()
+    (root / ckpt.TRACKER).mkdir()
+    assert plan_of(load=root, save=root, hf_checkpoint=root).iteration == 3
 
 
 def test_an_iteration_that_is_not_there(hf: Path, root: Path) -> None:

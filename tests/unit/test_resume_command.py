@@ -82,10 +82,10 @@ def test_the_journal_of_a_run_that_has_no_checkpoint_yet(outputs: Path, load: st
         output_dir="outputs", run_name="sums", load=load, ckpt_step=3, save="own", rollout_batch_size=1, num_rollout=4
     )
     session = Session(going_on(config), StopSignals(), resuming=False)
-    session.sinks.close("failed")
+    session.close()
     record = session.run.journal / "rollout_000000.log"
     record.parent.mkdir()
     record.touch()
     session = Session(going_on(config), StopSignals(), resuming=True)
-    session.sinks.close("failed")
+    session.close()
     assert record.exists() == stays
