@@ -35,8 +35,10 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "models": ("trainer",),
     "observe": ("driver",),
     "observe/recorder.py": ("driver", "samples"),
+    "observe/run_folder.py": ("driver", "training"),  # holds the folder of the trainer's saves
     "prompts": ("collection", "generation"),
-    "prompts/source.py": ("collection", "generation", "training", "trainer"),  # saved and loaded with them
+    # saved and loaded with the trainer; measured against the context of the engines' model
+    "prompts/source.py": ("collection", "generation", "training", "trainer", "engine"),
     "rollout": ("generation",),
     "rollout/debug_data.py": ("samples", "trainer"),
     "rollout/finish.py": ("collection", "generation"),
@@ -51,13 +53,14 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "trainer/megatron/parallel.py": ("trainer",),
     "trainer/megatron/te_layers.py": ("trainer",),
     "weights": ("push",),
+    "weights/canary.py": ("push", "engine"),  # names what the engines' flags exclude
 }
 #: The driver drives all parts by these; a flag that these alone read serves any.
 DRIVES = ("cluster/run_cluster.py", "loop.py", "placement.py", "saving.py", "schedule.py", "session.py")
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no part acts by it.
 LOOKS_AHEAD = (
     "cli", "cluster/engine_fit.py", "diagnosis", "legacy_paths.py", "memory", "preflight.py", "pushes.py",
-    "rollout/old_paths", "rollout/rewards/row_checks.py", "trainer/quantised_rules.py",
+    "rollout/old_paths", "rollout/rewards/row_checks.py", "rollout/validate_rows.py", "trainer/quantised_rules.py",
     "weights/quantised_launch.py",
 )  # fmt: skip
 

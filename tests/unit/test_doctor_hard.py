@@ -70,10 +70,22 @@ BLOCKED = threading.Event()
 # -- what is expected ------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_fails_itself_does_not_end_the_examination(world: World) -> None:
-    report = examine(_flags(world, "--custom-rm-path", f"{__file__}:huge"))
+def test_a_check_that_fails_itself_does_not_end_the_examination(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> dict[str, object]:
+        raise OverflowError("too many addresses")
+
+    monkeypatch.setattr("psutil.net_if_addrs", broken)
+    report = examine(_flags(world))
     assert "OverflowError" in _found(report)["check-broken"] and not report.is_fatal
     assert report.outcomes[-1].check.name == "credentials"
+
+
+def test_a_reward_beyond_all_floats_is_the_functions_mistake(world: World) -> None:
+    report = examine(_flags(world, "--custom-rm-path", f"{__file__}:huge"))
+    assert "check-broken" not in _found(report)
+    assert any("huge" in detail for detail in _found(report).values())
 
 
 def test_what_a_launch_would_end_of_too_is_fatal(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

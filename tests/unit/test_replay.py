@@ -271,7 +271,7 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
 
 @pytest.fixture(scope="module")
 def guide() -> RoutingGuide:
-    return RoutingGuide([], "engine", LAYERS, EXPERTS, TOPK)
+    return RoutingGuide([], "engine", False, LAYERS, EXPERTS, TOPK)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_the_probe_opens_and_closes_and_reports_what_it_cannot() -> None:
     def ask(action: str) -> Any:
         return weight_probe._answer(model, {"action": action})
 
-    assert ask("open") == {"layers": LAYERS}
+    assert ask("open") == {"layers": LAYERS, "marked": 0}
     model.load_weights(weights(1).items())
     assert ask("close") == {"layers": LAYERS}
     assert ask("close") == {"layers": []}
