@@ -70,9 +70,7 @@ BLOCKED = threading.Event()
 # -- what is expected ------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_fails_itself_does_not_end_the_examination(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_fails_itself_does_not_end_the_examination(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> dict[str, object]:
         raise OverflowError("too many addresses")
 

@@ -184,7 +184,7 @@ def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
 
 def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:
     data = {"eval_prompt_data": ("own", write_rows(tmp_path / "own.jsonl", 1))}
-    with pytest.raises(UserError, match="evaluation_without_rewards returned no list of rewards for data set 'own'"):
+    with pytest.raises(UserError, match=r"evaluation_without_rewards.*returned no list of rewards for data set 'own'"):
         evaluate(**data, eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards")
     pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.support.rollout_hooks.evaluation_without_samples"
     output, _ = evaluate(**data, eval_function_path=path, save_debug_rollout_data=pattern)

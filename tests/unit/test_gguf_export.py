@@ -171,7 +171,7 @@ def test_sentencepiece_by_scores(tmp_path: Path) -> None:
         ("deepseek_v3", {}, "is of the family deepseek_v3"),
         ("qwen3_moe", {}, r"has dense layers \(0\) among those with experts"),
         ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": False}, "has a router that does not normalise"),
-        ("llama_scaled", {}, "sets attention_bias to True"),
+        ("llama_scaled", {}, "has biases beside those of query, key and value"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused_by_name(

@@ -134,7 +134,11 @@ def test_what_is_not_finished_goes_and_the_one_before_is_named(
     with pytest.raises(ZeroDivisionError) as caught:
         run(ZeroDivisionError(), settles)
     assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000000"))
-    assert sorted(path.name for path in root.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        ".lock",
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert "iter_0000001 was not finished" in caplog.text and ("disk is full" in caplog.text) == (settles is fails)
 
 
@@ -191,6 +195,7 @@ def test_a_run_that_was_killed_before_its_model_was_written_makes_up_for_it(
         session.saving.begin()
         session.saving.finish()
         session.sinks.close()
+        session._locks.close()
         assert session.saving.model == (folder / expected if expected else None)
     assert {path.parent for path in folder.rglob("*.safetensors")} == ({folder / expected} if expected else set())
 
@@ -253,6 +258,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 session.save(rollout_id)
                 found.append(rollout_id)
         session.sinks.close()
+        session._locks.close()
         return found
 
     return run
