@@ -113,8 +113,28 @@ class Date:
 
 @dataclass(frozen=True)
 class Based:
+    """Digits in a base; ``is_literal`` of 0x2A, which is a number without a word about its base."""
+
     digits: str
     base: int
+    is_literal: bool = False
+
+
+@dataclass(frozen=True)
+class Congruence:
+    """Numbers that leave ``residue`` (perhaps a list) on division by ``modulus``. ``name`` may be empty."""
+
+    name: str
+    residue: Any
+    modulus: Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Answers for every whole number: π/4 + kπ. In ``body`` the parameter is called `_PARAMETER`."""
+
+    body: Any
+    parameter: str
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,37 @@ _SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
 _COMPOUND = re.compile(
     r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?)?"
 )
-_HEDGE = re.compile(r"(?i)\A(?:approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])")
+_HEDGE = re.compile(
+    r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: is|:)|approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])"
+)
+_HEDGED = re.compile(
+    r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|to [^()]{0,40}(?:places?|figures?|digits?)|"
+    r"nearest [^()]{0,30})\)\Z"
+)
+_UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z][^()]{0,30})\)")
+_LITERAL = re.compile(r"0(?:[xX]([0-9A-Fa-f]+)|[bB]([01]+)|[oO]([0-7]+))")
+_MINUTES_OF_ARC = re.compile(
+    r"([-+]?)(\d+)\^ ?\{? ?\\circ ?\}? ?(\d+(?:\.\d+)?) ?(?:'|\^ ?\{? ?\\prime ?\}?) ?"
+    r"(?:(\d+(?:\.\d+)?) ?(?:''|\"|\^ ?\{? ?\\prime ?\\prime ?\}?))?"
+)
+_MODULO = re.compile(
+    r"\A(?:(?P<name>[^=]{1,40}?) ?\\equiv ?)?(?P<residue>(?:(?!mod|\\equiv)[^()]){1,200}?) ?"
+    r"(?:\( ?\\?p?mod(?:ulo)? ?(?P<m1>[^()]{1,40})\)|\\pmod ?(?:\{(?P<m2>[^{}]{1,40})\}|(?P<m3>\w))|"
+    r"(?P<operator>\\mod|,? ?mod) ?(?:\{(?P<m4>[^{}]{1,40})\}|(?P<m5>\w+)))\Z"
+)
+_INTEGERS = r"(?:any |all |every |some |an |arbitrary |each )*(?:integers?|whole numbers?)"
+_FOR_INTEGERS = re.compile(
+    rf"\A(?P<body>.{{1,400}}?) ?[,;]? ?\(? ?(?:(?:where|for|with|and) )?(?:(?:any|all|every|some|each) )?"
+    rf"(?:(?P<p1>[a-zA-Z]) ?\\in ?\\Z|(?P<p2>[a-zA-Z]) (?:is|are|being|=) {_INTEGERS}|(?P<p3>[a-zA-Z]) an integer|"
+    rf"{_INTEGERS} (?P<p4>[a-zA-Z])) ?\)?\Z"
+)
+#: What the parameter of a family is called, whatever it was called.
+_PARAMETER = "k_{Z}"
+_POINT = re.compile(r"[A-Z]'? ?(\(.+\))", re.S)
+_EXCEPT = re.compile(
+    r"(?i)(?:[a-z] ?(?:\\in|is|can be) )?(?:all|any|every) (?:real )?(?:numbers?|reals?|values?)(?: of)?(?: [a-z])?"
+    r"(?: (?:except|but|other than|excluding)(?: for)?|, ?[a-z] ?\\ne) (?:[a-z] ?= ?)?(.+)"
+)
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
 _CURRENCY = re.compile(r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S)
 _PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
@@ -222,6 +272,14 @@ _NUMBER_WORDS = {
         ]
     )
 }
+_TENS = {
+    word: 10 * number
+    for number, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
+}
+_PARTS = {
+    "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9,
+    "tenth": 10,
+}  # fmt: skip
 _SAME_WORDS = (
     ("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "\\emptyset", "none",
      "no such number exists", "nosolution"),
@@ -255,6 +313,8 @@ def read_answer(text: str) -> Any:
         (None, 'yes')
     """
     text = _HEDGE.sub("", plain_latex(text[:_MAX_ANSWER]), count=1) if text else ""
+    if text.endswith(")"):
+        text = _HEDGED.sub("", text)
     return _read(text, 0) if text else None
 
 
@@ -291,6 +351,13 @@ def _read_special(text: str, _: int) -> Any:
         return _quantity(found[1], ("n", Fraction(int(found[1]))))
     if (found := _COMPOUND.fullmatch(text)) and (compound := _compound(found)):
         return compound
+    if "'" in text or "prime" in text:
+        if found := _MINUTES_OF_ARC.fullmatch(text):
+            degrees = Fraction(found[2]) + Fraction(found[3]) / 60 + Fraction(found[4] or 0) / 3600
+            return Quantity(text, ("n", -degrees if found[1] == "-" else degrees), read_unit("°"))
+    if found := _LITERAL.fullmatch(text):
+        digits = found[1] or found[2] or found[3]
+        return Based(digits.upper().lstrip("0") or "0", 16 if found[1] else 2 if found[2] else 8, is_literal=True)
     found = _BASE.fullmatch(text)
     if found is None and (found := _IN_BASE.fullmatch(text)):
         return _based(found[1], found[2])
@@ -346,6 +413,47 @@ def _date(found: re.Match[str]) -> Date | None:
     return Date(month, int(day) if day else None, int(year) if year else None)
 
 
+def _read_congruence(text: str, depth: int) -> Any:
+    found = _MODULO.match(text) if "mod" in text else None
+    if not found or (found["operator"] and not found["name"]):
+        return None
+    modulus = found["m1"] or found["m2"] or found["m3"] or found["m4"] or found["m5"]
+    residue = _read(found["residue"], depth + 1)
+    return Congruence(_squeezed(found["name"] or ""), residue, _read(modulus, depth + 1))
+
+
+def _read_family(text: str, depth: int) -> Any:
+    found = _FOR_INTEGERS.match(text) if r"\Z" in text or "integer" in text or "whole" in text else None
+    if not found or re.search(r"\\[lg]e\b|[<>]", found["body"]):
+        return None
+    parameter = found["p1"] or found["p2"] or found["p3"] or found["p4"]
+    body = _with_parameter(found["body"], parameter)
+    return Family(_read(body, depth + 1), parameter) if _PARAMETER in body else None
+
+
+def _with_parameter(text: str, parameter: str) -> str:
+    return re.sub(rf"(?<![A-Za-z\\]){parameter}(?![A-Za-z_])", _PARAMETER, text)
+
+
+def _read_scaled_matrix(text: str, depth: int) -> Any:
+    """A number before a matrix."""
+    at = text.find(r"\begin")
+    prefix = re.sub(r"(?:\(|\\cdot|\\times|\*) ?$", "", text[: max(at, 0)]).strip()
+    if at < 1 or not prefix:
+        return None
+    closing = text[at:].removesuffix(")") if text[:at].rstrip().endswith("(") else text[at:]
+    matrix = _read_matrix(closing.strip(), depth + 1) if _MATRIX.fullmatch(closing.strip()) else None
+    factor = ("-", ("n", Fraction(1))) if prefix == "-" else None
+    try:
+        factor = factor or read_expression(prefix)
+    except NotMath:
+        return None
+    if not isinstance(matrix, Matrix) or not all(isinstance(cell, Quantity) for row in matrix.rows for cell in row):
+        return None
+    rows = tuple(tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows)
+    return Matrix(rows, matrix.kind) if matrix.kind == "matrix" else None
+
+
 def _read_matrix(text: str, depth: int) -> Any:
     found = _MATRIX.fullmatch(text)
     if found:
@@ -367,7 +475,7 @@ def _read_matrix(text: str, depth: int) -> Any:
                 return Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix")
     if whole and r"\begin" in whole[1] and _MATRIX.fullmatch(whole[1]):
         return _read_matrix(whole[1], depth)
-    return None
+    return _read_scaled_matrix(text, depth) if r"\begin" in text else None
 
 
 def _cases(cells: list[list[str]], depth: int) -> Any:
@@ -396,7 +504,7 @@ def _read_union(text: str, depth: int) -> Any:
 
 
 def _read_list(text: str, depth: int) -> Any:
-    if _THOUSANDS.fullmatch(text):
+    if _THOUSANDS.fullmatch(text) or (text.startswith("]") and enclosed(text)):
         return None
     parts, separators = split_top(text, _COMMAS)
     parts = [part for part in (part.strip() for part in parts) if part]
@@ -488,9 +596,9 @@ def _read_quantity(text: str, depth: int) -> Any:
 
 
 def _number(text: str) -> Quantity | None:
-    if _PLAIN_WORD.fullmatch(text) and text.lower() in _NUMBER_WORDS:
-        return _quantity(text, ("n", Fraction(_NUMBER_WORDS[text.lower()])))
-    if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "theta", "alpha", "beta"):
+    if _NUMBER_IN_WORDS.fullmatch(text) and (number := _number_in_words(text.lower())) is not None:
+        return _quantity(text, ("n", number))
+    if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "inf", "theta", "alpha", "beta"):
         return None  # ABC, a triangle or a word: no product
     try:
         node = read_expression(text)
@@ -507,7 +615,7 @@ def _number(text: str) -> Quantity | None:
             if found[2] or re.match(r"[A-Za-z]{2}|\^", found[3]):
                 return glued
     found = re.fullmatch(r"(.*?[^\\^{ ])(?:\^ ?\{? ?)\\circ ?\}?", text)
-    if found and not re.search("sin|cos|tan|sec|csc|cot", text):
+    if found and not re.search("cis|sin|cos|tan|sec|csc|cot", text):
         try:
             inner = read_expression(found[1])
         except NotMath:
@@ -539,7 +647,40 @@ _GLUED = re.compile(
     r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ ?(?:\{-?\d+\}|\d+))?)"
     r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
 )
-_PLAIN_WORD = re.compile(r"[A-Za-z]+")
+_NUMBER_IN_WORDS = re.compile(r"[A-Za-z]{3,10}(?:[ -][A-Za-z]{3,10}){0,6}")
+
+
+def _number_in_words(text: str) -> Fraction | None:
+    """forty-two, one hundred and five, three quarters; None of other words."""
+    words = [word for word in re.split("[ -]", text) if word != "and"]
+    if not words:
+        return None
+    *before, last = words
+    part = _PARTS.get("half" if last == "halves" else last.removesuffix("s"))
+    if part is not None:
+        top = _NUMBER_WORDS.get(before[0]) if len(before) == 1 else 1 if last == "half" and not before else None
+        return None if top is None else Fraction(top, part)
+    total = group = 0
+    room = 10**12  # what a further word may be worth at most
+    for word in words:
+        if word in _NUMBER_WORDS and _NUMBER_WORDS[word] < room:
+            group += _NUMBER_WORDS[word]
+            room = 0
+        elif word in _TENS and room > 10:
+            group += _TENS[word]
+            room = 10
+        elif word == "hundred" and 0 < group < 10:
+            group *= 100
+            room = 100
+        elif word in ("thousand", "million", "billion") and group and (not total or total >= 1000 * _MULTIPLES[word]):
+            total += group * _MULTIPLES[word]
+            group = 0
+            room = 1000
+        else:
+            return None
+    return Fraction(total + group)
+
+
 _PROPER_NAME = re.compile(r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}")
 
 
@@ -585,6 +726,9 @@ def _measured(text: str, depth: int) -> Quantity | None:
             times = _MULTIPLES[found[2]]
             decimal = _scaled(number.decimal, Fraction(times))
             return Quantity(text, ("*", number.node, ("n", Fraction(times))), unit, False, decimal)
+    if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (unit := read_unit(found[2].strip(), allow_words=False)):
+        number = _number(found[1])
+        return Quantity(text, number.node, unit, False, number.decimal) if number else None
     return _with_unit(text)
 
 
@@ -592,8 +736,14 @@ def _scaled(decimal: tuple[Fraction, Fraction, int] | None, by: Fraction) -> tup
     return None if decimal is None else (decimal[0] * by, decimal[1] * by, decimal[2])
 
 
+_PER = re.compile(r"([-+]?[\d.,]*\d) *(\\frac *\{ *[A-Za-z][^{}]*\} *\{[^{}]*\})")
+
+
 def _with_unit(text: str) -> Quantity | None:
     found = _MEASURE.fullmatch(text)
+    if found is None and (found := _PER.fullmatch(text)):
+        number, unit = _number(found[1].strip()), read_unit(found[2], allow_words=False)
+        return Quantity(text, number.node, unit, False, number.decimal) if number and unit else None
     if found is None:
         word = re.match(r"([A-Za-z]+)[ -](.+)", text, re.S)  # "three apples"
         if word and word[1].lower() in _NUMBER_WORDS and (unit := read_unit(word[2])):
@@ -637,6 +787,17 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<![A-Za-z\d]) +| +(?![A-Za-z\d])", "", text)
 
 
+_BOUND = re.compile(r"\\(?:sum|prod)_\{ ?([a-z]) ?=")
+
+
+def _bare(text: str) -> str:
+    r"""The text without blanks and braces around one character; the variable of a sum is always k."""
+    found = _BOUND.search(text)
+    if found and (found[1] == "k" or not re.search(r"(?<![A-Za-z\\])k(?![A-Za-z])", text)):
+        text = re.sub(rf"(?<![A-Za-z\\]){found[1]}(?![A-Za-z])", "k", text)
+    return re.sub(r"\{ ?(\w) ?\}", r"\1", _squeezed(text)).replace(" ", "")
+
+
 def _read_named(text: str, _: int) -> Any:
     name = _CANONICAL_WORDS.get(re.sub(r"\s+", " ", text.lower()).replace(", ", ","))
     return Words(text, name) if name else None
@@ -646,6 +807,8 @@ _READERS: tuple[Callable[[str, int], Any], ...] = (
     _read_named,
     _read_choice,
     _read_special,
+    _read_congruence,
+    _read_family,
     _read_matrix,
     _read_union,
     _read_list,
@@ -677,28 +840,30 @@ def same_answer(label: str, answer: str) -> bool | None:
     if plain_label == plain_answer:
         return True
     verdict = _same(wanted, given)
+    if verdict is not True:
+        x, y = _POINT.fullmatch(plain_label), _POINT.fullmatch(plain_answer)
+        if (x and isinstance(given, Sequence_)) or (y and isinstance(wanted, Sequence_)):
+            verdict = _same(read_answer(x[1]) if x else wanted, read_answer(y[1]) if y else given)
+    plain_label, plain_answer = _squeezed(plain_label), _squeezed(plain_answer)
     bare_label, bare_answer = _undecorated(plain_label), _undecorated(plain_answer)
-    if (
-        verdict is not True
-        and bare_label == bare_answer
-        and (bare_label == plain_label) != (bare_answer == plain_answer)
-    ):
+    is_one_decorated = (bare_label == plain_label) != (bare_answer == plain_answer)
+    if verdict is not True and is_one_decorated and _bare(bare_label) == _bare(bare_answer):
         return True
     if verdict is not True and (
-        _squeezed(plain_label) == _squeezed(plain_answer) and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer)
+        plain_label == plain_answer and not re.search(r"\d \\?[\d.f]", plain_label + plain_answer)
     ):
         return True
     return verdict
 
 
 _DECORATED = re.compile(
-    r"\\(?:overrightarrow|vec|hat|angle|triangle|widehat)\s*\{?\s*([A-Za-z]{1,4})\s*\}?"
+    r"\\(?:vec|hat|angle|triangle|widehat)\s*\{?\s*([A-Za-z]{1,4})\s*\}?"
     r"|\\overline\s*\{\s*([A-Z]{2})\s*\}"
 )
 
 
 def _undecorated(text: str) -> str:
-    return _DECORATED.sub(lambda found: found[1] or found[2], text) if "\\" in text else text
+    return _DECORATED.sub(lambda found: f" {found[1] or found[2]} ", text) if "\\" in text else text
 
 
 def is_text(answer: str) -> bool:
@@ -711,12 +876,134 @@ def _same(g: Any, a: Any) -> bool | None:
         return g is a
     if g == a:
         return True
+    if isinstance(g, _MAY_EXCLUDE) and isinstance(a, _MAY_EXCLUDE):
+        x, y = _excluded(g), _excluded(a)
+        if x and y:
+            return _same_unordered(x, y)
     for kind, compare in _COMPARISONS:
         if isinstance(g, kind):
             return compare(g, a)
         if isinstance(a, kind):
             return compare(g, a) if kind in _DIRECTED else compare(a, g)
     return None
+
+
+_MAY_EXCLUDE = (Words, Union_, Relation, Sequence_)
+
+
+def _excluded(answer: Any) -> list[Any] | None:
+    r"""Numbers that "all reals but …" leaves out, in whatever form: x \ne 2, ℝ \ {2}, two intervals that meet at 2."""
+    if isinstance(answer, Words):
+        found = _EXCEPT.fullmatch(answer.text)
+        return _listed(_read(found[1], 2)) if found else None
+    if isinstance(answer, Relation):
+        if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
+            return _excluded(answer.sides[1])
+        return _listed(answer.sides[1]) if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) else None
+    if isinstance(answer, Sequence_):
+        if answer.opening or not all(
+            isinstance(item, Relation) and item.signs == (r"\ne",) for item in answer.items[:1]
+        ):
+            return None
+        names = {_squeezed(item.sides[0].text) for item in answer.items if isinstance(item, Relation)
+                 if hasattr(item.sides[0], "text")}  # fmt: skip
+        values = [item.sides[1] if isinstance(item, Relation) and item.signs == (r"\ne",) else item
+                  for item in answer.items]  # fmt: skip
+        return values if len(names) == 1 and all(_is_constant(value) for value in values) else None
+    if answer.operator == r"\setminus":
+        whole = answer.parts[0]
+        is_all = isinstance(whole, Words) and whole.words == "all real numbers"
+        return _listed(answer.parts[1]) if is_all and len(answer.parts) == 2 else None
+    ends = []
+    for part in answer.parts:
+        if not (isinstance(part, Sequence_) and (part.opening, part.closing) == ("(", ")") and len(part.items) == 2):
+            return None
+        if not all(isinstance(item, Quantity) for item in part.items):
+            return None
+        ends += part.items
+    if len(ends) < 4 or _endpoint((ends[0], False))[0] is not None or _endpoint((ends[-1], False))[0] is not None:
+        return None
+    meeting = list(zip(ends[1:-1:2], ends[2:-1:2]))
+    return [low for low, _ in meeting] if all(_same(low, high) is True for low, high in meeting) else None
+
+
+def _listed(answer: Any) -> list[Any] | None:
+    items = _expanded(answer.items if isinstance(answer, Sequence_) and _is_unordered(answer) else [answer])
+    return items if all(_is_constant(item) for item in items) else None
+
+
+def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
+    if isinstance(other, Congruence):
+        if congruence.name and other.name and congruence.name != other.name:
+            return False
+        if _same(congruence.modulus, other.modulus) is not True:
+            return False
+        other = other.residue
+    elif isinstance(other, Family):
+        step = _step(other.body)
+        if step is None or step[1] == 0 or _same(congruence.modulus, _of_number(abs(step[1]))) is not True:
+            return False
+        other = _of_number(step[0])
+    elif isinstance(other, Relation):
+        value = _assigned_value(other)
+        if value is None or (congruence.name and _squeezed(other.sides[0].text) != congruence.name):
+            return False
+        other = value
+    if _same(congruence.residue, other):
+        return True
+    residues = congruence.residue, other, congruence.modulus
+    try:
+        x, y, n = (number_of(part.node) if isinstance(part, Quantity) else Fraction(1, 2) for part in residues)
+    except (NotMath, Undefined):
+        return False
+    are_whole = all(isinstance(number, Fraction) and number.denominator == 1 for number in (x, y, n))
+    return are_whole and n != 0 and (x - y) % n == 0
+
+
+def _of_number(number: Any) -> Quantity:
+    return Quantity(str(number), ("n", number))
+
+
+def _step(body: Any) -> tuple[Any, Any] | None:
+    """(a, b) of a family a + b·k of rational multiples of one number; numbers at k = 0 and steps of k."""
+    body = _assigned_value(body) if isinstance(body, Relation) else body
+    if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
+        return None
+    try:
+        zero, one, two, three = (number_of(_at(body.node, n)) for n in range(4))
+    except (NotMath, Undefined):
+        return None
+    if not all(isinstance(value, Fraction) for value in (zero, one, two, three)):
+        zero, one, two, three = map(as_float, (zero, one, two, three))
+        if any(abs(late - early - (one - zero)) > 1e-30 for early, late in ((one, two), (two, three))):
+            return None
+        return zero, one - zero
+    return (zero, one - zero) if two - one == three - two == one - zero else None
+
+
+def _at(node: Node, n: int) -> Node:
+    if node == ("x", "k_Z"):
+        return ("n", Fraction(n))
+    return tuple(_at(item, n) if isinstance(item, tuple) else item for item in node)
+
+
+def _same_family(family: Family, other: Any) -> bool | None:
+    if isinstance(other, Family):
+        other = other.body
+    elif isinstance(other, (Quantity, Relation)):
+        other = _read(_with_parameter(other.text, family.parameter), 2)
+    else:
+        return False
+    verdict = _same(family.body, other)
+    x, y = _step(family.body), _step(other)
+    if verdict or x is None or y is None or x[1] == 0:
+        return verdict
+    pair = (x[1], y[1], x[0] - y[0])
+    if not all(isinstance(value, Fraction) for value in pair):
+        pair = tuple(map(as_float, pair))
+    shift = pair[2] / pair[0]
+    near = round(float(shift.real))
+    return bool(abs(abs(pair[0]) - abs(pair[1])) <= 1e-30 and abs(shift - near) <= 1e-30)
 
 
 def _same_choice(choice: Choice, other: Any) -> bool | None:
@@ -782,6 +1069,8 @@ def _same_based(based: Based, other: Any) -> bool | None:
         return int(based.digits, based.base) == int(other.digits, other.base)
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_based(based, other.sides[-1])
+    if based.is_literal and isinstance(other, Quantity):
+        return other.unit is None and bool(equal(other.node, ("n", Fraction(int(based.digits, based.base)))))
     if isinstance(other, (Quantity, Words)):
         return (other.text.strip().replace(" ", "").upper().lstrip("0") or "0") == based.digits
     return False
@@ -895,7 +1184,7 @@ def _is_name(side: Any) -> bool:
 
 _NAME = re.compile(
     r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()=]*\))?|[A-Za-z]+\^\{?(?:-1|\\circ|\\prime|\*|')\}?(?:\([^()=]*\))?|"
-    r"\|[A-Za-z]+\||(?:m ?)?\\angle ?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
+    r"\|\\?[A-Za-z]+ ?\||(?:m ?)?\\angle ?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
     r"\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 
@@ -951,6 +1240,8 @@ def _same_unordered(g: Sequence[Any], a: Sequence[Any]) -> bool | None:
 def _same_single(g: Any, a: Any) -> bool | None:
     """One of the two is no sequence."""
     sequence, other = (g, a) if isinstance(g, Sequence_) else (a, g)
+    if isinstance(other, Words):
+        return _same_words(other, sequence)
     if isinstance(other, Relation):
         intervals = _intervals(other)
         if intervals is not None and not _is_unordered(sequence):
@@ -974,7 +1265,10 @@ def _same_single(g: Any, a: Any) -> bool | None:
 
 def _same_thousands(sequence: Sequence_, number: Quantity) -> bool | None:
     """ "100,200" beside the list "100, 200"."""
-    items = [_quantity(part, ("n", Fraction(part))) for part in number.text.split(",")]
+    parts = number.text.split(",")
+    if any(part.startswith("0") for part in parts):
+        return False
+    items = [_quantity(part, ("n", Fraction(part))) for part in parts]
     return _same_unordered(sequence.items, items)
 
 
@@ -1155,6 +1449,15 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
     names = [n for n, side in enumerate(sides) if _is_name(side) and not _is_constant(side)]
     if len(names) != 1 or (len(sides) == 3 and names != [1]):
         return None
+    if len(sides) == 2 and names == [0] and sides[0].text.startswith("|"):  # |x| < 2
+        bound = sides[1]
+        if not isinstance(bound, Quantity) or symbols_of(bound.node):
+            return None
+        is_closed = signs[0] == r"\le"
+        low = Quantity(f"-({bound.text})", ("-", bound.node))
+        return _squeezed(sides[0].text).strip("|"), (low, is_closed, bound, is_closed)
+    if any(side.text.startswith("|") for side in (sides[at] for at in names)):
+        return None
     at = names[0]
     others = [side for n, side in enumerate(sides) if n != at]
     if any(not isinstance(side, Quantity) or symbols_of(side.node) for side in others):
@@ -1198,9 +1501,30 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
         if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) and isinstance(answer.sides[1], Quantity):
             end = answer.sides[1]
             return [_interval((None, False, end, False)), _interval((end, False, None, False))]
+        if len(answer.signs) == 1 and (outside := _outside(answer)):
+            return outside
         found = _bounds(answer)
         return None if found is None else [_interval(found[1])]
     return None
+
+
+def _outside(relation: Relation) -> list[Sequence_] | None:
+    """|x| > 2 as two intervals."""
+    sign, sides = relation.signs[0], relation.sides
+    if sign in ("<", r"\le"):
+        sign, sides = _MIRROR[sign], sides[::-1]
+    left, right = sides
+    if (
+        sign not in (">", r"\ge")
+        or not isinstance(left, Quantity)
+        or not re.fullmatch(r"\|\\?[A-Za-z]+ ?\|", left.text)
+    ):
+        return None
+    if not isinstance(right, Quantity) or symbols_of(right.node):
+        return None
+    is_closed = sign == r"\ge"
+    low = Quantity(f"-({right.text})", ("-", right.node))
+    return [_interval((None, False, low, is_closed)), _interval((right, is_closed, None, False))]
 
 
 def _interval(bounds: _Bounds) -> Sequence_:
@@ -1337,7 +1661,7 @@ def _is_terminating(value: Fraction) -> bool:
 
 
 def _same_opaque(g: Opaque, a: Any) -> bool | None:
-    if isinstance(a, Opaque) and _squeezed(g.text) == _squeezed(a.text):
+    if isinstance(a, Opaque) and _bare(g.text) == _bare(a.text):
         return True
     return False if isinstance(a, Words) and "\\" not in a.text else None
 
@@ -1363,6 +1687,8 @@ def _any(verdicts: Iterable[bool | None]) -> bool | None:
 #: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label first.
 _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Choice, _same_choice),
+    (Congruence, _same_congruence),
+    (Family, _same_family),
     (Matrix, _same_matrix),
     (Union_, _same_union),
     (Based, _same_based),

@@ -63,9 +63,15 @@ _RENAMED = {
     "sim": "approx", "cong": "approx", "thickapprox": "approx", "approxeq": "approx", "rightarrow": "to",
     "Rightarrow": "to", "implies": "to", "varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta",
     "bmod": "mod", "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "imath": "i",
-    "jmath": "j", "backslash": r"\setminus ", "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
+    "jmath": "j", "backslash": r"\setminus ", "overrightarrow": "vec", "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
     "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R", "complement": "c",
 }  # fmt: skip
+#: A colon in braces, and the blank that some write between the two numbers of a ratio: 3\:2.
+_COLON = re.compile(r"\{:\}|\\math(?:bin|rel|punct)\{:\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
+_ROOT_OF = re.compile(r"\\root\s*(?:\{([^{}]*)\}|(\w))\s*\\of(?![A-Za-z])")
+_CHOOSE = re.compile(r"\{ ?([^{}\\]{1,40}?) ?\\choose(?![A-Za-z]) ?([^{}\\]{1,40}?) ?\}")
+#: The letter o in place of the degree sign.
+_DEGREE_LETTER = re.compile(r"(?<=\d)\s?\^\s?(?:\{\s?o\s?\}|o(?![A-Za-z]))")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ONLY_LETTERS = re.compile(r"[A-Za-z]+")
 
@@ -81,8 +87,10 @@ def plain_latex(text: str) -> str:
     """
     if not text.isascii():
         text = _ascii(text)
-    if "\\" in text or "$" in text:
+    if "\\" in text or "$" in text or "~" in text:
         text = _without_looks(text)
+    text = text.replace("{:}", ":") if "{:}" in text else text
+    text = _DEGREE_LETTER.sub(r"^\\circ", text)
     text = re.sub(r"^\*\*|\*\*$|(?<=[.:,])\*\*", "", text.strip(" \t\n`")).strip(" \t\n`")
     text = re.sub(r"(?<=\d)\.{3,4}$", r"\\ldots", text)
     text = re.sub(r"\{,\}", ",,", text)  # a comma that cannot separate: `\d,,\d` is taken out below
@@ -121,6 +129,9 @@ def _without_looks(text: str) -> str:
     text = re.sub(r"\\begin\{(?:equation|align|aligned|gathered|split)\*?\}|"
                   r"\\end\{(?:equation|align|aligned|gathered|split)\*?\}", " ", text)  # fmt: skip
     text = _DELIMITERS.sub("", text)
+    text = _COLON.sub(":", text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _ROOT_OF.sub(lambda found: rf"\sqrt[{found[1] or found[2]}]", text)
     text = re.sub(r",\s*\\[!,]\s*(?=\d{3}(?!\d))", "{,}", text)  # 1,\!000
     text = re.sub(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))", "{,}", text)  # 1\,000
     text = text.replace(r"\!", "")

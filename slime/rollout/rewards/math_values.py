@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -68,6 +68,7 @@ _FUNCTIONS = frozenset(
         "sinh",
         "cosh",
         "tanh",
+        "cis",
         "log",
         "ln",
         "lg",
@@ -136,6 +137,16 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 _SUBSCRIPT = re.compile(r"_(?:\{([^{}]*)\}|(\w))")
 _PRIMES = re.compile(r"'+|\^\{?\\prime\}?")
 _TIMES = re.compile(r"\s*(\\times|\\cdot|\*\*?|\\div|/|\\mod(?![A-Za-z]))\s*")
+#: Combinations and permutations: {}_{10}C_3 and ^{10}C_3, C_{10}^3, C(10,3).
+_COUNT_BEFORE = re.compile(r"(?:\{ ?\} ?)?[_^] ?(?:\{ ?(\w+) ?\}|(\w)) ?([CP])_ ?(?:\{ ?(\w+) ?\}|(\w))")
+_COUNT_BEHIND = re.compile(r"_ ?(?:\{ ?(\d+) ?\}|(\d)) ?\^ ?(?:\{ ?(\d+) ?\}|(\d))")
+_COUNT_CALLED = re.compile(r"\( ?([\dnkmr][\dnkmr +-]{0,20}), ?([\dnkmr][\dnkmr +-]{0,20})\)")
+_SUM_FROM = re.compile(r" ?_ ?\{ ?([A-Za-z]) ?= ?([^{}=]{1,40})\} ?\^ ?(?:\{([^{}]{1,40})\}|(\w))")
+_LIMIT = r"(?:\{((?:[^{}]|\{[^{}]{0,40}\}){1,80})\}|(\w|\\pi))"
+_INTEGRAL_FROM = re.compile(rf" ?_ ?{_LIMIT} ?\^ ?{_LIMIT}")
+_DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])d ?([a-z])(?![A-Za-z])")
+_MAX_SUMS = 2
+_MAX_TERMS = 3000
 _CLOSING = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", "|": "|"}
 
 
@@ -167,6 +178,7 @@ class _Reader:
         self.depth = 0
         self.bars = 0
         self.factors = 0
+        self.sums = 0
 
     def count(self) -> None:
         self.factors += 1
@@ -222,7 +234,7 @@ class _Reader:
                 node = ("f", "mod", node, right) if kind == "mod" else (kind, node, right)
             elif self.starts_factor():
                 is_number = self.text[self.at].isdigit() or self.text[self.at] == "."
-                if is_number and self.text[self.at - 1] != "i":
+                if is_number and self.text[: self.at].rstrip()[-1:] not in ("i", "!"):
                     raise NotMath("a number right after a factor")
                 node = ("*", node, self.factor())
             else:
@@ -297,9 +309,13 @@ class _Reader:
             return self.command()
         if character.isascii() and character.isalpha():
             return self.word()
+        if found := self.match(_COUNT_BEFORE):
+            return _count(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
         raise NotMath(f"{character!r}")
 
     def group(self, opening: str) -> Node:
+        if opening == "{" and (found := self.match(_COUNT_BEFORE)):
+            return _count(found[3], _atom(found[1] or found[2]), _atom(found[4] or found[5]))
         self.take(opening)
         outer = self.bars
         self.bars = 0
@@ -361,6 +377,10 @@ class _Reader:
             return ("/", self.argument(), self.argument())
         if name == "sqrt":
             return self.root()
+        if name in ("sum", "prod"):
+            return self.series(name)
+        if name == "int":
+            return self.integral()
         if name == "binom":
             return ("f", "binom", self.argument(), self.argument())
         if name in ("lfloor", "lceil"):
@@ -382,6 +402,33 @@ class _Reader:
                 self.at = inner.end()
                 return ("x", f"{name}:{inner[1] or inner[2]}")
         raise NotMath(f"\\{name}")
+
+    def series(self, kind: str) -> Node:
+        r"""A sum or product between limits. Its variable gets a name of its own, so that names do not matter."""
+        found = self.match(_SUM_FROM)
+        if not found:
+            raise NotMath(f"\\{kind} without limits")
+        bound = self.bind()
+        low, high = read_expression(found[2].strip()), read_expression((found[3] or found[4]).strip())
+        body = _with_name(self.product(), found[1], bound)
+        return ("f", kind, ("x", bound), low, high, body)
+
+    def integral(self) -> Node:
+        limits = self.match(_INTEGRAL_FROM)
+        end = _DIFFERENTIAL.search(self.text, self.at) if limits else None
+        if not limits or not end or "int" in self.text[self.at : end.start()]:
+            raise NotMath("\\int without limits or differential")
+        bound = self.bind()
+        body = read_expression(self.text[self.at : end.start()].strip() or "1")
+        self.at = end.end()
+        low, high = (read_expression((limits[n] or limits[n + 1]).strip()) for n in (1, 3))
+        return ("f", "int", ("x", bound), low, high, _with_name(body, end[1], bound))
+
+    def bind(self) -> str:
+        self.sums += 1
+        if self.sums > _MAX_SUMS:
+            raise NotMath("too many sums")
+        return f"#{self.sums}"
 
     def root(self) -> Node:
         degree: Node = ("n", Fraction(2))
@@ -420,6 +467,11 @@ class _Reader:
         return self.letter(word[0])
 
     def letter(self, letter: str) -> Node:
+        if letter in "CP":
+            if found := self.match(_COUNT_CALLED):
+                return _count(letter, *(read_expression(found[n].strip()) for n in (1, 2)))
+            if letter == "C" and (found := self.match(_COUNT_BEHIND)):
+                return _count(letter, *sorted((_atom(found[1] or found[2]), _atom(found[3] or found[4])), reverse=True))
         if letter in "fgh" and self.text.startswith("(", self.at):
             return ("f", f"unknown:{letter}", self.group("("))
         return self.subscripted(letter)
@@ -536,6 +588,24 @@ def _symbol(name: str) -> Node:
     return ("x", name)
 
 
+def _atom(text: str) -> Node:
+    return ("n", Fraction(text)) if text.isdigit() else _symbol(text)
+
+
+def _count(kind: str, n: Node, k: Node) -> Node:
+    """Combinations (C) or permutations (P) of k out of n."""
+    numbers = [node[1] for node in (n, k) if node[0] == "n"]
+    if len(numbers) == 2 and not numbers[0] >= numbers[1]:
+        raise NotMath("more are taken than there are")  # the point C(1, 2)
+    return ("f", "binom", n, k) if kind == "C" else ("/", ("!", n), ("!", ("+", n, ("-", k))))
+
+
+def _with_name(node: Node, old: str, new: str) -> Node:
+    if node == ("x", old):
+        return ("x", new)
+    return tuple(_with_name(item, old, new) if isinstance(item, tuple) else item for item in node)
+
+
 def _times_power_of_ten(node: Node, power: int) -> Node:
     return ("*", node, ("^", ("n", Fraction(10)), ("n", Fraction(power))))
 
@@ -560,10 +630,22 @@ class _Scope:
     sign: int = 1
     log_base: int = 0
     mp: Any = _MP
+    bound: tuple[tuple[str, Number], ...] = ()
+    whole: bool = False
+
+
+_ROUGH = mpmath.mp.clone()
+_ROUGH.dps = 25
+#: Relative accuracy of an integral.
+_ROUGHLY = _MP.mpf(10) ** -14
 
 
 def _evaluate(node: Node, scope: _Scope) -> Number:
     kind = node[0]
+    if kind == "f" and node[1] in ("sum", "prod"):
+        return _series(node, scope)
+    if kind == "f" and node[1] == "int":
+        return _integral(node, scope)
     if kind == "n":
         return node[1]
     if kind == "x":
@@ -590,6 +672,36 @@ def _evaluate(node: Node, scope: _Scope) -> Number:
     if b == 0:
         raise Undefined("a division by zero")
     return _bounded(a / b, scope)
+
+
+def _series(node: Node, scope: _Scope) -> Number:
+    low, high = _evaluate(node[3], scope), _evaluate(node[4], scope)
+    if not all(isinstance(limit, Fraction) and limit.denominator == 1 for limit in (low, high)):
+        raise Undefined("limits that are no whole numbers")
+    if high - low > _MAX_TERMS or scope.bound:
+        raise TooBig("too many terms")
+    total: Number = Fraction(0 if node[1] == "sum" else 1)
+    for n in range(int(low), int(high) + 1):
+        term = _evaluate(node[5], replace(scope, bound=((node[2][1], Fraction(n)),)))
+        if not (isinstance(total, Fraction) and isinstance(term, Fraction)):
+            total, term = _float(total, scope), _float(term, scope)
+        total = _bounded(total + term if node[1] == "sum" else total * term, scope)
+    return total
+
+
+def _integral(node: Node, scope: _Scope) -> Number:
+    if scope.bound or symbols_of(node):
+        raise Undefined("an integral with variables")
+    rough = replace(scope, mp=_ROUGH)
+    low, high = (_ROUGH.mpf(_float(_evaluate(limit, rough), rough)) for limit in node[3:5])
+
+    def integrand(x: Number) -> Number:
+        return _float(_evaluate(node[5], replace(rough, bound=((node[2][1], x),))), rough)
+
+    value, error = _ROUGH.quad(integrand, [low, high], error=True, maxdegree=7)
+    if error > 1e-16 * max(1, abs(value)):
+        raise Undefined("an integral that does not converge")
+    return scope.mp.mpc(value) if _ROUGH.im(value) else scope.mp.mpf(_ROUGH.re(value))
 
 
 def _value(node: Node, scope: _Scope) -> Number:
@@ -634,7 +746,15 @@ def _named(name: str, scope: _Scope) -> Number:
         return mp.mpc(0, 1)
     if name == "oo":
         return mp.inf
-    return _point(name, scope.point)
+    if name.startswith("#"):
+        return next(value for bound, value in scope.bound if bound == name)
+    return _whole_point(name, scope.point) if scope.whole else _point(name, scope.point)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_point(name: str, point: int) -> Fraction:
+    """A whole number for a variable: even at one point, odd at the next."""
+    return Fraction(2 * (zlib.crc32(f"{name} {point}".encode()) % 8) + 2 + point % 2)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -811,6 +931,7 @@ _ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
     "cosh": lambda mp, x: mp.cosh(x),
     "tanh": lambda mp, x: mp.tanh(x),
     "exp": lambda mp, x: mp.exp(x),
+    "cis": lambda mp, x: mp.expj(x),
 }
 
 
@@ -821,7 +942,7 @@ _ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
 def symbols_of(node: Node) -> frozenset[str]:
     """Names of the variables; ``pi``, ``e``, ``i`` and ``oo`` are none."""
     if node[0] == "x":
-        return frozenset() if node[1] in ("pi", "e", "i", "oo") else frozenset({node[1]})
+        return frozenset() if node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#" else frozenset({node[1]})
     found: frozenset[str] = frozenset()
     for item in node[1:]:
         if isinstance(item, tuple):
@@ -874,11 +995,12 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
         try:
             return _same_number(a, b, _Scope(0, log_base=log_base))
         except (Undefined, TooBig):
-            return False
+            return None if _has_series(a) or _has_series(b) else False
+    is_whole = _is_of_whole_numbers(a) or _is_of_whole_numbers(b)
     has_i = contains(a, "x", "i") or contains(b, "x", "i")
     supported = False
     for point in range(_POINTS):
-        scope = _Scope(point, log_base=log_base)
+        scope = _Scope(point, log_base=log_base, whole=is_whole)
         try:
             x, y = _value(a, scope), _value(b, scope)
         except (Undefined, TooBig):
@@ -892,10 +1014,26 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
     return True if supported else None
 
 
+def _has_series(node: Node) -> bool:
+    return any(contains(node, "f", name) for name in ("sum", "prod", "int"))
+
+
+def _is_of_whole_numbers(node: Node) -> bool:
+    """Whether variables count something: they are limits of a sum, or exponents of a negative number."""
+    if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
+        return True
+    if node[0] == "^" and symbols_of(node[2]) and (node[1][0] == "-" or (node[1][0] == "n" and node[1][1] < 0)):
+        return True
+    return any(isinstance(item, tuple) and _is_of_whole_numbers(item) for item in node)
+
+
 def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
     x, y = _value(a, scope), _value(b, scope)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
+    if contains(a, "f", "int") or contains(b, "f", "int"):
+        x, y = _float(x, scope), _float(y, scope)
+        return bool(abs(x - y) <= _ROUGHLY * max(abs(x), abs(y)))
     if not _close(x, y, scope):
         return _is_roundoff(a, b, x, y, scope)
     size = abs(_float(x, scope))

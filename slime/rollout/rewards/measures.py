@@ -52,14 +52,14 @@ tonne: 1000 kg
 ton: 1 ton
 lb lbs pound: 45359237/100000000 kg
 oz ounce: 45359237/1600000000 kg
-s sec second: 1 s
+s sec secs second: 1 s
 ms millisecond: 1/1000 s
-min minute: 60 s
-h hr hour: 3600 s
+min mins minute: 60 s
+h hr hrs hour: 3600 s
 day: 86400 s
 wk week: 604800 s
 month: 1 month
-yr year: 1 year
+yr yrs year: 1 year
 L l liter litre: 1/1000 m^3
 mL ml milliliter millilitre cc: 1/1000000 m^3
 cL cl centiliter centilitre: 1/100000 m^3
@@ -195,7 +195,7 @@ def read_unit(text: str, allow_words: bool = True) -> Unit | None:
     text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
     text = re.sub(r"(?i)^(?:degrees?|deg\.?) *(?=[CF]\b|celsius|fahrenheit)", "°", text)
     text = re.sub(r"(?i)^°(?:celsius|fahrenheit)", lambda found: found[0][:2].upper(), text)
-    text = text.replace("°", r"\circ ")
+    text = re.sub(r" (?:old|of age)$", "", text.replace("°", r"\circ "))
     if not text:
         return None
     unit = _known(text)
