@@ -182,7 +182,7 @@ _HEDGED = re.compile(
     r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|to [^()]{0,40}(?:places?|figures?|digits?)|"
     r"nearest [^()]{0,30})\)\Z"
 )
-_UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z][^()]{0,30})\)")
+_UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z]{2}[^()]{0,30})\)")
 _LITERAL = re.compile(r"0(?:[xX]([0-9A-Fa-f]+)|[bB]([01]+)|[oO]([0-7]+))")
 _MINUTES_OF_ARC = re.compile(
     r"([-+]?)(\d+)\^ ?\{? ?\\circ ?\}? ?(\d+(?:\.\d+)?) ?(?:'|\^ ?\{? ?\\prime ?\}?) ?"
@@ -600,6 +600,9 @@ def _number(text: str) -> Quantity | None:
         return _quantity(text, ("n", number))
     if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "inf", "theta", "alpha", "beta"):
         return None  # ABC, a triangle or a word: no product
+    if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (unit := read_unit(found[2].strip(), allow_words=False)):
+        inner = _number(found[1])
+        return Quantity(text, inner.node, unit, False, inner.decimal) if inner else None
     try:
         node = read_expression(text)
     except NotMath:
@@ -726,9 +729,6 @@ def _measured(text: str, depth: int) -> Quantity | None:
             times = _MULTIPLES[found[2]]
             decimal = _scaled(number.decimal, Fraction(times))
             return Quantity(text, ("*", number.node, ("n", Fraction(times))), unit, False, decimal)
-    if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (unit := read_unit(found[2].strip(), allow_words=False)):
-        number = _number(found[1])
-        return Quantity(text, number.node, unit, False, number.decimal) if number else None
     return _with_unit(text)
 
 
@@ -1113,14 +1113,15 @@ def _same_matrix(matrix: Matrix, other: Any) -> bool | None:
 def _same_union(union: Union_, other: Any) -> bool | None:
     if isinstance(other, Union_):
         if union.operator != other.operator:
-            return False
+            x, y = _intervals(union), _intervals(other)
+            return bool(x and y and _same_unordered(x, y))
         if union.operator == r"\setminus":
             return _all(_same(x, y) for x, y in zip(union.parts, other.parts))
         return _same_unordered(union.parts, other.parts)
-    if union.operator == r"\cup" and isinstance(other, (Relation, Sequence_)):
-        parts = _intervals(other)
-        if parts is not None:
-            return _same_unordered(union.parts, parts)
+    if isinstance(other, (Relation, Sequence_)):
+        own, parts = _intervals(union), _intervals(other)
+        if own is not None and parts is not None:
+            return _same_unordered(own, parts)
     return None if isinstance(other, Opaque) else False
 
 
@@ -1250,6 +1251,10 @@ def _same_single(g: Any, a: Any) -> bool | None:
         if value is not None and len(sequence.items) > 1:
             return _same(sequence, value) if sequence is g else _same(value, sequence)
     if _is_unordered(sequence):
+        if isinstance(other, Relation) and _is_ordering(other):
+            x, y = _intervals(sequence), _intervals(other)
+            if x and y:
+                return _same_unordered(x, y)
         items = _expanded(sequence.items)
         others = _expanded([other])
         if len(items) == len(others) == 1 and isinstance(items[0], type(other)) and items[0] is sequence:
@@ -1491,9 +1496,13 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
     if isinstance(answer, Sequence_):
         if not _is_unordered(answer):
             return [answer]
+        if len(answer.items) == 2 and (pierced := _pierced(*answer.items)):
+            return pierced
         parts = [_intervals(item) for item in answer.items]
         return None if any(part is None for part in parts) else [i for part in parts for i in part or []]
     if isinstance(answer, Union_):
+        if answer.operator == r"\setminus" and len(answer.parts) == 2:
+            return _without(answer.parts[0], _listed(answer.parts[1]))
         return list(answer.parts) if answer.operator == r"\cup" else None
     if isinstance(answer, Relation):
         if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
@@ -1506,6 +1515,35 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
         found = _bounds(answer)
         return None if found is None else [_interval(found[1])]
     return None
+
+
+def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
+    r"""x \ge 2 and x \ne 5: an interval without a number."""
+    if not isinstance(first, Relation) or not isinstance(second, Relation) or second.signs != (r"\ne",):
+        return None
+    found = _bounds(first)
+    if found is None or not _is_name(second.sides[0]) or _squeezed(second.sides[0].text) != found[0]:
+        return None
+    return _without(_interval(found[1]), _listed(second.sides[1]))
+
+
+def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None:
+    """The pieces that are left of an interval; None where that cannot be said."""
+    if not isinstance(interval, Sequence_) or len(interval.items) != 2 or not numbers or len(numbers) > 9:
+        return None
+    try:
+        at = {number: as_float(number_of(number.node)).real for number in numbers}
+        low, high = (as_float(number_of(item.node)).real for item in interval.items)
+    except (NotMath, Undefined, AttributeError):
+        return None
+    inside = sorted((number for number in numbers if low < at[number] < high), key=lambda number: at[number])
+    if len(inside) != len(numbers):
+        return None
+    ends = [interval.items[0], *(number for number in inside for _ in "12"), interval.items[1]]
+    pieces = [Sequence_("(", (ends[n], ends[n + 1]), ")") for n in range(0, len(ends), 2)]
+    pieces[0] = Sequence_(interval.opening, pieces[0].items, ")")
+    pieces[-1] = Sequence_(pieces[-1].opening, pieces[-1].items, interval.closing)
+    return pieces
 
 
 def _outside(relation: Relation) -> list[Sequence_] | None:

@@ -21,12 +21,16 @@ from slime.rollout.rewards.text import after_thinking, final_text, last_boxed
 _TAIL = 2000
 #: Words of a response that is all answer.
 _SHORT = 6
+_MOST_BOXES = 20
+#: Where the last sentence may state its answer.
+_MOST_CLAUSES = 8
+_LONGEST_CLAUSE = 200
 
 
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     r"""1.0 if the response's answer equals the label, else 0.0.
 
-    The answer is the last ``\boxed{…}``; without one (unless ``boxed_only``) what follows the last
+    The answer is the last ``\boxed{…}`` (boxes joined by a comma, "and" or "or" are a list); without one (unless ``boxed_only``) what follows the last
     "answer is" or "Answer:", else the last formula or number of the response. Only text after
     ``</think>`` counts. A label in the style of GSM8K counts from its "####" on. docs/rewards.md says
     when two answers are equal. An empty label or answer scores 0.
@@ -39,7 +43,7 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     text = final_text(response)
     if label is None or not wanted or text is None:
         return 0.0
-    boxed = last_boxed(text)
+    boxed = _final_boxes(text)
     if boxed is not None:
         return float(_is_right(wanted, boxed))
     if boxed_only:
@@ -65,6 +69,31 @@ def label_answer(label: Any) -> str:
     return _answer_of(str(label))
 
 
+_JOINED = re.compile(r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*")
+
+
+def _final_boxes(text: str) -> str | None:
+    r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
+    last = last_boxed(text)
+    if last is None or text.count("boxed{") < 2:
+        return last
+    boxes = [last]
+    rest = text[: text.rfind(last)]
+    while len(boxes) < _MOST_BOXES:
+        start = re.search(r"\\(?:boxed|fbox)\s*\{$", rest)
+        before = rest[: start.start()] if start else ""
+        at = before.rfind("}")
+        earlier = last_boxed(before)
+        if at < 0 or earlier is None or not before[: at + 1].endswith(f"{{{earlier}}}"):
+            break
+        if not _JOINED.fullmatch(before[at + 1 :]):
+            break
+        rest = before[: at - len(earlier)]
+        if not any(same_answer(box, earlier) for box in boxes):
+            boxes.insert(0, earlier)
+    return ", ".join(boxes)
+
+
 # -- answers in prose ------------------------------------------------------------------------------
 
 _ANCHOR = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*")
@@ -77,6 +106,8 @@ _NUMBER = re.compile(
     r"(?:[eE][-+]?\d+)?(?: ?/ ?\d+)?(?: ?\\?%)?(?!\w*[_^√])"
 )
 _CLAUSE = re.compile(r"(?i)(?:=|≈|\bis\b|\bare\b|\bequals\b|\bgives?\b|\bget\b|\bhave\b|:)\s*")
+_THEREFORE = re.compile(r"(?i)(?:so|thus|hence|therefore|then|finally)\b,? *")
+_AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or))\s*")
 _REASON = re.compile(r"(?i)\s*(?:,|;|\bbecause\b|\bsince\b|\bas\b|\bnot\b|\()")
 
 
@@ -109,29 +140,47 @@ def _answers_in(statement: str, is_words: bool) -> Iterator[str]:
         yield _REASON.split(statement, maxsplit=1)[0]
         yield statement
         return
-    formula = _FORMULA.search(statement)
-    if formula:
-        yield next(group for group in formula.groups() if group is not None)
+    formulas = list(_FORMULA.finditer(statement))
+    if formulas:
+        yield _joined(statement, formulas)
         return
     number = _NUMBER.search(statement)
     if number:
         yield number[0].strip()
 
 
+def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) -> str:
+    """The first formula (or the last) with those beside it that only "and" or a comma separates."""
+    run = [formulas[-1 if from_end else 0]]
+    for formula in formulas[-2::-1] if from_end else formulas[1:]:
+        left, right = (formula, run[0]) if from_end else (run[-1], formula)
+        if not _AND.fullmatch(text, left.end(), right.start()):
+            break
+        run.insert(0 if from_end else len(run), formula)
+    contents = [next(group for group in formula.groups() if group is not None) for formula in run]
+    names = {name[1] for content in contents if (name := re.match(r"\s*([A-Za-z]\w*)\s*=", content))}
+    if len(names) > 1:  # x = 2 and y = 3: the last is the one that was asked for
+        return contents[-1 if from_end else 0]
+    return ", ".join(contents)
+
+
 def _last_in(tail: str) -> Iterator[str]:
     formulas = list(_FORMULA.finditer(tail))
     after = tail[formulas[-1].end() :] if formulas else tail
     if formulas and not _NUMBER.search(after):
-        yield next(group for group in formulas[-1].groups() if group is not None)
+        yield _joined(tail, formulas, from_end=True)
         return
     numbers = list(_NUMBER.finditer(after))
     sentences = [part for part in _SENTENCE_END.split(after) if part.strip()]
     if sentences:
-        clause = _CLAUSE.split(sentences[-1])[-1].strip()
-        is_prose = len(re.findall(r"[A-Za-z]{2,}", clause)) > 2
-        if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
-            yield clause
-            return
+        sentence = _THEREFORE.sub("", sentences[-1].strip())
+        starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
+        for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][-_MOST_CLAUSES:]:
+            clause = sentence[start:].strip()
+            is_prose = len(set(re.findall(r"[A-Za-z]{2,}", clause)) - {"and", "or"}) > 2
+            if re.search(r"\d", clause) and not is_prose and _is_whole(clause):
+                yield clause
+                return
     if numbers:
         yield numbers[-1][0].strip()
 

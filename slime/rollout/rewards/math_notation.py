@@ -63,11 +63,15 @@ _RENAMED = {
     "sim": "approx", "cong": "approx", "thickapprox": "approx", "approxeq": "approx", "rightarrow": "to",
     "Rightarrow": "to", "implies": "to", "varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta",
     "bmod": "mod", "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "imath": "i",
-    "jmath": "j", "backslash": r"\setminus ", "overrightarrow": "vec", "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
-    "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R", "complement": "c",
+    "jmath": "j", "backslash": r"\setminus ",  "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
+    "overrightarrow": "vec", "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R", "complement": "c",
 }  # fmt: skip
 #: A colon in braces, and the blank that some write between the two numbers of a ratio: 3\:2.
-_COLON = re.compile(r"\{:\}|\\math(?:bin|rel|punct)\{:\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
+_COLON = re.compile(r"\{:\}|\\(?:math(?:bin|rel|punct)|text)\{ ?: ?\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
+_COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_SHAPE = re.compile(r"\\(triangle|angle)\s*\{\s*([A-Z]{1,4})\s*\}")
+#: "All reals but" written with a minus.
+_MINUS_SET = re.compile(r"(\\R|[)\]]) ?- ?(?=\\\{)")
 _ROOT_OF = re.compile(r"\\root\s*(?:\{([^{}]*)\}|(\w))\s*\\of(?![A-Za-z])")
 _CHOOSE = re.compile(r"\{ ?([^{}\\]{1,40}?) ?\\choose(?![A-Za-z]) ?([^{}\\]{1,40}?) ?\}")
 #: The letter o in place of the degree sign.
@@ -130,6 +134,8 @@ def _without_looks(text: str) -> str:
                   r"\\end\{(?:equation|align|aligned|gathered|split)\*?\}", " ", text)  # fmt: skip
     text = _DELIMITERS.sub("", text)
     text = _COLON.sub(":", text)
+    text = _COLOUR.sub("", text)
+    text = _SHAPE.sub(r"\\\1 \2", text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _ROOT_OF.sub(lambda found: rf"\sqrt[{found[1] or found[2]}]", text)
     text = re.sub(r",\s*\\[!,]\s*(?=\d{3}(?!\d))", "{,}", text)  # 1,\!000
@@ -145,6 +151,7 @@ def _without_looks(text: str) -> str:
     text = _OLD_FONT.sub(" ", text)
     text = _COMMAND.sub(_renamed, text)
     text = text.replace(r"\%", "%").replace(r"\#", "#").replace(r"\&", " and ").replace(r"\_", "_")
+    text = _MINUS_SET.sub(r"\1 \\setminus ", text)
     return text.replace("\x01", r"\\").replace("\x00", r"\$")
 
 

@@ -222,7 +222,7 @@ class _Reader:
         return _signed(sign, self.signed()) if sign else self.product()
 
     def product(self) -> Node:
-        node = self.factor()
+        node = last = self.factor()
         while True:
             if operator := self.match(_TIMES):
                 sign = self.take("-", "+")
@@ -234,9 +234,11 @@ class _Reader:
                 node = ("f", "mod", node, right) if kind == "mod" else (kind, node, right)
             elif self.starts_factor():
                 is_number = self.text[self.at].isdigit() or self.text[self.at] == "."
-                if is_number and self.text[: self.at].rstrip()[-1:] not in ("i", "!"):
+                is_power = last[0] == "^" and bool(symbols_of(last[2]))  # (-1)^n 2^n
+                if is_number and not is_power and self.text[self.at - 1] not in ("i", "!"):
                     raise NotMath("a number right after a factor")
-                node = ("*", node, self.factor())
+                last = self.factor()
+                node = ("*", node, last)
             else:
                 return node
 
