@@ -7,6 +7,7 @@ wrong under every reading of its notation.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -1226,6 +1227,178 @@ def indexed(rng: random.Random) -> Spelled:
 
 
 @_template
+def congruences(rng: random.Random) -> Spelled:
+    n = rng.randint(5, 12)
+    r = rng.randint(1, n - 2)
+    return Spelled(
+        "congruences",
+        [rf"x \equiv {r} \pmod{{{n}}}", rf"x\equiv {r}\ (\text{{mod }} {n})"],
+        [
+            rf"{r} \pmod{{{n}}}", rf"x \equiv {r + n} \pmod {{{n}}}", rf"x\equiv {r} \bmod {n}",
+            rf"x\equiv {r}\ (\mathrm{{mod}}\ {n})", rf"x={n}k+{r}, k\in\mathbb{{Z}}",
+        ],
+        [
+            rf"x \equiv {r + 1} \pmod{{{n}}}", rf"x \equiv {r} \pmod{{{n + 1}}}", rf"y \equiv {r} \pmod{{{n}}}",
+            rf"x={n}k+{r + 1}, k\in\mathbb{{Z}}",
+        ],
+    )  # fmt: skip
+
+
+@_template
+def families(rng: random.Random) -> Spelled:
+    d = rng.choice((3, 4, 5, 6))
+    x = rf"\frac{{\pi}}{{{d}}}"
+    return Spelled(
+        "families",
+        [rf"x = {x} + k\pi, k \in \mathbb{{Z}}", rf"{x}+k\pi\ (k\in\mathbb{{Z}})"],
+        [
+            rf"x={x}+n\pi,\ n\in\mathbb{{Z}}", rf"{x} + \pi k, \text{{ where }} k \text{{ is an integer}}",
+            rf"{x} + \pi n \text{{ for any integer }} n", rf"{x}+(k-1)\pi, k\in\mathbb Z",
+        ],
+        [
+            rf"x={x}+2k\pi, k\in\mathbb{{Z}}", rf"x=-{x}+k\pi, k\in\mathbb{{Z}}", x,
+            rf"x=\frac{{\pi}}{{{d + 1}}}+k\pi, k\in\mathbb{{Z}}",
+        ],
+    )  # fmt: skip
+
+
+@_template
+def combinations(rng: random.Random) -> Spelled:
+    n = rng.randint(7, 14)
+    k = rng.randint(2, 3)
+    value = math.comb(n, k)
+    return Spelled(
+        "combinations",
+        [str(value), rf"\binom{{{n}}}{{{k}}}"],
+        [
+            f"C({n},{k})", rf"_{{{n}}}C_{{{k}}}", rf"{{}}_{{{n}}}C_{k}", rf"C_{{{n}}}^{k}", rf"{{{n} \choose {k}}}",
+            rf"^{{{n}}}C_{k}", rf"\frac{{{n}!}}{{{k}!{n - k}!}}", str(value),
+        ],
+        [f"C({n + 1},{k})", rf"_{{{n}}}C_{{{k + 1}}}", rf"_{{{n}}}P_{{{k}}}", f"({n},{k})", rf"\frac{{{n}!}}{{{k}!}}"],
+    )  # fmt: skip
+
+
+@_template
+def alternating(rng: random.Random) -> Spelled:
+    a = rng.randint(2, 9)
+    return Spelled(
+        "alternating",
+        [rf"(-1)^n {a}^n", rf"(-{a})^n"],
+        [rf"(-{a})^n", rf"(-1)^{{n}} \cdot {a}^{{n}}", rf"(-1)^{{n+2}} {a}^n"],
+        [rf"{a}^n", rf"(-1)^{{n+1}} {a}^n", "(-1)^n", rf"-{a}^n"],
+    )
+
+
+@_template
+def series(rng: random.Random) -> Spelled:
+    a = rng.randint(2, 7)
+    return Spelled(
+        "series",
+        [rf"\sum_{{k=1}}^{{n}} {a}k", rf"\frac{{{a}n(n+1)}}{{2}}"],
+        [rf"\sum_{{i=1}}^n {a}i", rf"\sum\limits_{{j=1}}^{{n}} {a} j", rf"\frac{{{a}(n^2+n)}}{{2}}"],
+        [rf"\sum_{{k=1}}^{{n-1}} {a}k", rf"\sum_{{k=1}}^{{n}} {a + 1}k", rf"\frac{{{a}n(n-1)}}{{2}}"],
+    )
+
+
+@_template
+def integrals(rng: random.Random) -> Spelled:
+    n = rng.randint(2, 6)
+    return Spelled(
+        "integrals",
+        [rf"\int_0^1 x^{n}\,dx", rf"\frac{{1}}{{{n + 1}}}"],
+        [rf"\int_0^1 t^{n} dt", rf"\int_{{0}}^{{1}} x^{{{n}}}\,\mathrm{{d}}x", rf"\frac1{n + 1}"],
+        [rf"\int_0^2 x^{n} dx", rf"\int_0^1 x^{n + 1} dx", rf"\frac1{n}"],
+    )
+
+
+@_template
+def arcs(rng: random.Random) -> Spelled:
+    d = rng.randint(10, 80)
+    return Spelled(
+        "arcs",
+        [rf"{d}^\circ 30'", rf"{d}.5^\circ"],
+        [f"{d}° 30'", rf"{d}^{{\circ}}30^\prime", rf"{d}^\circ 30' 0''", rf"{d}.5^\circ", f"{d}.5 degrees"],
+        [rf"{d}^\circ", rf"{d}.3^\circ", rf"{d + 1}^\circ 30'", rf"{d}^\circ 20'"],
+    )
+
+
+@_template
+def literals(rng: random.Random) -> Spelled:
+    n = rng.randint(170, 250)
+    return Spelled("literals", [f"{n:X}_{{16}}"], [f"0x{n:X}", f"0x{n:x}"], [f"0x{n + 1:X}", f"0b{n:b}1", f"0x{n}"])
+
+
+@_template
+def punctured(rng: random.Random) -> Spelled:
+    a = rng.randint(1, 5)
+    b = a + rng.randint(1, 5)
+    return Spelled(
+        "punctured",
+        [rf"\mathbb{{R}} \setminus \{{{a}\}}", rf"(-\infty,{a})\cup({a},\infty)", rf"x \ne {a}"],
+        [
+            rf"x \neq {a}", rf"\mathbb{{R}} - \{{{a}\}}", rf"(-\infty, {a}) \cup ({a}, \infty)",
+            rf"\{{x \in \mathbb{{R}} \mid x \neq {a}\}}", rf"\text{{all real numbers except }} {a}",
+        ],
+        [
+            rf"x \neq {b}", r"\mathbb{R}", rf"({a},\infty)", rf"(-\infty,{a}]\cup({a},\infty)",
+            rf"\mathbb{{R}} \setminus \{{{a},{b}\}}",
+        ],
+    )  # fmt: skip
+
+
+@_template
+def pierced(rng: random.Random) -> Spelled:
+    a = rng.randint(1, 5)
+    b = a + rng.randint(1, 5)
+    return Spelled(
+        "pierced",
+        [rf"[{a},{b})\cup({b},\infty)"],
+        [rf"x\ge {a}, x\ne {b}", rf"x \geq {a} \text{{ and }} x \neq {b}", rf"[{a},\infty)\setminus\{{{b}\}}"],
+        [rf"x\ge {a}", rf"x>{a}, x\ne {b}", rf"[{a},\infty)\setminus\{{{b + 1}\}}", rf"({b},\infty)"],
+    )
+
+
+@_template
+def absolute_bounds(rng: random.Random) -> Spelled:
+    a = rng.randint(2, 9)
+    return Spelled(
+        "absolute bounds",
+        [f"|x| > {a}", rf"x < -{a} \text{{ or }} x > {a}"],
+        [rf"(-\infty,-{a})\cup({a},\infty)", f"|x|>{a}", rf"x>{a} \text{{ or }} x<-{a}"],
+        [rf"|x| \ge {a}", f"x > {a}", f"(-{a},{a})", f"|x| < {a}"],
+    )
+
+
+@_template
+def scaled_matrices(rng: random.Random) -> Spelled:
+    a, b = rng.sample(range(1, 9), 2)
+    return Spelled(
+        "scaled matrices",
+        [rf"\begin{{pmatrix}} -\frac{{{a}}}{{2}} \\ \frac{{{b}}}{{2}} \end{{pmatrix}}"],
+        [
+            rf"\frac12\begin{{pmatrix}} -{a} \\ {b} \end{{pmatrix}}",
+            rf"-\frac{{1}}{{2}}\begin{{bmatrix}} {a} \\ -{b} \end{{bmatrix}}",
+        ],
+        [
+            rf"-\frac12\begin{{pmatrix}} -{a} \\ {b} \end{{pmatrix}}",
+            rf"\frac13\begin{{pmatrix}} -{a} \\ {b} \end{{pmatrix}}",
+        ],
+    )
+
+
+@_template
+def in_words(rng: random.Random) -> Spelled:
+    tens, units = rng.choice([("twenty", 20), ("forty", 40), ("ninety", 90)]), rng.choice([("three", 3), ("eight", 8)])
+    n = tens[1] + units[1]
+    return Spelled(
+        "in words",
+        [str(n)],
+        [f"{tens[0]}-{units[0]}", rf"\text{{{tens[0]} {units[0]}}}", f"{n} (approximately)", f"{n} (units)"],
+        [tens[0], f"{tens[0]}-four", f"{units[0]} hundred", f"one hundred {tens[0]}-{units[0]}"],
+    )
+
+
+@_template
 def sums_by_library(rng: random.Random) -> Spelled:
     n = rng.randint(3, 9)
     value = sum(k * k for k in range(1, n + 1))
@@ -1389,6 +1562,23 @@ def math_answers_in_prose(seed: int = 2) -> list[GradedAnswer]:
                 ("The answer is %s.", "It took 3 steps.\nAnswer: %s", "Therefore, the final answer is: %s")
             )
             cases.append(GradedAnswer("prose", template.replace("%s", answer), str(n), right))
+    return cases + _lists_in_prose(rng)
+
+
+_LISTS_IN_PROSE = (
+    "The solutions are x = %s and x = %s.", "The solutions are $x = %s$ and $x = %s$.", "So the roots are %s and %s.",
+    r"\boxed{x = %s} and \boxed{x = %s}", r"Answers: \boxed{%s}, \boxed{%s}", r"$\boxed{%s}$ or $\boxed{%s}$.",
+    "Therefore, x = %s or x = %s.", "Thus the possible values are $%s$ and $%s$.",
+)  # fmt: skip
+
+
+def _lists_in_prose(rng: random.Random) -> list[GradedAnswer]:
+    cases = []
+    for template in _LISTS_IN_PROSE:
+        a, b = rng.sample(range(2, 50), 2)
+        response = template % (a, b)
+        labels = ((f"{a}, {b}", True), (rf"\{{{b}, {a}\}}", True), (str(b), False), (f"{a}, {b + 1}", False))
+        cases += [GradedAnswer("lists in prose", response, label, right) for label, right in labels]
     return cases
 
 

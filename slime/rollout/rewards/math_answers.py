@@ -179,7 +179,8 @@ _HEDGE = re.compile(
     r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: is|:)|approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])"
 )
 _HEDGED = re.compile(
-    r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|to [^()]{0,40}(?:places?|figures?|digits?)|"
+    r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|"
+    r"to [^()]{0,40}(?:places?|figures?|digits?)|"
     r"nearest [^()]{0,30})\)\Z"
 )
 _UNIT_IN_BRACKETS = re.compile(r"([-+]?[\d.,]*\d) *\( *([A-Za-z]{2}[^()]{0,30})\)")
@@ -351,10 +352,9 @@ def _read_special(text: str, _: int) -> Any:
         return _quantity(found[1], ("n", Fraction(int(found[1]))))
     if (found := _COMPOUND.fullmatch(text)) and (compound := _compound(found)):
         return compound
-    if "'" in text or "prime" in text:
-        if found := _MINUTES_OF_ARC.fullmatch(text):
-            degrees = Fraction(found[2]) + Fraction(found[3]) / 60 + Fraction(found[4] or 0) / 3600
-            return Quantity(text, ("n", -degrees if found[1] == "-" else degrees), read_unit("°"))
+    if ("'" in text or "prime" in text) and (found := _MINUTES_OF_ARC.fullmatch(text)):
+        degrees = Fraction(found[2]) + Fraction(found[3]) / 60 + Fraction(found[4] or 0) / 3600
+        return Quantity(text, ("n", -degrees if found[1] == "-" else degrees), read_unit("°"))
     if found := _LITERAL.fullmatch(text):
         digits = found[1] or found[2] or found[3]
         return Based(digits.upper().lstrip("0") or "0", 16 if found[1] else 2 if found[2] else 8, is_literal=True)
@@ -666,12 +666,12 @@ def _number_in_words(text: str) -> Fraction | None:
     total = group = 0
     room = 10**12  # what a further word may be worth at most
     for word in words:
-        if word in _NUMBER_WORDS and _NUMBER_WORDS[word] < room:
-            group += _NUMBER_WORDS[word]
-            room = 0
-        elif word in _TENS and room > 10:
+        if word in _TENS and room > 10:
             group += _TENS[word]
             room = 10
+        elif word in _NUMBER_WORDS and _NUMBER_WORDS[word] < room:
+            group += _NUMBER_WORDS[word]
+            room = 0
         elif word == "hundred" and 0 < group < 10:
             group *= 100
             room = 100

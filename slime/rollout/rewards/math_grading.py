@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.rewards.grading_worker import serve
 from slime.rollout.rewards.math_answers import Opaque, Words, read_answer, same_answer
-from slime.rollout.rewards.text import after_thinking, final_text, last_boxed
+from slime.rollout.rewards.text import after_thinking, boxed_spans, final_text, last_boxed
 
 #: Answers stand at the end; searching more text for expressions only costs time.
 _TAIL = 2000
@@ -30,10 +30,11 @@ _LONGEST_CLAUSE = 200
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     r"""1.0 if the response's answer equals the label, else 0.0.
 
-    The answer is the last ``\boxed{…}`` (boxes joined by a comma, "and" or "or" are a list); without one (unless ``boxed_only``) what follows the last
-    "answer is" or "Answer:", else the last formula or number of the response. Only text after
-    ``</think>`` counts. A label in the style of GSM8K counts from its "####" on. docs/rewards.md says
-    when two answers are equal. An empty label or answer scores 0.
+    The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without a box
+    (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what the last sentence
+    states, else the last formula or number. Only text after ``</think>`` counts. A label in the style of
+    GSM8K counts from its "####" on. docs/rewards.md says when two answers are equal. An empty label or
+    answer scores 0.
 
     Example:
         >>> grade_math(r"Half of it is left: \boxed{\frac{1}{2}}", "0.5")
@@ -74,23 +75,17 @@ _JOINED = re.compile(r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?
 
 def _final_boxes(text: str) -> str | None:
     r"""The last ``\boxed{…}``, with those before it that only a comma, "and" or "or" separates."""
-    last = last_boxed(text)
-    if last is None or text.count("boxed{") < 2:
-        return last
-    boxes = [last]
-    rest = text[: text.rfind(last)]
-    while len(boxes) < _MOST_BOXES:
-        start = re.search(r"\\(?:boxed|fbox)\s*\{$", rest)
-        before = rest[: start.start()] if start else ""
-        at = before.rfind("}")
-        earlier = last_boxed(before)
-        if at < 0 or earlier is None or not before[: at + 1].endswith(f"{{{earlier}}}"):
+    spans = boxed_spans(text)
+    if not spans:
+        return None
+    position, start, end = spans[-1]
+    boxes = [text[start:end]]
+    for earlier, start, end in spans[-2:-_MOST_BOXES:-1]:
+        if not _JOINED.fullmatch(text, end + 1, position):
             break
-        if not _JOINED.fullmatch(before[at + 1 :]):
-            break
-        rest = before[: at - len(earlier)]
-        if not any(same_answer(box, earlier) for box in boxes):
-            boxes.insert(0, earlier)
+        position = earlier
+        if not any(same_answer(box, text[start:end]) for box in boxes):
+            boxes.insert(0, text[start:end])
     return ", ".join(boxes)
 
 
@@ -122,7 +117,7 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
-    if len(text.split()) <= _SHORT and not re.search(r"[A-Za-z]{3,} ?[:,]", text) and _is_whole(text):
+    if len(text.split()) <= _SHORT and not re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text) and _is_whole(text):
         yield text
         return
     if is_words:

@@ -71,9 +71,10 @@ _COLON = re.compile(r"\{:\}|\\(?:math(?:bin|rel|punct)|text)\{ ?: ?\}|(?<=\d)\\:
 _COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _SHAPE = re.compile(r"\\(triangle|angle)\s*\{\s*([A-Z]{1,4})\s*\}")
 #: "All reals but" written with a minus.
-_MINUS_SET = re.compile(r"(\\R|[)\]]) ?- ?(?=\\\{)")
+_MINUS_SET = re.compile(r"(\\R|[)\]]) *- *(?=\\\{)")
 _ROOT_OF = re.compile(r"\\root\s*(?:\{([^{}]*)\}|(\w))\s*\\of(?![A-Za-z])")
 _CHOOSE = re.compile(r"\{ ?([^{}\\]{1,40}?) ?\\choose(?![A-Za-z]) ?([^{}\\]{1,40}?) ?\}")
+_OVER = re.compile(r"\{ ?([^{}]{1,80}?) ?\\over(?![A-Za-z]) ?([^{}]{1,80}?) ?\}")
 #: The letter o in place of the degree sign.
 _DEGREE_LETTER = re.compile(r"(?<=\d)\s?\^\s?(?:\{\s?o\s?\}|o(?![A-Za-z]))")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -137,6 +138,7 @@ def _without_looks(text: str) -> str:
     text = _COLOUR.sub("", text)
     text = _SHAPE.sub(r"\\\1 \2", text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = _ROOT_OF.sub(lambda found: rf"\sqrt[{found[1] or found[2]}]", text)
     text = re.sub(r",\s*\\[!,]\s*(?=\d{3}(?!\d))", "{,}", text)  # 1,\!000
     text = re.sub(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))", "{,}", text)  # 1\,000

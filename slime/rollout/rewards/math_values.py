@@ -146,7 +146,7 @@ _LIMIT = r"(?:\{((?:[^{}]|\{[^{}]{0,40}\}){1,80})\}|(\w|\\pi))"
 _INTEGRAL_FROM = re.compile(rf" ?_ ?{_LIMIT} ?\^ ?{_LIMIT}")
 _DIFFERENTIAL = re.compile(r"(?<![A-Za-z\\])d ?([a-z])(?![A-Za-z])")
 _MAX_SUMS = 2
-_MAX_TERMS = 3000
+_MAX_TERMS = 600
 _CLOSING = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", "|": "|"}
 
 

@@ -20,13 +20,26 @@ def last_boxed(text: str) -> str | None:
         >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
         '\\frac{1}{2}'
     """
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[match.end() : position]
-    return None
+    boxes = boxed_spans(text)
+    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
+
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+
+
+def boxed_spans(text: str) -> list[tuple[int, int, int]]:
+    r"""Where each closed ``\boxed{…}`` begins, and where its content begins and ends, in order. Takes linear time."""
+    first = re.search(r"\\(?:boxed|fbox)\s*\{", text)
+    if not first:
+        return []
+    spans = []
+    opened = []
+    for found in _BRACES.finditer(text, first.start()):
+        if found[0] != "}":
+            opened.append(found)
+        elif opened and (opening := opened.pop())[0] != "{":
+            spans.append((opening.start(), opening.end(), found.start()))
+    return sorted(spans)
 
 
 def after_thinking(text: str) -> str | None:
@@ -137,6 +150,8 @@ def normalise_final_answer(answer: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
+#: Markdown and quotes before an answer, but not the index of _{10}C_3.
+_OPENING_MARKS = re.compile(r"^(?:[}*\s\"']|_(?![{\d]))+")
 #: Ends of a turn or a proof, which belong to no answer.
 _END_MARKS = re.compile(r"<\|[^|>]*\|>|</?s>|<eos>|\\blacksquare|\\square|\\qed")
 
@@ -170,7 +185,10 @@ def final_answer(response: str, label: Any, pattern: str = ANSWER_LINE) -> tuple
     found = re.findall(pattern, response)
     if not found or label is None:
         return False, "[INVALID]"
-    given = _END_MARKS.sub("", found[-1]).strip().lstrip("}*_ \"'").rstrip("*_ \"'.")
+    given = _END_MARKS.sub("", found[-1]).strip()
+    ends = "*_ \"'" if given.startswith("'") else '*_ "'  # 30' is an angle
+    given = _OPENING_MARKS.sub("", given).rstrip(ends)
+    given = given if given.endswith("...") else given.rstrip(ends + ".")
     predicted = normalise_final_answer(given)
     wanted = normalise_final_answer(str(label))
     if not predicted or not wanted:
@@ -359,21 +377,8 @@ _WEAK = frozenset({"therefore", "thus", "hence", "so", "it is", "it's", "that is
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    for found in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
-        inner = last_boxed(text[found.start() :]) if "boxed" not in text[found.end() :] else None
-        if inner is None:
-            inner = _braced(text, found.end())
-        if inner is not None:
-            yield found.start(), inner
-
-
-def _braced(text: str, start: int) -> str | None:
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None
+    for position, start, end in boxed_spans(text):
+        yield position, text[start:end]
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
@@ -462,7 +467,7 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
     if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
         return None
     bare = re.findall(
-        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’-])", text.strip()
+        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’+#-])", text.strip()
     )
     if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
         return next(letter for letter in bare if letter not in "AI")
