@@ -1264,7 +1264,7 @@ def families(rng: random.Random) -> Spelled:
 
 @_template
 def combinations(rng: random.Random) -> Spelled:
-    n = rng.randint(7, 14)
+    n = rng.randint(8, 14)
     k = rng.randint(2, 3)
     value = math.comb(n, k)
     return Spelled(

@@ -601,8 +601,8 @@ def _number(text: str) -> Quantity | None:
     if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "inf", "theta", "alpha", "beta"):
         return None  # ABC, a triangle or a word: no product
     if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (unit := read_unit(found[2].strip(), allow_words=False)):
-        inner = _number(found[1])
-        return Quantity(text, inner.node, unit, False, inner.decimal) if inner else None
+        plain = _number(found[1])
+        return Quantity(text, plain.node, unit, False, plain.decimal) if plain else None
     try:
         node = read_expression(text)
     except NotMath:
@@ -742,8 +742,8 @@ _PER = re.compile(r"([-+]?[\d.,]*\d) *(\\frac *\{ *[A-Za-z][^{}]*\} *\{[^{}]*\})
 def _with_unit(text: str) -> Quantity | None:
     found = _MEASURE.fullmatch(text)
     if found is None and (found := _PER.fullmatch(text)):
-        number, unit = _number(found[1].strip()), read_unit(found[2], allow_words=False)
-        return Quantity(text, number.node, unit, False, number.decimal) if number and unit else None
+        before, unit = _number(found[1].strip()), read_unit(found[2], allow_words=False)
+        return Quantity(text, before.node, unit, False, before.decimal) if before and unit else None
     if found is None:
         word = re.match(r"([A-Za-z]+)[ -](.+)", text, re.S)  # "three apples"
         if word and word[1].lower() in _NUMBER_WORDS and (unit := read_unit(word[2])):
@@ -914,7 +914,7 @@ def _excluded(answer: Any) -> list[Any] | None:
         whole = answer.parts[0]
         is_all = isinstance(whole, Words) and whole.words == "all real numbers"
         return _listed(answer.parts[1]) if is_all and len(answer.parts) == 2 else None
-    ends = []
+    ends: list[Any] = []
     for part in answer.parts:
         if not (isinstance(part, Sequence_) and (part.opening, part.closing) == ("(", ")") and len(part.items) == 2):
             return None
@@ -1459,8 +1459,8 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
         if not isinstance(bound, Quantity) or symbols_of(bound.node):
             return None
         is_closed = signs[0] == r"\le"
-        low = Quantity(f"-({bound.text})", ("-", bound.node))
-        return _squeezed(sides[0].text).strip("|"), (low, is_closed, bound, is_closed)
+        lowest = Quantity(f"-({bound.text})", ("-", bound.node))
+        return _squeezed(sides[0].text).strip("|"), (lowest, is_closed, bound, is_closed)
     if any(side.text.startswith("|") for side in (sides[at] for at in names)):
         return None
     at = names[0]
