@@ -176,7 +176,8 @@ _COMPOUND = re.compile(
     r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?)?"
 )
 _HEDGE = re.compile(
-    r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: is|:)|approximately|approx\.?|about|around|roughly|exactly|nearly|=|\\approx) *(?=[-+\d\\.$])"
+    r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: is|:)|approximately|approx\.?|about|around|roughly|exactly|"
+    r"nearly|=|\\approx) *(?=[-+\d\\.$])"
 )
 _HEDGED = re.compile(
     r"(?i) *\((?:approx(?:imately|\.)?|exact(?:ly)?|about|rounded[^()]{0,40}|"
