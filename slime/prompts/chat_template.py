@@ -87,7 +87,7 @@ def render_shown(
             why=f"line {error.lineno}: {error.message}",
             fix=f"mend chat_template.jinja or the chat_template of tokenizer_config.json in '{tokenizer.name_or_path}'",
         ) from error
-    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise TemplateRefuses(
             "the chat template refuses the messages",
             why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
@@ -108,9 +108,13 @@ class TemplateForm:
         short_ids: ids of calls are to be nine letters or digits (Mistral's).
         parts: content is to be a list of parts, not text.
         reasoning_key: the key under which reasoning is written; None: there is none.
+        calls_reasoning_key: the key under which reasoning before a call is written.
+        thinking_parts: reasoning is written where it is a part of content, of the type "thinking" (Mistral's).
         writes_inline: reasoning between <think> marks in the content of the last answer is written as it stands.
         thinks_inline: so it is, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
+        writes_names: the ``name`` of a user's message is written.
+        varies: two renderings of the same messages differ.
         asks: ``add_generation_prompt`` has an effect.
         tail: what is written behind the text of the last assistant's message.
         end: the part of ``tail`` that the model itself generates: up to its end-of-turn token.
@@ -121,9 +125,13 @@ class TemplateForm:
     short_ids: bool = False
     parts: bool = False
     reasoning_key: str | None = None
+    calls_reasoning_key: str | None = None
+    thinking_parts: bool = False
     writes_inline: bool = True
     thinks_inline: bool = False
     knows_developer: bool = False
+    writes_names: bool = False
+    varies: bool = False
     asks: bool = True
     tail: str = ""
     end: str = ""
@@ -155,15 +163,22 @@ class TemplateForm:
         return shown
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        content: str | None = message["content"]
+        content: str | list[dict[str, str]] | None = message["content"]
         thought = reasoning_of(message)
         answer: dict[str, Any] = {}
-        if thought.text and self.reasoning_key:
-            answer[self.reasoning_key] = thought.text.strip("\n")
+        key = self.reasoning_key
+        if key is None and "tool_calls" in message:
+            key = self.calls_reasoning_key
+        if thought.text and key:
+            answer[key] = thought.text.strip("\n")
             content = thought.answer
+        elif thought.text and self.thinking_parts:
+            content = [{"type": "thinking", "thinking": thought.text.strip("\n")}]
+            if thought.answer:
+                content.append({"type": "text", "text": thought.answer})
         elif thought.text and self.thinks_inline and thought.marks is None:
             content = f"<think>\n{thought.text.strip(chr(10))}\n</think>\n\n{thought.answer}"
-        elif not self.writes_inline:
+        elif not self.writes_inline or thought.marks is None:
             content = thought.answer
         if "tool_calls" in message:
             answer["tool_calls"] = [self._call(call, at) for at, call in enumerate(message["tool_calls"])]
@@ -240,6 +255,12 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
     form = dataclasses.replace(
         form,
         reasoning_key=next((key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None),
+        calls_reasoning_key=next(
+            (key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=True)), None
+        ),
+        thinking_parts=_writes_thought(dataclasses.replace(form, thinking_parts=True), None, probe),
+        writes_names=_NAME in (render([user | {"name": _NAME}]) or ""),
+        varies=len({render([user, form.shown({"role": "assistant", "content": _ANSWER})] * 4) for _ in range(4)}) > 1,
         writes_inline=writes_inline,
         thinks_inline=writes_inline and "</think>" in source,
         asks=render([user]) != render([user], ask=True),
@@ -259,11 +280,13 @@ def user_again(user: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": user["content"]}
 
 
+_PROBE_CALL = {"id": "call_1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+
+
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
     """Forms of calls are tried from the most usual on; the first that the template writes as they are counts."""
-    call = {"id": "call_1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
     messages = (
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
         {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
     )
     for short_ids in (False, True):
@@ -280,10 +303,18 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
     return form
 
 
-def _writes_thought(form: TemplateForm, key: str, probe: Callable[..., str]) -> bool:
+def _key_of_thought(form: TemplateForm, probe: Callable[..., str], *, calls: bool = False) -> str | None:
+    return next((key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=calls)), None)
+
+
+def _writes_thought(form: TemplateForm, key: str | None, probe: Callable[..., str], *, calls: bool = False) -> bool:
     tried = dataclasses.replace(form, reasoning_key=key)
-    text = probe(tried, {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT})
-    return 0 <= text.find(_THOUGHT) < text.find(_ANSWER)
+    message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    if calls:
+        message |= {"content": "", "tool_calls": [_PROBE_CALL]}
+    text = probe(tried, message, tools=_PROBE_TOOLS if calls else None)
+    is_dumped = '"thinking":' in text or "'thinking':" in text  # a list of parts, written as Python or JSON
+    return 0 <= text.find(_THOUGHT) < text.rfind(_VALUE if calls else _ANSWER) and not is_dumped
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
@@ -332,8 +363,14 @@ def reasoning_of(message: dict[str, Any]) -> Thought:
     """
     content = message.get("content") or ""
     given = message.get("reasoning_content")
-    if given:
-        return Thought(given, content)
+    inline = _inline_thought(content)
+    if not given:
+        return inline
+    is_repeated = inline.text.strip() in ("", given.strip())
+    return Thought(given, inline.answer if is_repeated else content)
+
+
+def _inline_thought(content: str) -> Thought:
     for begin, end in REASONING_MARKS:
         before, found, after = content.partition(end)
         # the opening mark may be missing: prompts of some models end with it

@@ -15,6 +15,7 @@ them. Reading messages that are in the one form changes nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -265,7 +266,7 @@ class _Reader:
             wire = None
         content = self.content(wire, where, role=role)
         said: dict[str, Any] = {"role": role, "content": content.text}
-        reasoning = self._reasoning(given, where) or content.reasoning
+        reasoning = self._reasoning(given, content.reasoning, where)
         if reasoning:
             said["reasoning_content"] = reasoning
         calls += content.calls
@@ -277,6 +278,8 @@ class _Reader:
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
             said["step_loss_mask"] = 0
+        elif role != "assistant" and loss == 1:  # asks for what is not done; kept, so that it is reported
+            said |= {key: given[key] for key in LOSS_KEYS[1:] if key in given}
         known = (*_KEYS, *_CONSUMED)
         said |= {key: value for key, value in given.items() if key not in known and value not in _NOTHING}
         self.messages += content.results
@@ -284,15 +287,19 @@ class _Reader:
             self.messages.append(said)
 
     @staticmethod
-    def _reasoning(given: Mapping[str, Any], where: str) -> str:
+    def _reasoning(given: Mapping[str, Any], in_parts: str, where: str) -> str:
+        found = {"parts of content": in_parts} if in_parts else {}
         for key in REASONING_KEYS:
             value = given.get(key)
             if value in _NOTHING:
                 continue
             if not isinstance(value, str):
                 raise ConversationError(f"a '{key}' that is not text", where, f"found {_named(value)}")
-            return value
-        return ""
+            found[key] = value
+        if len({text.strip() for text in found.values()}) > 1:
+            kind = "reasoning in several places that differ"
+            raise ConversationError(kind, where, f"found in {', '.join(found)}", "keep one of them")
+        return next(reversed(found.values()), "")
 
     # -- content --
 
@@ -467,7 +474,7 @@ def _arguments_of_text(text: str, where: str) -> Any:
 
 def _json(text: str, kind: str, where: str) -> Any:
     try:
-        found = json.loads(text, parse_constant=_not_json)
+        found = json.loads(text, parse_constant=_not_json, parse_float=_finite)
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode()  # half a character cannot be written
         return found
@@ -477,8 +484,13 @@ def _json(text: str, kind: str, where: str) -> Any:
         ) from error
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _not_json(text)
+
+
 def _not_json(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"{word} is not a number that JSON can write")
 
 
 # -- tools ---------------------------------------------------------------------------------------------------------
@@ -576,14 +588,20 @@ def allows_null(schema: Any) -> bool:
 # -- keys that nothing reads -----------------------------------------------------------------------------------------
 
 
-def unread_keys(messages: Messages, template: str | None) -> set[str]:
+def unread_keys(messages: Messages, template: str | None, *, writes_names: bool = True) -> set[str]:
     """Keys of messages, in the one form, that neither this system nor the chat template reads.
 
     Args:
         template: its source; a key that it names counts as read.
+        writes_names: whether the template writes the ``name`` of a message that is not a tool's.
     """
-    others = {key for message in messages for key in message if key not in _KEYS}
-    return {key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))}
+    found = {
+        f"{key} (of the role {message['role']})" for message in messages for key in LOSS_KEYS[1:] if key in message
+    }
+    if not writes_names and any("name" in message and message["role"] != "tool" for message in messages):
+        found.add("name")
+    others = {key for message in messages for key in message if key not in (*_KEYS, *LOSS_KEYS)}
+    return found | {key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))}
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.legacy_paths import follows_old_plugin
-from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_source
+from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_form, template_source
 from slime.prompts.conversation import (
     ConversationError,
     Messages,
@@ -140,7 +141,11 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
             raise RowProblem("have token ids that no vocabulary has", str(error)) from error
         return Prompt(text, value, label, metadata, "", columns)
     prompt = _text(value, form) if messages is None else messages
-    keys = unread_keys(messages, template_source(tokenizer)) if messages else ()
+    keys: Iterable[str] = ()
+    if messages:
+        source = template_source(tokenizer)
+        writes_names = not source or template_form(tokenizer, **form.template_kwargs).writes_names
+        keys = unread_keys(messages, source, writes_names=writes_names)
     rendered = prompt
     if form.apply_chat_template and not form.raw:
         try:

@@ -37,6 +37,8 @@ from slime.prompts.tokenizer import with_opening
 logger = get_logger(__name__)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: Templates may write the time: so often a conversation is encoded until it stands still meanwhile.
+_CLOCK_TRIES = 5
 #: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
 _ONE, _OTHER = "Aprobe of the head", "Zprobe of the head"
 
@@ -71,13 +73,17 @@ class Encoded:
         sequences: one, or several where the template rewrites earlier turns.
         lost_reasoning: turns with reasoning in the data that the template does not write.
         without_reasoning: turns without reasoning although the generation prompt opens it.
+        control_tokens: messages whose words hold special tokens, which the tokenizer takes as such.
         unended: why the first turn that is trained without an end token has none; None: every turn ends with one.
+        reasoning_fix: what may make the template write reasoning.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
     lost_reasoning: int = 0
     without_reasoning: int = 0
+    control_tokens: int = 0
     unended: Unended | None = None
+    reasoning_fix: str = ""
 
 
 @dataclass
@@ -128,6 +134,9 @@ class SftEncoding:
         of_template = [number for number, text in self._special.items() if text and self._form.end.endswith(text)]
         self.ends = frozenset([*ends, *eos, *of_template])
         self._known: dict[str, list[int]] = {}
+        self._control = re.compile("|".join(re.escape(text) for text in self._special.values() if text) or "(?!)")
+        self._ends = [self._special[number] for number in self.ends if self._special.get(number)]
+        self._reasoning_fix = _reasoning_fix(self._source, self._kwargs)
 
     def read_ahead(self, texts: Iterable[str]) -> None:
         """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the tokeniser takes
@@ -193,7 +202,29 @@ class SftEncoding:
     def _conversation(self, messages: Messages, tools: list[dict[str, Any]] | None) -> Encoded:
         messages = self._form.merged(messages)
         renderer = _Renderer(self.tokenizer, self._form, messages, tools, self._kwargs)
-        found = Encoded()
+        if "strftime_now" not in self._source and not self._form.varies:
+            return self._turns(messages, renderer)
+        for _ in range(0 if self._form.varies else _CLOCK_TRIES):
+            before = renderer.whole()
+            error: UserError | None = None
+            try:
+                found = self._turns(messages, renderer)
+            except UserError as raised:
+                error = raised
+            if renderer.whole() != before:
+                continue  # the clock moved on between two renderings
+            if error is not None:
+                raise error
+            return found
+        raise UserError(
+            "the chat template writes the same messages differently each time",
+            why="what is trained is found by comparing renderings, and these differ by chance or by the time of day",
+            fix="remove random values and times from chat_template.jinja of the model",
+        )
+
+    def _turns(self, messages: Messages, renderer: _Renderer) -> Encoded:
+        found = Encoded(reasoning_fix=self._reasoning_fix)
+        found.control_tokens = sum(self._holds_control_tokens(message) for message in messages)
         sequences: list[_Sequence] = []
         trained = 0
         for number, message in enumerate(messages):
@@ -227,17 +258,19 @@ class SftEncoding:
     ) -> _Turn:
         """The prompt of message ``number``, and what the model generates after it."""
         form = self._form
+        if thought.marks is None and thought.text and reasoning_of({"content": thought.answer}).text.strip():
+            raise _undetermined(number, "it has reasoning of its own, and other reasoning in its content")
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
             turn = self._after_another_head(renderer, number, thought, answered, prompt, found)
         elif form.asks:
-            turn = _Turn(prompt, answered[len(prompt) :])
+            turn = _in_opened_reasoning(_Turn(prompt, answered[len(prompt) :]), thought, found)
         else:
             head = renderer.head(number, answered)
             start = len(prompt) if not head[len(prompt) :].strip() else len(head)
             turn = _Turn(answered[:start], answered[start:])
-        said = self._up_to_end(turn.said)
+        said = self._up_to_end(turn.said, message)
         _check(said, message, thought, number)
         if thought.text.strip() and thought.text.strip() not in said:
             found.lost_reasoning += 1
@@ -255,7 +288,7 @@ class SftEncoding:
         """The turn where the generation prompt is not the beginning of the answered turn: it opens reasoning, say."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
-        if prompt is None:
+        if prompt is None or not self._form.asks:
             return _Turn(head, said)
         # what comes before may be written in another way, too: compare from the end of the message before
         before = renderer.text_before(number)
@@ -269,6 +302,8 @@ class SftEncoding:
         missing = tail_of_head[common:]  # before an answer alone
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
+        if before and before in prompt and before not in shared:
+            raise _undetermined(number, "the template writes what comes before it in another way once it is answered")
         if marks is None and opened.strip():
             if before and before in missing and not is_in_both:
                 raise _undetermined(
@@ -279,7 +314,8 @@ class SftEncoding:
             return _Turn(prompt, rest.lstrip() if opened else rest)
         begin, end = marks
         if end in opened:  # an empty block of reasoning: the answer follows, unless there is reasoning after all
-            return _Turn(shared, rest) if thought.text.strip() else _Turn(prompt, rest)
+            is_written = bool(thought.text.strip()) and thought.text.strip() in rest
+            return _Turn(shared, rest) if is_written else _Turn(prompt, rest)
         gap = "\n" if opened.endswith("\n") else ""
         bare = rest.lstrip()
         if not thought.text.strip():
@@ -297,9 +333,24 @@ class SftEncoding:
             reasoning = f"{thought.text.strip(chr(10))}{gap}{end}{gap}{gap}"
         return _Turn(prompt, reasoning + answer)
 
-    def _up_to_end(self, said: str) -> str:
+    def _holds_control_tokens(self, message: dict[str, Any]) -> bool:
+        content = message["content"].rstrip()
+        if message["role"] == "assistant" and not self._form.end:  # data that writes the end itself
+            for end in self._ends:
+                content = content.removesuffix(end)
+        return any(self._control.search(text) for text in (content, message.get("reasoning_content", "")))
+
+    def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
         """Without what the template writes behind the end-of-turn token."""
         form = self._form
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        if calls:  # some templates write an empty answer behind them, or always the head of the next turn
+            values = [value for call in calls for value in call["arguments"].values() if isinstance(value, str)]
+            words = [calls[-1]["name"], *(value for value in values if self._control.search(value))]
+            spoken = max(said.rfind(word) + len(word) for word in words)
+            ends = [said.find(end, spoken) + len(end) for end in self._ends if end in said[spoken:]]
+            if ends:
+                return said[: min(ends)]
         if form.tail and said.endswith(form.tail):
             return said[: len(said) - len(form.tail)] + form.end
         stripped = said.rstrip()
@@ -397,6 +448,32 @@ class SftEncoding:
         return str(self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit]))
 
 
+def _in_opened_reasoning(turn: _Turn, thought: Thought, found: Encoded) -> _Turn:
+    """The turn with reasoning where its prompt ends with the opening mark and the template leaves it out."""
+    opened = turn.prompt.rstrip()
+    marks = next((pair for pair in REASONING_MARKS if opened.endswith(pair[0])), None)
+    reasoning = thought.text.strip("\n")
+    if marks is None or (reasoning.strip() and reasoning.strip() in turn.said):
+        return turn
+    begin, end = marks
+    gap = "\n" if turn.prompt.endswith("\n") else ""
+    closes = turn.said.lstrip().startswith(end)
+    if reasoning.strip():
+        answer = turn.said.lstrip() if closes else f"{end}{gap}{gap}{turn.said}"
+        return _Turn(turn.prompt, f"{reasoning}{gap}{answer}")
+    if closes:
+        return turn
+    found.without_reasoning += 1
+    return _Turn(opened.removesuffix(begin), turn.said)
+
+
+def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
+    for name in ("enable_thinking", "thinking"):
+        if name not in kwargs and re.search(rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template):
+            return f"try --apply-chat-template-kwargs '{{\"{name}\": true}}', or take another template"
+    return "write it into the content between <think> marks, or take another template"
+
+
 class _Renderer:
     """Renders the beginnings of one conversation."""
 
@@ -417,6 +494,13 @@ class _Renderer:
         """What the model is given before message ``number``; None where the template takes no such prompt."""
         try:
             return self._render(self._shown[:number], ask=True) if number else None
+        except TemplateRefuses:
+            return None
+
+    def whole(self) -> str | None:
+        """All messages; None where the template refuses them."""
+        try:
+            return self._render(self._shown)
         except TemplateRefuses:
             return None
 
@@ -540,7 +624,9 @@ class SftTotals:
     sequences: int = 0
     lost_reasoning: int = 0
     without_reasoning: int = 0
+    control_tokens: int = 0
     unended: Unended | None = None
+    reasoning_fix: str = ""
 
     def add(self, encoded: Encoded) -> None:
         """Count one row."""
@@ -549,6 +635,8 @@ class SftTotals:
         self.sequences += len(encoded.sequences)
         self.lost_reasoning += encoded.lost_reasoning
         self.without_reasoning += encoded.without_reasoning
+        self.control_tokens += encoded.control_tokens > 0
+        self.reasoning_fix = self.reasoning_fix or encoded.reasoning_fix
         self.unended = self.unended or encoded.unended
 
     def merge(self, other: SftTotals) -> None:
@@ -557,6 +645,8 @@ class SftTotals:
         self.sequences += other.sequences
         self.lost_reasoning += other.lost_reasoning
         self.without_reasoning += other.without_reasoning
+        self.control_tokens += other.control_tokens
+        self.reasoning_fix = self.reasoning_fix or other.reasoning_fix
         self.unended = self.unended or other.unended
 
     def tell(self, tokenizer: Any) -> None:
@@ -573,9 +663,9 @@ class SftTotals:
         if self.lost_reasoning:
             tell(
                 logger,
-                "the chat template has no place for reasoning: %d answers of %d conversations are trained without "
-                "theirs. To train it, write it into the content between <think> marks, or take another template",
-                self.lost_reasoning, self.rows, once=f"sft lost reasoning {name}",
+                "the chat template does not write reasoning: %d answers of %d conversations are trained without "
+                "theirs. To train it, %s",
+                self.lost_reasoning, self.rows, self.reasoning_fix, once=f"sft lost reasoning {name}",
             )  # fmt: skip
         if self.without_reasoning:
             tell(
@@ -583,6 +673,13 @@ class SftTotals:
                 "the generation prompt opens reasoning (<think>), and %d answers of %d conversations have none: they "
                 "are trained without the opening mark, so the prompt differs from the one that engines are given",
                 self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
+            )  # fmt: skip
+        if self.control_tokens:
+            tell(
+                logger,
+                "%d of %d conversations hold special tokens of the tokenizer in the words of their messages: they are "
+                "read as control tokens, so a message may end or begin there. Remove them if they are meant as text",
+                self.control_tokens, self.rows, once=f"sft control tokens {name}",
             )  # fmt: skip
         if self.unended is not None:
             tell(

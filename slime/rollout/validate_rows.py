@@ -272,11 +272,13 @@ def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
         yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=_NEVER)
     if encoded.lost_reasoning:
         kind = "have reasoning that the chat template does not write, and are trained without it"
-        fix = "write it into the content between <think> marks, or take another template"
-        yield RowProblem(kind, fix=fix, refuse_at=_NEVER)
+        yield RowProblem(kind, fix=encoded.reasoning_fix, refuse_at=_NEVER)
     if encoded.without_reasoning:
         kind = "have answers without the reasoning that the generation prompt opens, and are trained without its mark"
         yield RowProblem(kind, refuse_at=_NEVER)
+    if encoded.control_tokens:
+        kind = "hold special tokens of the tokenizer in their words, which are read as control tokens"
+        yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=_NEVER)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"
         yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=_NEVER)

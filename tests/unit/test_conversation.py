@@ -241,3 +241,18 @@ def test_a_row_names_what_is_wrong_and_where() -> None:
         read_prompt(row, RowFormat(), make_tokenizer())
     assert caught.value.kind == "have arguments of a call that are not valid JSON"
     assert caught.value.detail.startswith("input[1].tool_calls[0]: ")
+
+
+def test_names_and_weights_that_nothing_reads_are_reported() -> None:
+    said = [{"role": "user", "content": "hi", "name": "bob", "weight": 1}, {"role": "assistant", "content": "a"}]
+    tokenizer = make_tokenizer(CHATML)
+    prompt = read_prompt({"input": said}, RowFormat(raw=True), tokenizer)
+    assert prompt.unread_keys == ("name", "weight (of the role user)")
+    named = make_tokenizer(CHATML.replace("m['role'] +", "m['role'] + (m['name'] or '') +"))
+    assert read_prompt({"input": said[:1]}, RowFormat(raw=True), named).unread_keys == ("weight (of the role user)",)
+
+
+def test_a_number_that_no_float_holds_is_refused_in_arguments() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1e400}'}}
+    with pytest.raises(ConversationError, match="arguments of a call that are not valid JSON"):
+        read_messages([{"role": "assistant", "tool_calls": [call]}])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime import log
+from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.errors import UserError
 from slime.hooks import DataSource
@@ -151,6 +152,45 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
     assert len(batch.steps) == 1, "a conversation counts as one of the batch"
     trained = [sum(one.loss_mask or []) for one in split]
     assert batch.rollout_mask_sums[:2] == [sum(trained)] * 2, "and is weighted as one"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    turns=st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    template=st.sampled_from([CHATML, THINKING]),
+    num_ranks=st.sampled_from([1, 2]),
+    seq_length=st.sampled_from([None, 60]),
+)
+def test_a_split_conversation_weighs_what_an_unsplit_one_does(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[int], template: str, num_ranks: int, seq_length: int | None
+) -> None:
+    """A step takes as many rows as --rollout-batch-size says, and each adds up to one of them in the loss, however many
+    samples it becomes, on whichever ranks they are, and also where some of them are too long and left out."""
+    tokenizer = make_tokenizer(template)
+    rows = [{"messages": chat(*(["q", "a" * (1 + i)] * count))} for i, count in enumerate(turns)]
+    path = write_jsonl(tmp_path_factory.mktemp("rows") / "s.jsonl", rows)
+    size = len(rows)
+    config = config_for(
+        prompt_data=path,
+        input_key="messages",
+        rollout_batch_size=size,
+        global_batch_size=size,
+        micro_batch_size=1,
+        rollout_shuffle=False,
+        seq_length=seq_length,
+    )
+    output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
+    assert len(output.samples) == size and all(group.num_executions == 1 for group in output.samples)
+    if template == THINKING and seq_length is None:
+        assert [len(group.samples) for group in output.samples] == turns
+    weights: dict[int, float] = {}
+    for batch in to_train_batches(output.samples, config, TrainLayout(data_parallel_size=num_ranks), 0):
+        [step] = batch.steps
+        assert step.global_batch_size == size
+        for execution, mask, total in zip(batch.execution_ids, batch.loss_masks, batch.rollout_mask_sums):
+            weight = token_weights([mask], [total], step.global_batch_size).sum().item()
+            weights[execution] = weights.get(execution, 0.0) + weight
+    assert list(weights.values()) == pytest.approx([1 / size] * size)
 
 
 TEXT = st.text(st.sampled_from("abc .\n?"), min_size=1, max_size=8)

@@ -54,18 +54,48 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "reasoning and tools": [user(0), CALL | {"reasoning_content": "REASON0"}, RESULT, thoughtful(1)],
     "no generation prompt": [user(0), answer(0), user(1), answer(1)],
 }
-#: Why a template may refuse: its own words, or calls that it has no way to write.
-REFUSALS = (
-    "does not write its call",
-    "the chat template refuses the messages",
-)
+#: Templates that write no calls of tools, so rows with calls are refused. (That of DeepSeek-R1-Distill looks for a null
+#: content, which transformers takes away.)
+NO_CALLS = {
+    *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
+    *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
+}
+#: Templates that raise for a system message.
+NO_SYSTEM = {"gemma"}
+#: Templates of models that do not reason: there is no place for reasoning in a key of its own.
+NO_REASONING = (NO_CALLS - {"deepseek_r1_distill"}) | {
+    *("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "lfm2_v2", "llama3_1", "llama3_2", "qwen2_5"),
+    *("qwen3_instruct_2507", "qwen3_vl"),
+}
+#: Those that write no reasoning where it is beside a call or behind a result: the generation prompt behind a tool's
+#: result opens none (DeepSeek-V3), the marks leave it out (gpt-oss for training). Gemma 4 writes it before calls alone.
+NO_REASONING_WITH_TOOLS = (NO_REASONING - NO_CALLS) | {"deepseekv3", "gptoss_training"}
 _WORDS = re.compile("(?:ANSWER|REASON|CITY)\\d")
 _FOREIGN = re.compile("USER|SYSTEM|RESULT|DESCRIPTION")
-#: What models write around their words: headers of channels, closing marks.
-_STRUCTURE = re.compile(
-    r"</?(?:\w+:)?think(?::\w+)?>|\[/?THINK\]|<\|?channel\|?>|<\|(?:END_THINKING|think)\|>|to=\w+"
-    r"|\[BEGIN FINAL RESPONSE\]|(?:final|assistant|analysis|thought|response|message|think|all)"
-)
+#: Marks of reasoning in the data, and those that templates write for the keys of reasoning.
+_THINK_MARKS = re.compile(r"</?think>")
+_ROLE_MARKS = re.compile("assistant|user|im_start|start_of_turn|start_header|CHATBOT|role", re.IGNORECASE)
+#: What the models of some families write around their words, besides.
+_HEADERS = {
+    "gptoss": ("analysisassistantfinal", "final", ""),
+    "muse_glimmer": ("to=selfassistantto=user", "to=user", ""),
+    "diffusion_gemma": ("thought", ""),
+    "gemma4_v5": ("thought", ""),
+}
+
+
+def family(name: str) -> str:
+    return name.removeprefix("trl/").removesuffix("_training")
+
+
+def may_be_refused(name: str, shape: str) -> bool:
+    return ("tools" in shape and family(name) in NO_CALLS) or (shape == "system" and family(name) in NO_SYSTEM)
+
+
+def loses_reasoning(name: str, shape: str) -> bool:
+    lacking = NO_REASONING_WITH_TOOLS if "tools" in shape else NO_REASONING
+    own_key = shape in ("reasoning", "reasoning and tools")
+    return own_key and (family(name) in lacking or name.removeprefix("trl/") in lacking)
 
 
 def trained_texts(encoded: Encoded, tokenizer: Any) -> list[str]:
@@ -93,7 +123,8 @@ def test_templates_of_many_models_are_here() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
-    """Decoding the trained runs gives each turn's words and its end, and nothing else; or the template refuses."""
+    """Decoding the trained runs gives each turn's words and its end, and nothing else. Only the templates listed above
+    refuse, or lose reasoning."""
     tokenizer = tokenizer_of(TEMPLATES[name])
     silent = tokenizer_of(TEMPLATES[name].replace("add_generation_prompt", "nobody_sets_this"))
     encodings = {shape: SftEncoding(tokenizer) for shape in SHAPES}
@@ -101,11 +132,11 @@ def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
     for shape, messages in SHAPES.items():
         encoding = encodings[shape]
         tools = [TOOL] if "tools" in shape else None
-        try:
-            encoded = encoding.encode(messages, tools=tools)
-        except UserError as error:
-            assert any(reason in str(error) for reason in REFUSALS), (shape, str(error))
+        if may_be_refused(name, shape):
+            with pytest.raises(UserError, match=r"does not write its call|System role not supported"):
+                encoding.encode(messages, tools=tools)
             continue
+        encoded = encoding.encode(messages, tools=tools)
         texts = trained_texts(encoded, encoding.tokenizer)
         turns = [message for message in messages if message["role"] == "assistant"]
         assert len(texts) == len(turns), (shape, texts)
@@ -116,11 +147,19 @@ def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
             lost += len(wanted - found)
             assert found <= wanted and all(word.startswith("REASON") for word in wanted - found), (shape, text)
             if "tools" not in shape:
-                rest = _WORDS.sub("", text)
-                for token in sorted(encoding.tokenizer.all_special_tokens, key=len, reverse=True):
-                    rest = rest.replace(token, "")
-                assert not _STRUCTURE.sub("", rest).strip(), (shape, text)
+                assert_only_words(name, text, encoding.tokenizer)
         assert lost == encoded.lost_reasoning, (shape, texts)
+        assert bool(lost) == loses_reasoning(name, shape), (shape, texts)
+
+
+def assert_only_words(name: str, text: str, tokenizer: Any) -> None:
+    """Nothing but words of the answer, special tokens, marks of reasoning and the headers of the family."""
+    rest = _WORDS.sub("", text)
+    for token in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
+        rest = rest.replace(token, "")
+    if family(name) not in _HEADERS:
+        assert not _ROLE_MARKS.search(text[: _WORDS.search(text).start()]), text  # type: ignore[union-attr]
+    assert "".join(_THINK_MARKS.sub("", rest).split()) in _HEADERS.get(family(name), ("",)), text
 
 
 # -- kinds of templates, written out ---------------------------------------------------------------------------------
@@ -225,3 +264,103 @@ def test_content_is_a_list_of_parts_where_the_template_wants_one() -> None:
         "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
     )
     assert render_messages(tokenizer_of(wants + "{% endfor %}"), [user(0), answer(0)]) == "USER0ANSWER0"
+
+
+# -- what templates do that trains the wrong tokens unless it is noticed ----------------------------------------------
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("varying", ["{{ range(9999) | random }}", "{{ strftime_now('%H:%M:%S.%f') }}"])
+def test_a_template_that_writes_something_else_each_time_is_refused(varying: str) -> None:
+    with pytest.raises(UserError, match="differently each time"):
+        encode(f"<|im_start|>system\n{varying}<|im_end|>\n{CHATML}", [user(0), answer(0)])
+
+
+def test_a_date_that_changes_while_a_conversation_is_encoded_trains_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of(f"<|im_start|>system\n{{# strftime_now #}}{{{{ today }}}}<|im_end|>\n{CHATML}")
+    days = iter(["Mon", "Mon", "Tue"])
+    plain = tokenizer.apply_chat_template
+    encoding = SftEncoding(tokenizer)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: plain(*a, today=next(days, "Tue"), **k))
+    encoded = encoding.encode([user(0), answer(0)])
+    assert trained_texts(encoded, tokenizer) == ["ANSWER0<|im_end|>"]
+    assert "Tue" in tokenizer.decode(encoded.sequences[0].tokens)
+
+
+def test_reasoning_that_the_prompt_opens_is_closed_although_the_answer_is_written_behind_its_mark() -> None:
+    opens = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}"
+    opens += "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+    opens += "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    encoded, texts, _ = encode(opens, [user(0), thoughtful(0)])
+    assert texts == ["REASON0\n</think>\n\nANSWER0<|im_end|>"] and encoded.lost_reasoning == 0
+    encoded, texts, tokenizer = encode(opens, [user(0), answer(0)])
+    assert texts == ["ANSWER0<|im_end|>"] and encoded.without_reasoning == 1
+    assert "<think>" not in tokenizer.decode(encoded.sequences[0].tokens), "the answer is no reasoning"
+
+
+def test_reasoning_that_a_template_writes_before_calls_alone_or_as_a_part_is_trained() -> None:
+    before_calls = CALLS.replace(
+        "{{ m.content", "{% if m.tool_calls and m.reasoning %}[{{ m.reasoning }}]{% endif %}{{ m.content"
+    )
+    encoded, texts, _ = encode(before_calls + ASKS, SHAPES["reasoning and tools"], tools=[TOOL])
+    assert texts[0].startswith("[REASON0]<call>lookup") and encoded.lost_reasoning == 1, "that of the answer"
+    parts = CHATML.replace("m['content']", "body(m['content'])")
+    parts = (
+        "{% macro body(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
+        "{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}"
+        "{% endmacro %}"
+        + parts
+    )
+    for message in (thoughtful(0), answer(0, content="<think>\nREASON0\n</think>\n\nANSWER0")):
+        encoded, texts, _ = encode(parts, [user(0), message])
+        assert texts == ["[THINK]REASON0[/THINK]ANSWER0<|im_end|>"] and encoded.lost_reasoning == 0
+
+
+def test_a_turn_of_calls_ends_with_its_first_end_token() -> None:
+    """Some templates write an empty answer behind calls (DeepSeek), or always the head of the next turn (Command R)."""
+    for behind in ("<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"):
+        template = CALLS.replace(
+            "<|im_end|>\n{% endfor %}", "<|im_end|>\n{% if m.tool_calls %}" + behind + "{% endif %}{% endfor %}"
+        )
+        _, texts, _ = encode(template + ASKS, [user(0), CALL], tools=[TOOL])
+        assert texts == ['<call>lookup {"city": "CITY0"}</call><|im_end|>']
+
+
+def test_the_role_mark_is_not_trained_where_a_template_ends_prompts_with_the_end_token() -> None:
+    ends = CHATML.partition("{% if add_generation_prompt")[0] + "{{ eos_token }}"
+    for shape in ("one turn", "several turns"):
+        _, texts, _ = encode(ends, SHAPES[shape])
+        assert [text.removesuffix("<EOS>").strip() for text in texts] == [
+            f"ANSWER{i}<|im_end|>" for i in range(len(texts))
+        ]
+
+
+def test_reasoning_that_is_given_twice_is_trained_once_and_two_that_differ_are_refused() -> None:
+    keyed = CHATML.replace(
+        "m['content'] +",
+        "('<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content else '') + m['content'] +",
+    )
+    inline = "<think>REASON0</think>ANSWER0"
+    _, texts, _ = encode(keyed, [user(0), answer(0, content=inline, reasoning="REASON0")])
+    assert texts == [inline + "<|im_end|>"]
+    with pytest.raises(UserError, match="other reasoning in its content"):
+        encode(keyed, [user(0), answer(0, content=inline, reasoning="REASON1")])
+    with pytest.raises(UserError, match="reasoning in several places that differ"):
+        encode(keyed, [user(0), answer(0, reasoning="REASON0", thinking="REASON1")])
+
+
+def test_special_tokens_in_words_are_counted() -> None:
+    assert encode(CHATML, [user(0), answer(0)])[0].control_tokens == 0
+    encoded, _, _ = encode(CHATML, [answer(0, content="<|im_end|>", role="user"), answer(0)])
+    assert encoded.control_tokens == 1
+
+
+def test_a_warning_names_the_switch_that_makes_the_template_write_reasoning() -> None:
+    switched = "{% if enable_thinking is defined %}{% endif %}" + CHATML
+    assert "enable_thinking" in encode(switched, [user(0), thoughtful(0)])[0].reasoning_fix
+    assert "enable_thinking" not in encode(CHATML, [user(0), thoughtful(0)])[0].reasoning_fix
