@@ -49,9 +49,11 @@ def finish_samples(
         prompt: the sample as it was given.
         aborting: what is left PENDING was cut short.
     Raises:
-        UserError: lengths that do not fit, or siblings with different ``rollout_id``.
+        UserError: lengths that do not fit, one sample twice, or siblings with different ``rollout_id``.
     """
     from_text: list[Sample] = []
+    if len(set(map(id, samples))) < len(samples):
+        raise UserError(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
     for sample in samples:
         if (problem := kind_problem(sample)) is not None:
             raise UserError(f"{origin} returned a sample (index {prompt.index}) with {problem[0]}", fix=problem[1])

@@ -1,23 +1,23 @@
 """The fields of a `Sample`: what each must hold, and which are frozen once the sample is generated.
 
 `FIELDS` is the one table that everything reads which checks users' functions: `Sample.validate` (kinds and lengths),
-`number_problem` (token ids and log-probs one by one) and `frozen` (functions that get a finished sample).
+`number_problem` (token ids and log-probs one by one) and `slime.samples.frozen_fields` (functions that get a finished
+sample).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import pickle
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from slime.hook_loading import FunctionFailed, shown
+from slime.hook_loading import shown
 
 #: Engines round log-probs of tokens that are almost certain to a little above 0.
 LARGEST_LOG_PROB = 1e-3
@@ -259,111 +259,3 @@ def unpicklable(samples: Iterable[Any]) -> str:
                 except Exception as error:  # whatever the class of the user's raises
                     return f"{place} of the sample with index {sample.index} ({type(error).__name__}: {error})"
     return ""
-
-
-# -- functions that get finished samples -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def frozen(
-    samples: Sequence[Any], origin: str, lists: Collection[list[Any]] = (), *, is_ordered: bool = True
-) -> Iterator[None]:
-    """In this block a function of the user's sees ``samples``. Whatever frozen field it changes is set back, and the
-    function is refused by name.
-
-    Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens and log-probs: these lists are
-    copied, and compared by identity first.
-
-    Args:
-        origin: the function in messages.
-        lists: that it is given, whose entries nothing reads afterwards.
-        is_ordered: what it returns goes by their order.
-    Raises:
-        FunctionFailed: it changed a frozen field, or one of the ``lists``.
-    """
-    before = [(sample, _copies(sample)) for sample in samples]
-    entries = [(given, given[:]) for given in lists]
-    try:
-        yield
-    except BaseException:
-        for sample, copies in before:  # it is tried again with the sample as it was
-            _set_back(sample, copies)
-        raise
-    told = [change for sample, copies in before if (change := _set_back(sample, copies))]
-    if told:
-        more = f" (so it did with {len(told) - 1} more samples)" if len(told) > 1 else ""
-        raise FunctionFailed(
-            f"{origin} changed {told[0]}{more}",
-            why="what was generated is trained on as it is: such a function may set reward, metadata, train_metadata,"
-            " remove_sample, teacher_log_probs and attributes of its own, and reads the rest",
-            fix="work on a copy; to keep a sample out of the loss, set remove_sample in --rollout-sample-filter-path;"
-            " to change tokens or masks, use --custom-generate-function-path or --rollout-sample-hook-path",
-        )
-    for given, kept in entries:
-        now, then = list(map(id, given)), list(map(id, kept))
-        if (now != then) if is_ordered else (sorted(now) != sorted(then)):
-            what = "the order" if len(now) == len(then) else f"the length ({len(then)}, now {len(now)})"
-            given[:] = kept
-            raise FunctionFailed(
-                f"{origin} changed {what} of a list of samples that it was given",
-                why="what it returns goes by the list as it was; entries that it removed would still be trained on",
-                fix="work on a copy, sorted(samples); to drop a group, use --dynamic-sampling-filter-path; to keep a"
-                " sample out of the loss, set its remove_sample",
-            )
-
-
-def _copies(sample: Any) -> list[Any]:
-    """Of each frozen field, what tells a change and brings back the value."""
-    return [_copy(value) for value in map(vars(sample).get, FROZEN)]
-
-
-def _copy(value: Any) -> Any:
-    if type(value) is not list:
-        return value
-    if value and isinstance(value[0], (int, float)):
-        is_ones = type(value[0]) is int and value[0] is value[-1] and value.count(1) == len(value)
-        return _Ones(len(value)) if is_ones else value[:]
-    return pickle.dumps(value)  # messages, spans: small, with values that change in place
-
-
-class _Ones(int):
-    """The number of entries of a list of ones, as most loss masks are: a copy would take as much memory as tokens."""
-
-
-def _set_back(sample: Any, copies: Sequence[Any]) -> str:
-    """Give the frozen fields their values back; the first change, in words."""
-    told = ""
-    fields = vars(sample)
-    for name, before in zip(FROZEN, copies):
-        now = fields.get(name)
-        if now is before or (type(now) is list and _is_still(now, before)):
-            continue
-        if isinstance(now, (str, int)) and type(before) is not _Ones and now == before:
-            continue
-        before = _original(before)
-        if type(now) is list and now == before:  # pickled otherwise, and equal
-            continue
-        setattr(sample, name, before)
-        told = told or f"{_change(name, before, now)} of the sample with index {sample.index}"
-    return told
-
-
-def _is_still(now: list[Any], before: Any) -> bool:
-    if type(before) is _Ones:
-        return len(now) == before == now.count(1)
-    return pickle.dumps(now) == before if type(before) is bytes else now == before
-
-
-def _original(before: Any) -> Any:
-    if type(before) is _Ones:
-        return [1] * before
-    return pickle.loads(before) if type(before) is bytes else before
-
-
-def _change(name: str, before: Any, now: Any) -> str:
-    if isinstance(before, list) and isinstance(now, list):
-        if len(before) != len(now):
-            return f"{name} (from {len(before)} entries to {len(now)})"
-        at = next(i for i, pair in enumerate(zip(before, now)) if pair[0] != pair[1])
-        return f"{name}[{at}] (from {shown(before[at], 40)} to {shown(now[at], 40)})"
-    return f"{name} (from {shown(before, 60)} to {shown(now, 60)})"
