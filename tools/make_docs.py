@@ -42,7 +42,8 @@ return is checked field by field. All other hooks get finished samples and only 
 FROZEN_FIELDS.
 They may set every other field (`reward`, `label`, `metadata`, `train_metadata`, `remove_sample`, `teacher_log_probs`)
 and attributes of their own. A hook that changes a frozen field, in place or by assignment, is refused with its flag,
-its path, the field, and the value before and after. Errors of training name the hooks that made its data first.
+its path, the field, and the value before and after; so is one that sets another field to what cannot be used, such as
+`metadata = None`. Errors of training name the hooks that made its data first.
 
 **A hook that goes wrong costs its own sample.** Each call of a function for one sample, or one group, stands alone.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.prompts.problems import RowProblem, missing_key
 
-#: Built-in rewards that compare the response with a label, which must then be text, a number or a date.
+#: Built-in rewards that compare the response with a label, which must then be text, a number, a boolean or a date.
 _COMPARING = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
 #: Built-in rewards to which a number is not its digits: gpqa takes it as the position of a choice.
 _POSITIONS = frozenset({"gpqa"})
@@ -82,8 +82,8 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
     Args:
         flag: what names the column, for messages.
         raw: numbers stay Python numbers (--label-type raw).
-        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must be text, a number or
-            a date.
+        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must be text, a number, a
+            boolean or a date.
     Raises:
         RowProblem: no such column, or a label that cannot be compared.
     """
@@ -161,7 +161,7 @@ def _check_comparable(label: Any, key: str, flag: str) -> None:
             f"found {label}; the reward function compares it with the response",
             "remove these rows, or write what the right answer is as text",
         )
-    if not (_is_number(label) or isinstance(label, (str, *_DATES))):
+    if not (_is_number(label) or isinstance(label, (str, bool, *_DATES))):
         found = "None" if label is None else f"a {type(label).__name__}"
         raise RowProblem(
             f"have a label (key '{key}') that is neither text nor a number",

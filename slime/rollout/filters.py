@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.hook_loading import FunctionFailed, call_hook, described, failures_of, named
 from slime.hooks import DynamicFilter, DynamicFilterOutput
-from slime.samples.sample_fields import frozen
+from slime.samples.frozen_fields import frozen
 from slime.samples.types import Sample
 
 FLAG = "--dynamic-sampling-filter-path"
@@ -69,7 +69,12 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
     # a forgotten return would drop every group, and "False" keep it
     if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):
         raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix)
-    return verdict if is_verdict else DynamicFilterOutput(keep=bool(verdict))
+    if is_verdict:
+        return verdict
+    try:
+        return DynamicFilterOutput(keep=bool(verdict))
+    except Exception as error:  # whatever its class raises, as an array of several numbers does
+        raise FunctionFailed(f"{what} returned {described(verdict)}", fix=fix) from error
 
 
 def should_drop_dynamic_filter_output(

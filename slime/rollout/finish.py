@@ -15,8 +15,9 @@ from slime.path_patterns import Evaluation
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.user_rollouts import checked_metrics
+from slime.samples.frozen_fields import frozen
 from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import as_list, frozen
+from slime.samples.sample_fields import as_list
 from slime.samples.types import Sample
 
 Metrics = dict[str, float]

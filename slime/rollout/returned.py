@@ -20,7 +20,7 @@ from slime.rollout.generate import GenerateState, prompt_token_ids
 from slime.rollout.group_run import GroupRun
 from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import experts_problem
-from slime.samples.sample_fields import PER_TOKEN, kind_problem, number_problem, token_problem
+from slime.samples.sample_fields import PER_TOKEN, kind_problem, number_problem, packed_ids, token_problem
 from slime.samples.types import Group, Sample, SampleStatus
 
 logger = get_logger(__name__)
@@ -49,9 +49,11 @@ def finish_samples(
         prompt: the sample as it was given.
         aborting: what is left PENDING was cut short.
     Raises:
-        UserError: lengths that do not fit, or siblings with different ``rollout_id``.
+        UserError: lengths that do not fit, one sample twice, or siblings with different ``rollout_id``.
     """
     from_text: list[Sample] = []
+    if len(set(map(id, samples))) < len(samples):
+        raise UserError(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
     for sample in samples:
         if (problem := kind_problem(sample)) is not None:
             raise UserError(f"{origin} returned a sample (index {prompt.index}) with {problem[0]}", fix=problem[1])
@@ -152,9 +154,10 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
     def refuse(what: str, fix: str) -> None:
         raise UserError(f"{origin} returned a sample (index {sample.index}) with {what}", fix=fix)
 
-    if problem := token_problem(sample.tokens, vocab_size):
+    ids = packed_ids(sample.tokens)
+    if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
         refuse(problem, "encode with the model's tokenizer")
-    if set(map(type, sample.tokens)) - {int}:
+    if ids is None:
         sample.tokens = [operator.index(token) for token in sample.tokens]  # NumPy's and torch's, too
     if sample.response_length and not sample.prompt_length:
         refuse(

@@ -21,9 +21,9 @@ from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, R
 from slime.legacy_paths import replaced
 from slime.log import get_logger, tell
 from slime.rollout.returned import check_distinct, check_values
+from slime.samples.frozen_fields import frozen
 from slime.samples.groups import groups_from_nested
 from slime.samples.reward_values import is_finite, is_number
-from slime.samples.sample_fields import frozen
 from slime.samples.types import Group, Sample, Versions
 
 logger = get_logger(__name__)

@@ -12,8 +12,9 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import FunctionFailed, described, named, user_function
 from slime.log import get_logger
+from slime.samples.frozen_fields import frozen
 from slime.samples.reward_values import reward_number
-from slime.samples.sample_fields import as_list, frozen
+from slime.samples.sample_fields import as_list
 from slime.samples.types import Group, Sample, SampleStatus
 
 #: The flag that names a function which shapes rewards, for messages.

@@ -20,8 +20,9 @@ from slime.models.flops import sequence_cost
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
+from slime.samples.frozen_fields import frozen
 from slime.samples.packing import PackingRules, Schedule, plan_steps
-from slime.samples.sample_fields import frozen, number_problem
+from slime.samples.sample_fields import number_problem
 from slime.samples.types import Group
 
 logger = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""`check_label`: which labels the built-in graders cannot compare a response with."""
+"""Labels that the built-in graders cannot compare a response with, and those that are rarely meant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.rewards.labels import check_label
+from slime.rollout.rewards.labels import check_label, doubt_label
+from slime.rollout.rewards.math_grading import grade_math
+from slime.rollout.rewards.text import grade_f1
 
 
 @pytest.mark.parametrize(
@@ -22,9 +24,9 @@ from slime.rollout.rewards.labels import check_label
         ("math", r"\frac{1}{2", "braces"),
         ("math", "$.$", "neither a number nor a word"),
         ("math", "null", "is 'null'"),
-        ("math", "word " * 60, "a text of 60 words"),
+        ("math", r"\text{ }", "neither a number nor a word"),
         ("dapo", "$", "leaves nothing"),
-        ("f1", "the", "no word"),
+        ("f1", " ", "is empty"),
         ("gpqa", "K", "none of the letters A to J"),
         ("gpqa", "Paris", "none of the letters"),
         ("gpqa", 12, "none of the letters"),
@@ -48,6 +50,8 @@ def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> No
         ("math", "a long solution, " * 40 + r"\boxed{18}", {}),
         ("dapo", "34", {}),
         ("f1", "The Beatles", {}),
+        ("f1", "A", {}),
+        ("f1", "<", {}),
         ("gpqa", "(c)", {}),
         ("gpqa", 1, {"choices": ["red", "blue"]}),
         ("gpqa", "blue", {"choices": {"a": "red", "b": "blue"}}),
@@ -58,3 +62,31 @@ def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> No
 )
 def test_labels_that_can_be_graded(rm_type: str | None, label: Any, metadata: dict[str, Any]) -> None:
     assert check_label(rm_type, label, metadata) is None
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("<", "'<', which has neither"),
+        ("none", "'none'"),
+        ("1}", "braces"),
+        ("()", "neither"),
+        ("word " * 60, "a text of 60 words"),
+    ],
+)
+def test_labels_that_a_response_can_match_are_not_refused(label: str, said: str) -> None:
+    assert check_label("math", label) is None
+    assert grade_math(rf"\boxed{{{label}}}", label) == 1.0
+    doubt = doubt_label("math", label)
+    assert doubt is not None and said in doubt[1]
+
+
+@pytest.mark.parametrize("label", ["1,2", "0", r"\{\}", "½", "yes", r"\boxed{18}"])
+def test_usual_labels_are_not_in_doubt(label: str) -> None:
+    assert doubt_label("math", label) is None
+
+
+@pytest.mark.parametrize("label", ["A", "the", "<", "?"])
+def test_f1_compares_labels_without_words_as_they_are(label: str) -> None:
+    assert grade_f1(label.lower(), label) == 1.0
+    assert grade_f1("", label) == grade_f1("an", label) == grade_f1("B", label) == 0.0

@@ -30,7 +30,7 @@ from slime.observe.alarms import find_alarms
 from slime.rollout.collect import Collector
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.execution import GroupRunner
-from slime.rollout.filters import call_dynamic_filter
+from slime.rollout.filters import call_dynamic_filter, verdict_of
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import generate
 from slime.rollout.group_run import GroupRun
@@ -229,6 +229,52 @@ def test_notes_on_a_sample_may_be_changed(kind: str, change: str) -> None:
     _, name, call = KINDS[kind]
     DO[:] = [ALLOWED[change]]
     call([finished(0), finished(1)], ME + name)
+
+
+ODD_NOTES: dict[str, tuple[str, Callable[[Sample], Any]]] = {
+    "no metadata": ("metadata", setting("metadata", None)),
+    "metadata as text": ("metadata", setting("metadata", "x")),
+    "a word for a flag": ("remove_sample", setting("remove_sample", "no")),
+    "too few teacher's": ("teacher_log_probs", setting("teacher_log_probs", [-1.0])),
+    "teacher's nan": ("teacher_log_probs", setting("teacher_log_probs", np.array([math.nan, -1.0]))),
+    "a list of notes": ("train_metadata", setting("train_metadata", [1])),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ODD_NOTES)
+def test_notes_that_cannot_be_used_name_the_function_that_made_them(kind: str, change: str) -> None:
+    flag, name, call = KINDS[kind]
+    field, DO[:] = ODD_NOTES[change][0], [ODD_NOTES[change][1]]
+    samples = [finished(0), finished(1)]
+    before = copy.deepcopy(vars(samples[0])[field])
+    with pytest.raises(FunctionFailed) as caught:
+        call(samples, ME + name)
+    assert f"'{ME}{name}' ({flag}) set " in caught.value.what and field in caught.value.what and caught.value.fix
+    assert vars(samples[0])[field] == before, "it is set back"
+
+
+@pytest.mark.parametrize("kind", ["dynamic filter", "sample filter"])
+@pytest.mark.parametrize("reward", ["bad", math.nan, 10**400])
+def test_a_filter_that_sets_no_reward_is_named(kind: str, reward: Any) -> None:
+    flag, name, call = KINDS[kind]
+    DO[:] = [setting("reward", reward)]
+    with pytest.raises(FunctionFailed) as caught:
+        call([finished(0), finished(1)], ME + name)
+    assert f"'{ME}{name}' ({flag}) returned" in caught.value.what and "the reward of sample 0" in caught.value.what
+
+
+def test_a_sample_keeps_its_class() -> None:
+    DO[:] = [lambda sample: setattr(sample, "__class__", type("Other", (Sample,), {}))]
+    sample = finished(0)
+    with pytest.raises(FunctionFailed, match="changed the class"):
+        filter_with([sample], ME + "dynamic_filter")
+    assert type(sample) is Sample
+
+
+def test_a_verdict_without_a_truth_is_refused_by_name() -> None:
+    with pytest.raises(FunctionFailed, match="the filter 'mine' returned"):
+        verdict_of(np.array([True, False]), "the filter 'mine'")
 
 
 def test_a_reward_that_changes_a_sample_is_not_let_through_by_the_second_try() -> None:

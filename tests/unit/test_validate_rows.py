@@ -99,7 +99,7 @@ def test_a_missing_file_is_told_as_such_and_missing_labels_besides(tmp_path: Pat
     [
         ("gpqa", "Paris", {}, "is 'Paris'"),
         ("math", "\\boxed{}", {}, "empty \\boxed{}"),
-        ("f1", "the", {}, "is 'the'"),
+        ("dapo", "$", {}, "is '$'"),
         ("math", "Paris", {"rm_type": "gpqa"}, "is 'Paris'"),
     ],
 )
@@ -111,6 +111,23 @@ def test_labels_that_their_reward_cannot_grade(
     error = error_of(path, rm_type=rm_type)
     assert "1 of 2 rows have a label that --rm-type" in error and f"(first: {path}:2)" in error and reason in error
     assert report_of(path, rm_type=rm_type, custom_rm_path="their.function").error is None
+
+
+def test_labels_that_a_response_can_match_are_told_and_not_refused(tmp_path: Path) -> None:
+    solution = {**GOOD, "label": "word " * 60}
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, GOOD, {**GOOD, "label": "<"}, solution, {**GOOD, "label": True}])
+    report = report_of(path, rm_type="math")
+    assert report.error is None and report.sizes[path].num_kept == 5
+    as_text, long = sorted(report.warnings)
+    assert f"1 of 5 rows have a label that --rm-type math compares as text (first: {path}:3)" in as_text
+    assert f"(first: {path}:4)" in long and "a text of 60 words" in long
+
+
+def test_a_column_of_solutions_is_refused_as_a_label(tmp_path: Path) -> None:
+    solution = {**GOOD, "label": "word " * 60}
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, solution, solution])
+    error = error_of(path, rm_type="math")
+    assert "2 of 3 rows have a long text for a label" in error and "--label-key" in error
 
 
 def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(tmp_path: Path) -> None:

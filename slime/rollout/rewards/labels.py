@@ -1,4 +1,8 @@
-"""Check labels before a launch: can the built-in graders compare a response with them at all?"""
+"""Check labels before a launch: can the built-in graders compare a response with them at all?
+
+`check_label` finds labels that no response can match. `doubt_label` finds those that a response can match and that are
+rarely meant.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,22 @@ from typing import Any
 from slime.rollout.rewards.text import (
     label_letter,
     last_boxed,
-    normalise_answer,
     normalise_final_answer,
     valid_choices,
 )
 
 #: A label for math is one answer. Longer text is a solution whose answer is not marked.
 _MOST_WORDS = 40
-_NOT_A_VALUE = frozenset({"nan", "none", "null", "n/a", "undefined label", "[invalid]"})
+#: What rows have whose labels are solutions; one column that is not meant makes all of them so.
+UNMARKED = "have a long text for a label, all of which a response would have to repeat"
+#: What stands where there is no value; a response that is the same text gives no answer.
+_NOT_A_VALUE = frozenset({"nan", "null", "undefined label", "[invalid]"})
+#: The same, or an answer in words.
+_PERHAPS_A_VALUE = frozenset({"none", "n/a"})
+
+_HAS_VALUE = re.compile(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓⅔¼¾]|\{\s*\\?\}")
+#: A command of LaTeX around nothing, and characters that graders leave out.
+_NOTHING = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}|[\s$.,;:?\\}]")
 
 
 def check_label(rm_type: str | None, label: Any, metadata: dict[str, Any] | None = None) -> str | None:
@@ -50,25 +62,63 @@ def check_label(rm_type: str | None, label: Any, metadata: dict[str, Any] | None
     return check(label, metadata or {})
 
 
-def _check_math(label: Any, _: dict[str, Any]) -> str | None:
-    text = str(label)
+def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
+    r"""Say what is odd about a label that `check_label` accepts.
+
+    Returns:
+        What such rows have, to be read after "rows", and what is odd about this one, to be read after "the label …";
+        None where nothing is.
+
+    Example:
+        >>> doubt_label("math", "<")
+        ('have a label that --rm-type math compares as text', "is '<', which has neither a number nor a word")
+    """
+    rm_type = rm_type or ""
+    if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):
+        return None
+    answer, is_boxed = _answer_of(str(label))
+    words = len(answer.split())
+    if not is_boxed and words > _MOST_WORDS:
+        why = rf"is a text of {words} words in which neither #### nor \boxed{{}} marks the answer"
+        return UNMARKED, why
+    if answer.lower() in _PERHAPS_A_VALUE:
+        why = f"is {answer!r}"
+    elif not _HAS_VALUE.search(answer):
+        why = f"is {answer!r:.60}, which has neither a number nor a word"
+    elif _braces(answer) < 0:
+        why = "has braces that do not match"
+    else:
+        return None
+    return f"have a label that --rm-type {rm_type} compares as text", why
+
+
+def _answer_of(text: str) -> tuple[str, bool]:
+    r"""What a label for math says is the answer, and whether it stands in a \boxed{}."""
     answer = text.rsplit("####", 1)[-1].strip()
+    boxed = last_boxed(answer)
+    return (answer if boxed is None else boxed).strip(), boxed is not None
+
+
+def _braces(answer: str) -> int:
+    """How many braces are opened and not closed; negative where more are closed."""
+    plain = answer.replace(r"\{", "").replace(r"\}", "")
+    return plain.count("{") - plain.count("}")
+
+
+def _check_math(label: Any, _: dict[str, Any]) -> str | None:
+    answer, is_boxed = _answer_of(str(label))
+    if is_boxed and not answer.strip("$ "):
+        return r"has an empty \boxed{}"
     if not answer:
         return "has nothing after ####"
-    boxed = last_boxed(answer)
-    if boxed is not None and not boxed.strip("$ "):
-        return r"has an empty \boxed{}"
-    answer = answer if boxed is None else boxed
-    if answer.strip().lower() in _NOT_A_VALUE:
-        return f"is {answer.strip()!r}"
-    if not re.search(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓⅔¼¾]|\{\s*\\?\}", answer):
-        return f"is {answer.strip()!r:.60}, which has neither a number nor a word"
-    plain = answer.replace(r"\{", "").replace(r"\}", "")
-    if plain.count("{") != plain.count("}"):
+    if answer.lower() in _NOT_A_VALUE:
+        return f"is {answer!r}"
+    if not _HAS_VALUE.search(answer) and not re.sub(_NOTHING, "", answer):
+        return f"is {answer!r:.60}, which has neither a number nor a word"
+    if re.fullmatch(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}", answer):
+        return f"is {answer!r:.60}, which has neither a number nor a word"
+    if _braces(answer) > 0:
         return "has braces that do not match"
-    words = len(answer.split())
-    if boxed is None and words > _MOST_WORDS:
-        return rf"is a text of {words} words in which neither #### nor \boxed{{}} marks the answer"
     return None
 
 
@@ -77,12 +127,6 @@ def _check_dapo(label: Any, _: dict[str, Any]) -> str | None:
         return f"is {str(label).strip()!r}"
     if not normalise_final_answer(str(label)):
         return f"is {str(label)!r:.60}, of which DAPO's normalisation leaves nothing"
-    return None
-
-
-def _check_f1(label: Any, _: dict[str, Any]) -> str | None:
-    if not normalise_answer(str(label)):
-        return f"is {str(label)!r:.60}, which has no word but articles and punctuation"
     return None
 
 
@@ -98,6 +142,6 @@ _CHECKS = {
     "math": _check_math,
     "deepscaler": _check_math,
     "dapo": _check_dapo,
-    "f1": _check_f1,
+    "f1": lambda label, metadata: None,  # whatever text there is
     "gpqa": _check_gpqa,
 }

@@ -35,8 +35,8 @@ from slime.rollout.rewards import instructions
 from slime.rollout.rewards.grading_pool import GradingPool
 from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
+from slime.samples.frozen_fields import frozen
 from slime.samples.reward_values import is_finite, is_number, reward_number
-from slime.samples.sample_fields import frozen
 from slime.samples.types import Sample
 
 logger = get_logger(__name__)
@@ -283,7 +283,7 @@ class RewardPool:
         lists = [argument for argument in arguments if argument is samples]
         try:
             async with contextlib.nullcontext() if is_async(fn) else self._threads:  # the clock starts when it does
-                with frozen(samples, self._named(path), lists):
+                with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
             self._count("timeout", path, len(samples))

@@ -14,8 +14,13 @@ from slime.prompts.problems import RowProblem
 from slime.prompts.row_format import Prompt
 from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.rewards.instructions import NAME, OLD_NAME, check_data, check_package, check_task, read_task
-from slime.rollout.rewards.labels import check_label
+from slime.rollout.rewards.labels import UNMARKED, check_label, doubt_label
 from slime.rollout.rewards.pool import check_rm_type
+
+#: Share of rows from which on labels of one kind mean that the column is not the one that is meant.
+_WRONG_COLUMN = 0.5
+#: No share of rows refuses a run.
+_NEVER = 2.0
 
 
 @dataclass
@@ -67,7 +72,7 @@ class RewardJudge:
         if rm_type.removeprefix("boxed_") != NAME:
             reason = check_label(rm_type, prompt.label, metadata)
             if reason is None:
-                return None
+                return self._doubt(rm_type, prompt.label)
             return RowProblem(
                 f"have a label that --rm-type {rm_type} cannot grade",
                 f"the label {reason}",
@@ -83,6 +88,14 @@ class RewardJudge:
             return RowProblem("have instructions that cannot be judged", _told(error), error.fix)
         names = sorted({name for name, _ in task})
         return self._once("\n".join(names), lambda: check_data(names))
+
+    def _doubt(self, rm_type: str, label: Any) -> RowProblem | None:
+        doubt = doubt_label(rm_type, label)
+        if doubt is None:
+            return None
+        kind, why = doubt
+        fix = f"if that is not meant, mend these rows, or name another column ({self.label_flag})"
+        return RowProblem(kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else _NEVER)
 
     def _check_named(self, rm_type: str) -> None:
         check_rm_type(rm_type)

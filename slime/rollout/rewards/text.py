@@ -87,12 +87,18 @@ def grade_f1(response: str, label: Any) -> float:
 
 
 def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
-    """`grade_f1` with the precision and the recall that it is made of."""
-    predicted, wanted = normalise_answer(response).split(), normalise_answer(str(label)).split()
-    common = sum((Counter(predicted) & Counter(wanted)).values())
-    if not predicted or not wanted:
-        same = float(predicted == wanted)
+    """`grade_f1` with the precision and the recall that it is made of.
+
+    A label of which normalisation leaves nothing ("A", "<") is compared as it is, but for case.
+    """
+    wanted = normalise_answer(str(label)).split()
+    if not wanted:
+        same = float(response.strip().lower() == str(label).strip().lower())
         return same, same, same
+    predicted = normalise_answer(response).split()
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    if not common:
+        return 0.0, 0.0, 0.0
     return 2 * common / (len(predicted) + len(wanted)), common / len(predicted), common / len(wanted)
 
 
