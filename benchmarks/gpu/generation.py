@@ -44,7 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 
         def start() -> None:
             model = make_model(args, folder)
-            flags: dict[str, Any] = {"rollout_engine": args.engine, "hf_checkpoint": str(model), "rollout_batch_size": 1}
+            flags: dict[str, Any] = {
+                "rollout_engine": args.engine,
+                "hf_checkpoint": str(model),
+                "rollout_batch_size": 1,
+            }
             if args.engine == "embedded":
                 flags["embedded_max_slots"] = max(args.in_flight)
             config = make_config(**flags, num_rollout=1)

@@ -309,7 +309,7 @@ def _key_of_thought(form: TemplateForm, probe: Callable[..., str], *, calls: boo
 
 def _writes_thought(form: TemplateForm, key: str | None, probe: Callable[..., str], *, calls: bool = False) -> bool:
     tried = dataclasses.replace(form, reasoning_key=key)
-    message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    message: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     if calls:
         message |= {"content": "", "tool_calls": [_PROBE_CALL]}
     text = probe(tried, message, tools=_PROBE_TOOLS if calls else None)

@@ -68,9 +68,10 @@ def frozen(
     for sample, values in zip(samples, notes):
         _check_notes(sample, values, origin, keeps_reward)
     for given, kept in entries:
-        now, then = list(map(id, given)), list(map(id, kept))
-        if (now != then) if is_ordered else (sorted(now) != sorted(then)):
-            what = "the order" if len(now) == len(then) else f"the length ({len(then)}, now {len(now)})"
+        ids = [id(sample) for sample in given]
+        before = [id(sample) for sample in kept]
+        if (ids != before) if is_ordered else (sorted(ids) != sorted(before)):
+            what = "the order" if len(ids) == len(before) else f"the length ({len(before)}, now {len(ids)})"
             given[:] = kept
             raise FunctionFailed(
                 f"{origin} changed {what} of a list of samples that it was given",

@@ -313,8 +313,7 @@ def test_reasoning_that_a_template_writes_before_calls_alone_or_as_a_part_is_tra
     parts = (
         "{% macro body(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
         "{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}"
-        "{% endmacro %}"
-        + parts
+        "{% endmacro %}" + parts
     )
     for message in (thoughtful(0), answer(0, content="<think>\nREASON0\n</think>\n\nANSWER0")):
         encoded, texts, _ = encode(parts, [user(0), message])
