@@ -69,9 +69,9 @@ def frozen(
         _check_notes(sample, values, origin, keeps_reward)
     for given, kept in entries:
         ids = [id(sample) for sample in given]
-        before = [id(sample) for sample in kept]
-        if (ids != before) if is_ordered else (sorted(ids) != sorted(before)):
-            what = "the order" if len(ids) == len(before) else f"the length ({len(before)}, now {len(ids)})"
+        ids_before = [id(sample) for sample in kept]
+        if (ids != ids_before) if is_ordered else (sorted(ids) != sorted(ids_before)):
+            what = "the order" if len(ids) == len(ids_before) else f"the length ({len(ids_before)}, now {len(ids)})"
             given[:] = kept
             raise FunctionFailed(
                 f"{origin} changed {what} of a list of samples that it was given",
