@@ -88,6 +88,8 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     global _reaper
     if _reaper is None or _reaper.poll() is not None:
         _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
