@@ -44,8 +44,9 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
 
 def test_workers_of_a_local_ray_have_the_priority_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
-    monkeypatch.delenv("RAY_worker_niceness", raising=False)
-    monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get("RAY_worker_niceness")))
+    variable = "RAY_worker_niceness"
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get(variable)))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_session, "start_reaper", lambda command: None)
     assert ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
