@@ -65,7 +65,7 @@ ODD: list[tuple[str, Any, str]] = [
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
     ("/v1/chat/completions", {"messages": CHAT, "tools": 5}, "tools must be a list"),
     ("/v1/chat/completions", {"messages": CHAT, "tools": "x"}, "tools must be a list"),
-    ("/v1/chat/completions", {"messages": CHAT, "tools": [{"name": "add"}]}, "tools[0] must be"),
+    ("/v1/chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, "tools[0]"),
     ("/v1/chat/completions", {"messages": []}, "messages must have at least one"),
     ("/v1/chat/completions", {"messages": [5]}, "messages[0] must be"),
     ("/v1/chat/completions", {"messages": [*CHAT, {"role": "user"}]}, "messages[1] has no content"),
