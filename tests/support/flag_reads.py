@@ -118,9 +118,9 @@ def reward(args: Any, sample: Sample, **_: Any) -> dict[str, float]:
 
 
 def poison(args: Any, rollout_id: int, rollout_data: Any) -> None:
-    """The second step meets NaN."""
+    """The second step's loss overflows."""
     for values in rollout_data["advantages"] if rollout_id else ():
-        values.fill_(float("nan"))
+        values.fill_(3e38)
 
 
 # -- what was read -----------------------------------------------------------------------------------------------------
