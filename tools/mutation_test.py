@@ -16,7 +16,7 @@ copy of the working tree. The working tree is never written to, but for the repo
 
 Why no library: mutmut 3 rewrites whole functions into trampolines, which processes started by a test do not see and
 `inspect.getsource` breaks; cosmic-ray starts a Python of its own per mutation (25 s of imports here), has no operator
-that drops a statement, a factor or a bound, and mutates type hints; mutatest does not know Python 3.11.
+that drops a statement, a factor or a bound, and mutates type hints.
 """
 
 from __future__ import annotations
