@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import xxhash
 
 _MAX_DEPTH = 12
 _INT64 = 1 << 63
@@ -135,6 +137,36 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> No
         unfinished.write_bytes(content)
 
 
+#: Larger files are told apart by their size and so many pieces of them.
+_WHOLE_BYTES, _PIECES, _PIECE_BYTES = 16 << 20, 64, 1 << 16
+
+
+def content_fingerprint(path: Path, *, whole: bool = False) -> str:
+    """A text that changes with the content of a file, or of a folder's files; "" where there is nothing.
+
+    Args:
+        whole: read large files (of weights) to their end, too.
+    """
+    digest = xxhash.xxh3_128()
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    num_files = 0
+    for file in files:
+        try:
+            if not file.is_file():
+                continue
+            size = file.stat().st_size
+            num_files += 1
+            digest.update(f"{file.relative_to(path)} {size}\n")
+            with file.open("rb", buffering=0) as stream:
+                step = size // _PIECES if size > _WHOLE_BYTES and not whole else _PIECE_BYTES
+                for offset in range(0, size, step):
+                    stream.seek(offset)
+                    digest.update(stream.read(_PIECE_BYTES))
+        except OSError:  # whoever needs it says so
+            digest.update(f"{file.name} cannot be read\n")
+    return digest.hexdigest() if num_files else ""
+
+
 def bring_to_disk(path: Path) -> None:
     """fsync of a file's content, or of a directory's entries."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -144,23 +176,39 @@ def bring_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} when there is none, or none yet."""
-    if not path.is_file():
-        return {}
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text, also of one with a byte order mark, in UTF-16, or with NaN in it.
+
+    Raises:
+        ValueError: it is no JSON; says where.
+    """
     try:
-        value = orjson.loads(path.read_bytes())
+        return orjson.loads(content)
     except orjson.JSONDecodeError:
+        try:
+            return json.loads(content)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} when there is none, none yet, or it cannot be read."""
+    try:
+        value = parse_json(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file; a line that is still being written (or was cut by a crash) is left out."""
-    if not path.exists():
-        return []
+    """The JSON objects of a JSONL file; [] when it cannot be read. Lines that are no object are left out: one that is
+    being written, or was cut by a crash."""
     rows = []
-    for line in path.read_bytes().split(b"\n"):
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return []
+    for line in content.split(b"\n"):
         try:
             row = orjson.loads(line) if line.strip() else None
         except orjson.JSONDecodeError:
@@ -168,6 +216,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """What lies in a folder, by name; [] where there is none or it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager

@@ -108,13 +108,43 @@ def file_of(path: str) -> Path | None:
 
 
 def fingerprint(values: Any, functions: Iterable[str]) -> str:
-    """A text that tells these values (for JSON), and the files of the functions at these paths, from others.
+    """A text that tells these values (for JSON), and the files of the functions at these paths, with the files of the
+    user's own that they import, from others.
 
     Raises:
         UserError: as `load_function`.
     """
-    files = [file.read_bytes() for path in functions if (file := file_of(path)) is not None]
+    files: list[bytes] = []
+    for path in functions:
+        if (file := file_of(path)) is not None:
+            imported = sorted(_imported_files(load_function(path)) - {file}) if file.suffix == ".py" else []
+            files += [one.read_bytes() for one in (file, *imported)]
     return xxhash.xxh3_128_hexdigest(b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files]))
+
+
+def _imported_files(function: Any) -> set[Path]:
+    """Files of modules that the module of a function imports, but for packages that are installed."""
+    found: set[Path] = set()
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = vars(sys.modules.get(getattr(function, "__module__", None) or "", None) or object).items()
+    waiting = [dict(getattr(inspect.unwrap(function), "__globals__", None) or names)]
+    while waiting:
+        for value in waiting.pop().values():
+            name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            module = sys.modules.get(name) if isinstance(name, str) else None
+            file = Path(getattr(module, "__file__", None) or "")
+            if module is not None and file.suffix == ".py" and file not in found and not _is_installed(file):
+                found.add(file)
+                waiting.append(dict(vars(module)))
+    return found
+
+
+@functools.cache
+def _is_installed(file: Path) -> bool:
+    """Whether a file is of Python, of this program or of an installed package."""
+    places = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)]
+    return any(file.is_relative_to(place) for place in places) or "site-packages" in file.parts
 
 
 def _saved_function(path: str, file: Path) -> Any:

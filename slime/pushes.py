@@ -18,7 +18,7 @@ import orjson
 import xxhash
 
 from slime.config.config import Config
-from slime.files import json_safe, read_lines
+from slime.files import content_fingerprint, json_safe, parse_json
 from slime.hook_loading import fingerprint
 from slime.log import get_logger
 
@@ -72,7 +72,7 @@ class PushLog:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self._path, self._training, self._initial = folder / "pushes.jsonl", training_of(config), initial_of(config)
-        self.earlier = list(_read(self._path))
+        self.earlier, self._is_damaged = _read(self._path)
         self._of = {push.version: push for push in self.earlier}
         self._lineages: dict[int, str] = {}
         self._begins = True
@@ -88,6 +88,8 @@ class PushLog:
         known = {count: lineage for count, lineage in lineages.items() if count <= trained}
         self._lineages = {trained: _next(self._initial, str(trained)), **known}
         self.gone = frozenset(v for v, push in self._of.items() if not self._is_on_the_way(push))
+        if self._is_damaged:  # what a line that cannot be read said of its version is not known
+            self.gone |= {number for number in range(1, max(self._of, default=0) + 1) if number not in self._of}
         self._begins = True
 
     def _is_on_the_way(self, push: Push) -> bool:
@@ -118,23 +120,38 @@ class PushLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
-                file.write(b"\n" + orjson.dumps(push._asdict()))  # which ends what a crash has left of the line before
+                # the break ends what a crash has left of the line before
+                file.write(b"\n" + orjson.dumps({**push._asdict(), "checksum": _checksum(push)}))
         except OSError as problem:  # a full disk, of which the journal tells
             logger.warning("%s: %s", self._path, problem)
 
 
-def _read(path: Path) -> list[Push]:
+def _read(path: Path) -> tuple[list[Push], bool]:
+    """The pushes of earlier launches, and whether there are lines that are not what was written."""
     try:
-        rows = read_lines(path)
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []
     except OSError as problem:
         logger.warning("%s: %s", path, problem)
-        return []
-    whole = []
-    for row in rows:
-        version, trained, lineage = row.get("version"), row.get("trained"), row.get("lineage", "")
-        if isinstance(version, int) and isinstance(trained, int) and isinstance(lineage, str):
-            whole.append(Push(version, trained, lineage))
-    return whole
+        return [], True
+    whole, is_damaged = [], False
+    for line in filter(None, lines):
+        try:
+            row = parse_json(line)
+            push = Push(row["version"], row["trained"], row.get("lineage", ""))
+            is_whole = [type(value) for value in push] == [int, int, str]
+            is_whole &= row.get("checksum") in (None, _checksum(push))  # an earlier release wrote none
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_whole = False
+        if is_whole:
+            whole.append(push)
+        is_damaged |= not is_whole
+    if is_damaged:
+        logger.warning("%s has lines that are damaged or cut short: they are left out", path)
+    return whole, is_damaged
+
+
+def _checksum(push: Push) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(tuple(push)).encode())
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -155,7 +172,7 @@ def training_of(config: Config) -> str:
     values |= {f"optimizer.{name}": value for name, value in megatron.optimizer.items()}
     values |= {name: value for name, value in megatron.transformer.items() if name.startswith(_OF_TRANSFORMER)}
     if config.algorithm.needs_reference:
-        values |= {"ref_load": _place(checkpoint.ref_load), "ref_ckpt_step": checkpoint.ref_ckpt_step}
+        values |= {"ref_load": _content(checkpoint.ref_load), "ref_ckpt_step": checkpoint.ref_ckpt_step}
     if _goes_by_length(config):
         values |= {"num_rollout": config.rollout.num_rollout, "num_epoch": config.data.num_epoch}
     values = {
@@ -165,6 +182,11 @@ def training_of(config: Config) -> str:
     }
     functions = [value for name, value in values.items() if name.endswith("_path") and isinstance(value, str) and value]
     return fingerprint(json_safe([values, config.extra]), functions)
+
+
+def trains_with(flag: str) -> bool:
+    """Whether other weights come out of training where this flag, or the function that it names, is another."""
+    return any(flag.startswith(beginnings) for beginnings in _WHAT_COUNTS.values())
 
 
 def _goes_by_length(config: Config) -> bool:
@@ -181,7 +203,11 @@ def initial_of(config: Config) -> str:
     load = _place(flags.load)
     own = load is not None and load == _place(flags.save)
     begun = [None if own else load, None if own else flags.ckpt_step, flags.finetune, flags.ref_ckpt_step]
-    return fingerprint([_place(flags.hf_checkpoint), _place(flags.ref_load), *begun], [])
+    return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *begun], [])
+
+
+def _content(path: str | None) -> list[str | None]:
+    return [_place(path), content_fingerprint(Path(path)) if path else ""]
 
 
 def _place(path: Any) -> str | None:

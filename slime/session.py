@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime import stacks
+from slime.changed_inputs import changes, fingerprints
+from slime.checkpoints.directory import newest_whole
 from slime.cluster.launch import Generating
 from slime.cluster.ray_session import dead_daemons
 from slime.cluster.rollout_actor import RolloutResult, say
@@ -83,6 +85,8 @@ class Session:
         if not self._resuming or goes_back(config):  # it begins elsewhere than where the run stood
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
+        for line in changes(config, self.run.note_inputs(fingerprints(config)), self._goes_on_from()):
+            logger.warning("%s", line)
         self.sinks = Sinks(config, self.run)
         self.cluster = Cluster(
             config,
@@ -105,6 +109,11 @@ class Session:
         self.signals.blocks, self.signals.gives_up = self._who_blocks_the_end, self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
         self.watchman = Watchman(limit, self.run.logs / "driver.log", self._end_without_hearing)
+
+    def _goes_on_from(self) -> Path | None:
+        """A checkpoint of its own."""
+        flags = self.config.checkpoint
+        return newest_whole(Path(flags.save)) if flags.save and self._resuming else None
 
     # -- start and end ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
     checkpoints/
       iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there at all
       latest_checkpointed_iteration.txt     "10"; written last
+      .latest                               "10" once more, by which damage of that file is noticed
       .iter_0000013.partial/                a save under way, or one that died
       iter_0000008.damaged/                 was found damaged when a run went on, which took the one before it
 
@@ -20,15 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.errors import UserError
-from slime.files import bring_to_disk, write_atomically
+from slime.files import bring_to_disk, entries_of, parse_json, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 EXTRA_STATE = "extra_state.pt"
 RELEASE = "release"
-_ITERATION = re.compile(r"iter_(\d{7,})")
+_ITERATION = re.compile(r"iter_[0-9]{7,18}")
 #: Of an iteration; Python refuses to read numbers of thousands.
 _MOST_DIGITS = 18
+_LATEST = ".latest"
+#: Without them there is nothing to load.
+_NEEDED = frozenset((".metadata", "common.pt", "metadata.json"))
+#: A word in the common.pt of every checkpoint of this program, and of no other.
+_OUR_MARK = b"has_rng_state"
 _LEFTOVER = re.compile(r"\.(iter_\d{7,}|release)\.(partial|replaced|discarded)")
 
 
@@ -38,11 +44,21 @@ def iteration_name(iteration: int | str) -> str:
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory, in order; [] when ``root`` is not there."""
-    if not root.is_dir():
+    """Iterations that have a directory, in order; [] when ``root`` is not there. Copies under other names are none.
+
+    Raises:
+        UserError: nobody can tell, as the directory cannot be read, or is a link to one that is not there.
+    """
+    try:
+        named = [entry.name for entry in root.iterdir() if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if root.is_symlink():
+            what = f"the checkpoints in {root} are out of reach"
+            raise UserError(what, f"it is a link to {os.readlink(root)}, which is not there", "mount it") from error
         return []
-    found = (_ITERATION.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted(int(match.group(1)) for match in found if match)
+    except OSError as error:
+        raise UserError(f"the checkpoints in {root} cannot be read", why=error.strerror or str(error)) from error
+    return sorted(number for name in named if iteration_name(number := int(name.removeprefix("iter_"))) == name)
 
 
 def own_iterations(root: Path) -> list[int]:
@@ -65,12 +81,13 @@ def read_tracker(root: Path) -> int | str | None:
         text = error.strerror or str(error)
     if text == RELEASE:
         return text
-    if text.isdigit() and len(text) <= _MOST_DIGITS:
+    if text.isdecimal() and len(text) <= _MOST_DIGITS:
         return int(text)
+    latest = _last_set(root)
     raise UserError(
         f"{root / TRACKER} does not hold an iteration number",
         why=f"it says {text[:40]!r}",
-        fix=f"write one of {saved_iterations(root)} into it, or pass --ckpt-step",
+        fix=f"write {latest or f'one of {saved_iterations(root)}'} into it, or pass --ckpt-step",
     )
 
 
@@ -80,10 +97,45 @@ def has_checkpoints(root: Path) -> bool:
 
 
 def _tracked_if_readable(root: Path) -> int | str | None:
+    """What the tracker file says, or should say where it is lost, damaged, or names what is not there."""
     try:
-        return read_tracker(root)
+        tracked = read_tracker(root)
     except UserError:  # the file is damaged
+        tracked = None
+    latest = _last_set(root)
+    if latest is None or tracked == latest or not iteration_dir(root, latest).is_dir():
+        return tracked
+    if tracked is None or not iteration_dir(root, tracked).is_dir():
+        return latest
+    return tracked
+
+
+def _last_set(root: Path) -> int | str | None:
+    """What `set_latest` was called with last, where it is known."""
+    try:
+        text = (root / _LATEST).read_bytes().decode("ascii", "replace").strip()
+    except OSError:
         return None
+    return text if text == RELEASE else int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def check_tracker(root: Path) -> None:
+    """Refuse a tracker file that names an earlier iteration than the run has saved last: it is damaged, or somebody
+    means to go back, for which there is a flag.
+
+    Raises:
+        UserError: so it is.
+    """
+    tracked = _tracked_if_readable(root)
+    latest = _last_set(root)
+    goes_back = isinstance(tracked, int) and isinstance(latest, int) and tracked < latest
+    if goes_back and iteration_dir(root, str(latest)).is_dir():
+        raise UserError(
+            f"{root / TRACKER} says {tracked}, and the run has saved {latest} last",
+            why="it is damaged, or was edited to go back",
+            fix=f"write {latest} into it; to go back, repeat the command of the run with --load {root} --save {root}"
+            f" --ckpt-step {tracked}",
+        )
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
@@ -180,28 +232,61 @@ class FileRecord:
 
 
 def write_manifest(directory: Path, records: list[FileRecord]) -> None:
-    """Written as the last file of a checkpoint: what must be there for it to be complete."""
+    """Written as the last file of a checkpoint: what must be there for it to be complete, and under which name."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
-    write_atomically(directory / MANIFEST, json.dumps({"files": listed}, indent=1).encode(), durable=True)
+    content = {"name": _name_in_the_end(directory), "files": listed}
+    write_atomically(directory / MANIFEST, json.dumps(content, indent=1).encode(), durable=True)
+
+
+def _name_in_the_end(directory: Path) -> str:
+    """That of an iteration while it is written or replaced."""
+    return directory.name.split(".")[1] if is_leftover(directory.name) else directory.name
 
 
 def read_manifest(directory: Path) -> list[FileRecord] | None:
     """The manifest, or None for a checkpoint that another program wrote.
 
     Raises:
-        UserError: the manifest cannot be read.
+        UserError: the manifest cannot be read, is of another iteration or does not list all files; or it is missing,
+            although this program wrote the checkpoint.
     """
+    path = directory / MANIFEST
     try:
-        data = json.loads((directory / MANIFEST).read_text())
-        return [FileRecord(path, entry["nbytes"], entry["xxh3"]) for path, entry in data["files"].items()]
-    except FileNotFoundError:
+        data = parse_json(path.read_bytes())
+        records = [FileRecord(str(name), entry["nbytes"], entry["xxh3"]) for name, entry in data["files"].items()]
+        written_as = data.get("name", _name_in_the_end(directory))
+    except FileNotFoundError as error:
+        if _is_ours(directory):
+            why = f"its {MANIFEST} is missing: nobody can tell whether its files are what was written"
+            raise UserError(f"{directory} cannot be trusted", why=why, fix=_go_back(directory)) from error
         return None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(f"{directory / MANIFEST} is damaged", why=str(error), fix=_go_back(directory)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else f"it is no manifest: {error!r:.100}"
+        raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
+    listed = {record.path for record in records}
+    there = {entry.name for entry in entries_of(directory) if entry.name.endswith(".distcp")}
+    if written_as != _name_in_the_end(directory) and _ITERATION.fullmatch(_name_in_the_end(directory)):
+        why = f"it was written as {written_as}, of which this is a copy, or which was renamed"
+    elif any(name != Path(name).name for name in listed):
+        why = "it lists files of other directories"
+    elif left_out := sorted((_NEEDED | there) - listed):
+        why = f"it does not list {', '.join(left_out[:4])}"
+    else:
+        return records
+    raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory))
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether this program wrote a checkpoint, which it never does without a manifest."""
+    try:
+        return (directory / EXTRA_STATE).exists() or _OUR_MARK in (directory / "common.pt").read_bytes()
+    except OSError:
+        return False
 
 
 def check_complete(directory: Path) -> None:
-    """Every file of the manifest is there and has its size. Cheap: reads no data.
+    """Every file of the manifest is there and has its size. Cheap: reads no data. A checkpoint that another program
+    wrote has no manifest: it must have the files without which there is nothing to load.
 
     Raises:
         UserError: names the files that are missing or truncated, and the iterations to go back to.
@@ -210,22 +295,28 @@ def check_complete(directory: Path) -> None:
         raise UserError(f"there is no checkpoint {directory}", fix=_go_back(directory))
     records = read_manifest(directory)
     if records is None:
-        needed = [name for name in ("metadata.json", "common.pt", ".metadata") if not (directory / name).is_file()]
-        if needed:
+        missing = sorted(name for name in _NEEDED if not (directory / name).is_file())
+        if missing:
             raise UserError(
-                f"{directory} is not a complete checkpoint", f"missing: {', '.join(needed)}", _go_back(directory)
+                f"{directory} is not a complete checkpoint", f"missing: {', '.join(missing)}", _go_back(directory)
             )
         return
-    faults = []
-    for record in records:
-        path = directory / record.path
-        if not path.is_file():
-            faults.append(f"{record.path} is missing")
-        elif path.stat().st_size != record.nbytes:
-            faults.append(f"{record.path} has {path.stat().st_size} of {record.nbytes} bytes")
+    faults = [fault for record in records if (fault := _fault_of(directory, record))]
     if faults:
         more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
         raise UserError(f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory))
+
+
+def _fault_of(directory: Path, record: FileRecord) -> str:
+    """What is wrong with a file as far as its size tells; "" for nothing."""
+    path = directory / record.path
+    try:
+        if not path.is_file():
+            return f"{record.path} is missing"
+        nbytes = path.stat().st_size
+    except OSError as error:
+        return f"{record.path}: {error.strerror}"
+    return "" if nbytes == record.nbytes else f"{record.path} has {nbytes} of {record.nbytes} bytes"
 
 
 def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
@@ -336,7 +427,11 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def set_latest(root: Path, iteration: int | str) -> None:
-    write_atomically(root / TRACKER, f"{iteration}\n".encode(), durable=True)
+    """Have the tracker name this iteration. Killed between its two files, the later one counts (`check_tracker`)."""
+    before = _last_set(root)
+    goes_back = isinstance(before, int) and isinstance(iteration, int) and iteration < before
+    for name in (_LATEST, TRACKER) if goes_back else (TRACKER, _LATEST):
+        write_atomically(root / name, f"{iteration}\n".encode(), durable=True)
 
 
 def retain(root: Path, keep: int | None) -> list[int]:

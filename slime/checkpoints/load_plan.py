@@ -16,6 +16,7 @@ from slime.checkpoints.directory import (
     TRACKER,
     Damage,
     check_complete,
+    check_tracker,
     find_whole,
     has_checkpoints,
     is_leftover,
@@ -190,6 +191,7 @@ def _weights_only(kind: Literal["megatron", "hf"], path: Path, note: str, start:
 
 def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) -> LoadPlan:
     """Of a run that goes on."""
+    check_tracker(root)
     found, damaged = find_whole(root, corrupt)
     if found is None:
         raise UserError(

@@ -15,7 +15,8 @@ from typing import Any
 from slime.checkpoints.directory import newest_whole
 from slime.checkpoints.load_plan import is_hf_dir
 from slime.errors import UserError
-from slime.files import read_object
+from slime.files import entries_of, read_object
+from slime.observe.run_folder import config_files
 from slime.path_patterns import fixed_folder, found
 
 #: How deep below a run folder exports are looked for.
@@ -28,9 +29,15 @@ def is_run_folder(path: Path) -> bool:
 
 def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
     """Stage ("": the only one) → what its config.json says; {} where the folder is none of a run."""
-    files = sorted(run_folder.glob("config*.json"), key=lambda file: file.stat().st_mtime)
-    found = {file.stem.partition(".")[2]: read_object(file) for file in files}
-    return {stage: config for stage, config in found.items() if "origins" in config}
+    found = {stage: read_object(file) for stage, file in config_files(run_folder).items()}
+    return {stage: config for stage, config in found.items() if _is_of_stage(stage, config)}
+
+
+def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
+    """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has made."""
+    observe = config.get("observe")
+    of = observe.get("stage") if isinstance(observe, dict) else None
+    return isinstance(config.get("origins"), dict) and (of or "") == stage
 
 
 def has_weights(path: Path) -> bool:
@@ -116,7 +123,7 @@ def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel 
 
 
 def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
-    for entry in folder.iterdir():
+    for entry in entries_of(folder):
         if entry.is_dir() and not entry.name.startswith("."):
             if has_weights(entry):
                 yield entry

@@ -38,7 +38,7 @@ from slime.config import Config, parse_args
 from slime.config.make import judge_args
 from slime.errors import UserError
 from slime.files import json_safe
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import RunFolder, config_files
 from slime.path_patterns import fill
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
         surplus = " ".join([*asked.flags, *map(str, asked.sources[1:])])
         raise UserError(f"slime align {first} takes no {surplus}", why="the flags are those of the run")
     run = newest_stage(first)
-    config = Config.load(run.config_path)
+    config = run.config()
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
     if began is not None and Path(began).is_dir():
         os.chdir(began)  # relative paths of its flags count from there
@@ -191,7 +191,9 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
 def newest_stage(folder: Path, stage: str | None = None) -> RunFolder:
     """The run's stage of that name, else its newest."""
     stages = RunFolder(folder).read_summary()["stages"]
-    newest = max(stages, key=lambda name: stages[name].get("started") or 0.0, default="")
+    started = dict.fromkeys(config_files(folder), 0.0)
+    started |= {name: entry.get("started") or 0.0 for name, entry in stages.items()}
+    newest = max(reversed(started), key=lambda name: started[name], default="")
     return RunFolder(folder, (stage if stage is not None else newest) or None)
 
 

@@ -15,6 +15,7 @@ from slime.cli.arguments import Arguments
 from slime.cli.explain import as_text
 from slime.diagnosis.bundle import bundle
 from slime.diagnosis.explain import explain
+from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
     folder = Path(arguments.run_dir)
     found = explain(folder)
     output = Path(arguments.output or f"{folder.resolve().name}-bundle.tar.gz")
+    check_no_run_writes(output, "--output")
     packed = bundle(folder, output, found, as_text(found), with_samples=arguments.samples)
     for name, size in packed.sizes.items():
         print(f"  {size:>12,}  {name}")

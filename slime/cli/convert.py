@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cli import quantise
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
+from slime.observe.run_folder import check_no_run_writes, lock_folder
 
 if TYPE_CHECKING:
     from slime.checkpoints.load_plan import LoadPlan
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> None:
     options, rest = _parser().parse_known_args(argv)
     options.described = _described(options, rest)
     command: Callable[[argparse.Namespace], str] = options.command
+    if command is not hf_to_megatron:  # which takes the lock
+        check_no_run_writes(options.save_path, "--save_path")
     said = command(options)
     if int(os.environ.get("RANK", "0")) == 0:
         print(said)
@@ -143,7 +146,7 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
             why="the run would start again from the converted weights when it is resumed",
             fix="pass another --save_path, or --force",
         )
-    with _model(options) as chunks:
+    with _sole_writer(options.save_path), _model(options) as chunks:
         from slime.checkpoints.hf_io import load_hf
         from slime.checkpoints.saving import CheckpointWriter
         from slime.checkpoints.trainer_state import TrainerState
@@ -207,6 +210,17 @@ def _require_directory(flag: str, path: Path) -> None:
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
         raise UserError(f"{flag} {path} {what}", why=f"the working directory is {Path.cwd()}", fix="correct the path")
+
+
+@contextmanager
+def _sole_writer(save_path: Path) -> Iterator[None]:
+    """The lock of a --save directory, on the first rank: a run that writes there is not disturbed.
+
+    Raises:
+        UserError: a live process holds it.
+    """
+    with lock_folder(save_path) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        yield
 
 
 def _refuse_existing(path: Path, force: bool) -> None:

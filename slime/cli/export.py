@@ -6,9 +6,12 @@ ollama create sums -f <(echo FROM ./sums.gguf)          # or: llama-cli -m sums.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime.checkpoints.gguf_export import hf_to_gguf
 from slime.cli.arguments import Arguments
 from slime.cli.model_source import model_directory, model_name
+from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
@@ -21,6 +24,7 @@ def main(argv: list[str]) -> int:
     add("--pre-tokenizer", help="llama.cpp's name of how text is cut into words, where it is not known here")
     add("--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder")
     flags = parser.parse_args(argv)
+    check_no_run_writes(Path(flags.gguf), "--gguf")
     directory = model_directory(flags.path, flags.hf_checkpoint)
     path = hf_to_gguf(directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path))
     print(f"wrote {path} ({path.stat().st_size / 1e6:.3g} MB) from {directory}")

@@ -13,6 +13,7 @@ from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
 from slime.errors import UserError
 from slime.files import without_secrets
+from slime.observe.run_folder import RunFolder
 
 _READERS: dict[Part, str] = {
     "config": "the configuration itself: other flags follow from it",
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
     if asked.name is None:
         sys.stdout.write(flags_page())
         return
-    config = Config.load(Path(asked.run_dir) / "config.json") if asked.run_dir else None
+    config = RunFolder(Path(asked.run_dir)).config() if asked.run_dir else None
     print("\n".join(line for spec in _found(asked.name) for line in _lines(spec, config)))
 
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from slime.checkpoints.run_models import RunModel, checkpoint_model, has_weights, is_run_folder, newest_model
 from slime.errors import UserError
+from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"
 #: Hundreds of gigabytes on a network file system take an hour.
 _CONVERT_SECONDS = 7200.0
+_BESIDE = ".hf-of-"
 
 
 def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
     """The Hugging Face directory that ``path`` means.
 
-    Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside it.
+    Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside it, which appears
+    there as a whole: the run may go on meanwhile.
 
     Args:
         path: a Hugging Face directory, outputs/<run>, a --save directory, one iteration of it, or org/name on the hub.
@@ -68,16 +78,51 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
             fix="pass --hf-checkpoint with the Hugging Face directory that the run began with",
         )
     print(f"converting {model.path} to Hugging Face's format, once …", file=sys.stderr)
-    command = [sys.executable, "-m", "slime", "convert", "megatron-to-hf", "--load_path", str(model.path)]
-    command += ["--hf_model_path", str(base), "--save_path", str(target), "--force"]  # what is there is no whole model
-    # of its own, so that the trainer's half of the program is not in the memory of what is to serve
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_CONVERT_SECONDS
-    )
-    if done.returncode:
-        raise UserError(
-            f"{model.path} could not be converted",
-            why="\n  ".join(done.stdout.strip().splitlines()[-6:]),
-            fix=f"slime convert megatron-to-hf --load_path {model.path} --hf_model_path {base} --save_path {target}",
+    with _place_beside(model.path) as folder:
+        made = folder / CONVERTED
+        command = [sys.executable, "-m", "slime", "convert", "megatron-to-hf", "--load_path", str(model.path)]
+        command += ["--hf_model_path", str(base), "--save_path", str(made)]
+        # in a process of its own, so that the trainer's half of the program is not in the memory of what is to serve
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_CONVERT_SECONDS
         )
+        if done.returncode:
+            gone = "" if model.path.is_dir() else "the run has removed this checkpoint meanwhile: try again; or "
+            words = f"--load_path {model.path} --hf_model_path {base} --save_path DIR"
+            raise UserError(
+                f"{model.path} could not be converted",
+                why="\n  ".join(done.stdout.strip().splitlines()[-6:]),
+                fix=f"{gone}slime convert megatron-to-hf {words}",
+            )
+        try:
+            made.rename(target)
+        except OSError:  # the run has removed the checkpoint, or another command was faster
+            if has_weights(target):
+                return target
+            kept = Path(tempfile.mkdtemp(prefix="slime-model-"))
+            atexit.register(shutil.rmtree, kept, ignore_errors=True)
+            return Path(shutil.move(made, kept / CONVERTED))
     return target
+
+
+@contextmanager
+def _place_beside(checkpoint: Path) -> Iterator[Path]:
+    """A folder of this process's own on the file system of a checkpoint, whose run may go on and remove it. Those of
+    processes that have died are removed; where it cannot be made, it is a temporary one."""
+    root = checkpoint.parent
+    for path in entries_of(root):
+        if path.name.startswith(_BESIDE):
+            with left_behind(path) as is_free:
+                if is_free:
+                    shutil.rmtree(path, ignore_errors=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_BESIDE, dir=root))
+    except OSError:  # somebody else's run
+        folder = Path(tempfile.mkdtemp(prefix="slime-model-"))
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)

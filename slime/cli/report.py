@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime.cli.arguments import Arguments
 from slime.observe.report import write_comparison, write_report
+from slime.observe.run_folder import check_no_run_writes
 
 
 def main(argv: list[str]) -> int:
@@ -15,6 +18,8 @@ def main(argv: list[str]) -> int:
         "--output", help="where to write; by default RUN_DIR/report.html, or comparison.html beside them"
     )
     arguments = parser.parse_args(argv)
+    if arguments.output:
+        check_no_run_writes(Path(arguments.output), "--output")
     first, *others = arguments.run_dir
     if others:
         print(write_comparison(arguments.run_dir, arguments.output))

@@ -13,12 +13,13 @@ import os
 from pathlib import Path
 
 from slime.checkpoints.load_plan import going_on
-from slime.checkpoints.run_models import is_run_folder, started_from
+from slime.checkpoints.run_models import started_from
 from slime.cli.align import newest_stage
 from slime.cli.arguments import Arguments
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.run_folder import RunFolder
+from slime.files import entries_of
+from slime.observe.run_folder import RunFolder, config_files
 
 
 def main(argv: list[str]) -> None:
@@ -32,15 +33,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stage", help="of a run with several; default: the newest")
     asked = parser.parse_args(argv)
     folder = Path(asked.run_dir)
-    if not is_run_folder(folder):
-        raise UserError(f"{folder} is not a run folder", why="it has no config.json of a run", fix="pass outputs/<run>")
     run = _stage_of(folder, asked.stage)
     if run.state() == "finished":
         raise UserError(
             f"{folder}{f' (stage {run.stage})' if run.stage else ''} is finished",
             fix="to train longer, repeat its command with a larger --num-rollout and --load set to its --save",
         )
-    config = Config.load(run.config_path)
+    config = run.config()
     _go_to_where_it_began(folder, run, config)
     from slime.loop import train  # imports Ray
     from slime.session import open_session
@@ -50,7 +49,14 @@ def main(argv: list[str]) -> None:
 
 
 def _stage_of(folder: Path, stage: str | None) -> RunFolder:
-    stages = RunFolder(folder).read_summary()["stages"]
+    stages = [*dict.fromkeys([*RunFolder(folder).read_summary()["stages"], *config_files(folder)])]
+    if not stages:
+        there = ", ".join(path.name for path in entries_of(folder)[:8]) if folder.is_dir() else ""
+        why = f"it has neither config.json nor run.json; it holds: {there or 'nothing'}" if folder.is_dir() else ""
+        what = "is not a run folder" if folder.is_dir() else "is no folder, and so is not a run folder"
+        copies = sorted((folder / "history").glob("config.*.json")) if folder.is_dir() else []
+        fix = f"cp {copies[-1]} {folder / 'config.json'}, if it is one" if copies else "pass outputs/<run>"
+        raise UserError(f"{folder} {what}", why, fix)
     if stage is not None and stage not in stages:
         raise UserError(
             f"{folder} has no stage {stage}", fix=f"its stages: {', '.join(filter(None, stages)) or 'none'}"
@@ -62,10 +68,13 @@ def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
     """Relative paths of the run's flags count from there, and the user's modules are found there."""
     here, output_dir = folder.resolve(), Path(config.observe.output_dir)
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
-    if began is not None and Path(began).is_dir():
-        os.chdir(began)
-    elif not output_dir.is_absolute():
-        os.chdir(started_from(here, output_dir))
+    try:
+        if began is not None and Path(began).is_dir():
+            os.chdir(began)
+        elif not output_dir.is_absolute():
+            os.chdir(started_from(here, output_dir))
+    except (OSError, IndexError) as error:
+        raise UserError(f"the directory in which {here} was started cannot be entered", why=str(error)) from error
     if (output_dir / config.observe.run_name).resolve() != here:
         raise UserError(
             f"{here} was moved",

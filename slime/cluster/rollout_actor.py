@@ -232,8 +232,11 @@ class RolloutActor:
         if self.journal is not None:
             self.journal.forget_newer(rollout_id, version)
 
-    async def load_source(self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool) -> None:
-        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``.
+    async def load_source(
+        self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool
+    ) -> list[str]:
+        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``. Returns warnings for the
+        terminal.
 
         Args:
             config: that of the launch; where trainers were started again, it says what they load.
@@ -246,6 +249,7 @@ class RolloutActor:
             if self.loop is not None:
                 self.loop.source = self.source
         load_source(self.source, config, rollout_id, state)
+        return untold()
 
     async def source_state(self) -> dict[str, Any]:
         """The data position without a checkpoint, for a run that may have to begin again before it has one."""
@@ -359,7 +363,7 @@ class RolloutHandle:
     ) -> None:
         """See `RolloutActor.load_source`."""
         asked = self._actor.load_source.remote(config, rollout_id, state, is_again)
-        self._answer(asked, "restoring the data position")
+        say(self._answer(asked, "restoring the data position"))
 
     def source_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._answer(self._actor.source_state.remote(), "asking for the data position")

@@ -8,6 +8,7 @@ equations between several flags that say how a run is made. Those of the trainer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from slime import path_patterns
@@ -260,6 +261,9 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _names(draft: Draft) -> None:
+    if (stage := draft["stage"]) is not None and re.search(r"[\s()~]|^.{101}", stage):
+        why = "the settings of a stage are config.<stage>.json, apart from the copies that file managers make"
+        raise UserError(f"--stage {stage!r} is no single word", why=why, fix="give it a short word without blanks")
     for dest, fix in (("run_name", "put the path into --output-dir"), ("stage", "give it a single word")):
         name = draft[dest]
         if name is not None and (name in ("", ".", "..") or "/" in name):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_megatron import MegatronConfig
@@ -145,31 +147,41 @@ class Config:
     # -- storage -----------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}}``, without secrets."""
+        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}, "checksum": …}``,
+        without secrets."""
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
             data[specs[dest].group][dest] = None if is_secret(dest) else _without_secret_variables(value)
         data["extra"], data["origins"] = self.extra, self.origins
-        text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
-        write_atomically(Path(path), f"{text}\n".encode())
+        data = json.loads(json.dumps(data, default=str))
+        text = json.dumps(data | {"checksum": _checksum(data)}, indent=2, ensure_ascii=False)
+        write_atomically(Path(path), f"{text}\n".encode("utf-8", "surrogatepass"))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Config:
         """The configuration that `save` wrote, as it was resolved then: nothing is derived again.
 
         Raises:
-            UserError: not such a file, or one of a version with other flags.
+            UserError: not such a file, one that has changed since, or one of a version with other flags.
         """
         specs = all_flags()
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_bytes())
+            checksum = data.pop("checksum", None)
+            is_whole = checksum in (None, _checksum(data))  # an earlier release wrote none
             origins = dict(data["origins"])
             stored = {dest: value for group in GROUPS for dest, value in data[group].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            extra = dict(data.get("extra", {}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{path} is not a configuration of a run", why=f"{type(error).__name__}: {error}"
             ) from error
+        if not is_whole:
+            raise UserError(
+                f"{path} is damaged", why="it is not what the run wrote: its checksum is another; to change a flag, "
+                "repeat the command of the run with it, --load and --save",
+            )  # fmt: skip
         unknown = [dest for dest in origins if dest not in specs]
         missing = [dest for dest in own_flags() if dest not in stored]
         if unknown or missing:
@@ -178,7 +190,11 @@ class Config:
                 why=f"not known here: {', '.join(unknown) or 'none'}; missing: {', '.join(missing) or 'none'}",
             )
         values = {dest: tuple(v) if specs[dest].many and isinstance(v, list) else v for dest, v in stored.items()}
-        return build(values, origins, dict(data.get("extra", {})))
+        return build(values, origins, extra)
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
 
 
 def _without_secret_variables(value: Any) -> Any:

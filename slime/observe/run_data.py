@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.files import read_lines, read_object
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import RunFolder, config_files, is_held
 
 #: (step, value) of a metric; None where it was not a finite number.
 Point = tuple[float, float | None]
@@ -106,7 +105,7 @@ def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage
     Args:
         rows: the metrics of each stage, as `rows_by_stage` gives them.
     """
-    config_names = [p.name.removeprefix("config").removesuffix(".json").strip(".") for p in path.glob("config*.json")]
+    config_names = list(config_files(path))
     if not rows and not config_names:
         return []
     summary = RunFolder(path).read_summary()
@@ -131,19 +130,6 @@ def _eval_order(path: Path) -> tuple[bool, str]:
 
 def _last_time(stage: Stage) -> float | None:
     return max((row["time"] for row in stage.rows if isinstance(row.get("time"), (int, float))), default=None)
-
-
-def is_held(path: Path) -> bool:
-    """Is a live process (of this host) writing to the run?"""
-    lock = path / ".lock"
-    if not lock.exists():
-        return False
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:

@@ -16,15 +16,19 @@ outputs/<run_name>/
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import os
 import platform
+import re
+import shlex
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.files import command_line, json_safe, read_lines, read_object, write_atomically
+from slime.files import command_line, entries_of, json_safe, read_lines, read_object, write_atomically
 from slime.log import get_logger
 
 if TYPE_CHECKING:
@@ -44,6 +48,15 @@ logger = get_logger(__name__)
 #: What a crash folder keeps of each log, and of how many.
 _LOG_BYTES, _MOST_LOGS = 64 << 10, 64
 _READERS_SECONDS = 0.5
+_CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
+#: Steps, seconds and process ids beyond it are damage, and no calendar has them.
+_MOST = 1e11
+#: What a run writes, by the name in its folder: files, and folders with what they hold.
+_FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
+_FOLDERS = ("logs", "samples", "journal", "trace", "tensorboard", "crash", "history", "engines", "model")
+_SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
+#: What file managers leave, in a folder that is otherwise empty.
+_OF_NOBODY = frozenset((".lock", ".DS_Store", "Thumbs.db", "desktop.ini"))
 _REPORTED_PACKAGES = ("slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router")
 
 
@@ -131,10 +144,12 @@ class RunFolder:
                 run._check_unused()  # of two launches at once, the other one may have had the lock
             if config.checkpoint.save is not None:
                 locks.enter_context(lock_folder(Path(config.checkpoint.save)))
+            run._check_places()  # before anything is changed
             try:
                 if run.config_path.exists() and run.config_path.stat().st_size:
-                    run._keep_old_config()
+                    run._keep_config()
                 config.save(run.config_path)
+                run._keep_config()
                 run.logs.mkdir(exist_ok=True)
                 run.set_state("running")
             except OSError as error:
@@ -151,7 +166,7 @@ class RunFolder:
         return lock_folder(self.path)
 
     def _check_unused(self) -> None:
-        entries = {entry.name for entry in self.path.iterdir()} - {".lock"} if self.path.is_dir() else set()
+        entries = {entry.name for entry in entries_of(self.path)} - _OF_NOBODY
         if not entries or self._was_never_launched():
             return
         if self.stage is None:
@@ -160,7 +175,7 @@ class RunFolder:
                 why="a run never writes over the results of another one",
                 fix="pass another --run-name, or set --load to its checkpoint directory to continue that run",
             )
-        if not any(self.path.glob("config*.json")):
+        if not config_files(self.path):
             raise UserError(
                 f"{self.path} is not a run folder", why="it has no config.json", fix="pass another --run-name"
             )
@@ -169,6 +184,28 @@ class RunFolder:
                 f"the run folder {self.path} already has stage '{self.stage}'",
                 fix="pass another --stage or --run-name, or set --load to its checkpoint directory to continue it",
             )
+
+    def _check_places(self) -> None:
+        """Every name that the run writes to is free, or what it should be.
+
+        Raises:
+            UserError: a folder has the name of a file, a file that of a folder, or one cannot be read and written.
+        """
+        folders = [self.path / name for name in _FOLDERS]
+        files = [*(self.path / name for name in _FILES), *config_files(self.path).values()]
+        files += [path for folder in folders for path in _no_plain_files(folder)]
+        for path, is_folder in (*((path, True) for path in folders), *((path, False) for path in files)):
+            if not os.path.lexists(path):
+                continue
+            if path.is_symlink() and not path.exists():
+                why = "it is a link to nothing"
+            elif path.is_dir() != is_folder or not (path.is_dir() or path.is_file()):
+                why = f"the run has a {'folder' if is_folder else 'file'} of that name"
+            elif not os.access(path, os.R_OK | os.W_OK):
+                why = f"user {os.geteuid()} may not read and write it"
+            else:
+                continue
+            raise UserError(f"{path} is in the run's way", why, "move it away; nothing has been changed")
 
     def _was_never_launched(self) -> bool:
         """An earlier try under this name ended before anything ran, for want of data, GPUs, a model that loads: the
@@ -181,14 +218,51 @@ class RunFolder:
         here = entry.get("host") == platform.node()
         return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed while it came up
 
-    def _keep_old_config(self) -> None:
-        """A resumed run may have other settings; those of the earlier part stay readable."""
+    def _keep_config(self) -> None:
+        """Each launch may have other settings: those of all stay readable, and replace a file that gets lost."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.config_path.stat().st_mtime))
         history = self.path / "history"
         history.mkdir(exist_ok=True)
         shutil.copyfile(self.config_path, history / f"{self.config_path.stem}.{stamp}.json")
 
+    def config(self) -> Config:
+        """The configuration of the newest launch.
+
+        Raises:
+            UserError: it is missing or damaged; says which copies there are, or what the command of the run was.
+        """
+        from slime.config.config import Config
+
+        try:
+            return Config.load(self.config_path)
+        except UserError as error:
+            raise UserError(error.what, error.why, self._instead_of_the_config(Config.load)) from error
+
+    def _instead_of_the_config(self, load: Callable[[Path], Config]) -> str:
+        """What to do without the configuration file."""
+        copies = [*(self.path / "history").glob(f"{self.config_path.stem}.*-*.json")]
+        copies += self.crash.glob(f"*/{self.config_path.name}")
+        for copy in sorted(copies, key=_written, reverse=True):
+            with contextlib.suppress(UserError):
+                load(copy)
+                command = shlex.join(["cp", str(copy), str(self.config_path)])
+                return f"{command} brings back the newest settings that are whole"
+        argv = self.read_summary()["stages"].get(self.stage or "", {}).get("argv")
+        is_known = isinstance(argv, list) and all(isinstance(word, str) for word in argv)
+        was = f"; it was: {shlex.join(argv)}" if is_known else ""
+        return f"repeat the command of the run with --load set to its --save{was}"
+
     # -- state ---------------------------------------------------------------------------------------
+
+    def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
+        """Note fingerprints of what this launch reads (`slime.changed_inputs`). Returns those of the launch before, {}
+        where there was none."""
+        summary = self.read_summary()
+        entry = summary["stages"].setdefault(self.stage or "", {})
+        before = entry.get("inputs")
+        entry["inputs"] = inputs
+        write_atomically(self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2))
+        return before if isinstance(before, dict) else {}
 
     def set_state(self, state: str) -> None:
         """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume) or "failed".
@@ -216,9 +290,15 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv",
-        "cwd", "packages"}}}``."""
+        "cwd", "packages"}}}``; what is damaged is left out."""
         summary = read_object(self.path / "run.json")
-        return summary if isinstance(summary.get("stages"), dict) else {"name": self.path.name, "stages": {}}
+        stages = summary.get("stages")
+        whole = {
+            name: {key: value for key, value in entry.items() if _is_of_a_stage(key, value)}
+            for name, entry in (stages.items() if isinstance(stages, dict) else ())
+            if isinstance(entry, dict) and (not name or _CONFIG.fullmatch(f"config.{name}.json"))
+        }
+        return {**summary, "name": self.path.name, "stages": whole}
 
     def state(self) -> str | None:
         """The state of this stage, None before it started."""
@@ -273,6 +353,37 @@ class RunFolder:
             (folder / path.name).write_bytes(_end_of(path))
 
 
+def config_files(folder: Path) -> dict[str, Path]:
+    """Stage ("" for the only one) → its configuration file, the one that was written last at the end. Copies by file
+    managers (``config (copy).json``, ``config.json~``) are none."""
+    named = {match.group(1) or "": path for path in entries_of(folder) if (match := _CONFIG.fullmatch(path.name))}
+    return dict(sorted(named.items(), key=lambda item: _written(item[1])))
+
+
+def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
+    """What has the name of a run's file in a folder, or one of a stage in it, and is a folder, a link or a pipe."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.endswith(_SUFFIXES_INSIDE):
+            if not entry.is_file(follow_symlinks=False):
+                yield Path(entry.path)
+        elif levels > 1 and entry.is_dir(follow_symlinks=False):
+            yield from _no_plain_files(Path(entry.path), levels - 1)
+
+
+def _is_of_a_stage(key: str, value: Any) -> bool:
+    """Whether a value in ``run.json`` is one that a run writes there."""
+    if key in ("started", "ended", "launched", "pid"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value is None or (is_number and abs(value) < _MOST)
+    if key in ("state", "host", "cwd"):
+        return isinstance(value, str) and "\0" not in value
+    return not isinstance(value, bool)
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Hold ``folder/.lock``, which names this process; the folder is made where there is none.
@@ -284,6 +395,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        if os.path.lexists(folder / ".lock") and error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            what = f"{folder / '.lock'} is in the run's way"
+            raise UserError(what, error.strerror or "", "remove it, if it is not yours") from error
         raise _cannot_write(folder, error) from error
     try:
         try:
@@ -303,6 +417,35 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Is a live process (of this host) writing to the folder?"""
+    lock = path / ".lock"
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def check_no_run_writes(output: Path, flag: str) -> None:
+    """Nobody writes into the folders of a run that goes on but the run.
+
+    Raises:
+        UserError: ``output``, the value of a command's ``flag``, lies in one.
+    """
+    place = output.resolve()
+    for folder in (place, *place.parents):
+        if is_held(folder):
+            why = f"a run is writing to {folder}, and nobody else may"
+            raise UserError(f"{flag} {output} is in a folder of a run that goes on", why, "pass another place")
 
 
 def _take_lock(descriptor: int) -> None:

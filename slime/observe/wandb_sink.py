@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe, without_secrets
+from slime.files import json_safe, without_secrets, write_atomically
 from slime.observe.run_folder import RunFolder
 from slime.processes import will_hang
 
@@ -95,6 +96,8 @@ class WandbSink:
 def _kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
     """A value that stays the same over resumes of this stage, unless another one is ``asked`` for."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
-    if asked or not path.exists():
-        path.write_text(asked or fresh)
-    return path.read_text().strip()
+    kept = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
+    if asked or not re.fullmatch(r"[\w.-]+", kept):
+        kept = asked or fresh
+        write_atomically(path, kept.encode())
+    return kept

@@ -333,15 +333,19 @@ class PromptSource(DataSource):
                 self._shuffling = saved
                 self._order.reorder(False)
             elif saved != self._shuffling:
-                logger.warning(
-                    "the checkpoint's order of the data was %s, this run's is %s: in this epoch some prompts come "
+                tell(
+                    logger, "the checkpoint's order of the data was %s, this run's is %s: in this epoch some prompts come "
                     "again, and some not at all (--rollout-shuffle, --rollout-seed)",
                     saved, self._shuffling,
                 )  # fmt: skip
             self._order.seek(state["epoch"], state["offset"])
             return
-        logger.warning("the prompt data is not the checkpoint's: drawing from its beginning")
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
+        tell(
+            logger, "the prompt data is not the checkpoint's: drawing from its beginning, as groups %d and on; %d groups "
+            "that the checkpoint has in the buffer keep their old prompts",
+            self._next, len(self._held),
+        )  # fmt: skip
         self._done, self._held = set(), set()
         self._order.seek(0, 0)
 

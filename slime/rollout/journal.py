@@ -29,6 +29,7 @@ import contextlib
 import enum
 import os
 import pickle
+import re
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ import orjson
 import xxhash
 
 from slime.config.config import Config
-from slime.files import bring_to_disk, json_safe
+from slime.files import bring_to_disk, content_fingerprint, entries_of, json_safe
 from slime.hook_loading import fingerprint
 from slime.log import get_logger, tell
 from slime.samples.sample_fields import unpicklable
@@ -49,11 +50,12 @@ from slime.samples.types import ANY_VERSION, Sample, Versions
 logger = get_logger(__name__)
 
 _HEAD = struct.Struct("<QQ")
+_FILE = re.compile(r"rollout_([0-9]{6,18})\.log")
 _SYNC_SECONDS = 1.0
 #: Of the records; what was written in another one is left out like what was made with other flags.
 _FORM = 2
 #: Functions of the user's own that have a hand in a sample before it is judged.
-_MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
+MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
 #: Flags of these groups that say how long a run is or how it waits; samples are the same with others.
 _WITHOUT_MEANING = frozenset(
     ("num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers", "rm_num_workers")
@@ -119,10 +121,11 @@ class Journal:
                     "the journal of rollout %d is lost, its groups are generated again: %s", rollout_id, problem
                 )
         if removed:
-            logger.warning(
-                "%d groups of the journal were generated with other flags, data or functions: they are left out",
+            tell(
+                logger, "%d groups of the journal were made with another model, other flags of data, generation or "
+                "reward, or other functions: they are generated again",
                 removed,
-            )
+            )  # fmt: skip
 
     def _read_file(self, rollout_id: int, path: Path) -> int:
         """Note what is in a file; one that was made otherwise is removed.
@@ -177,7 +180,16 @@ class Journal:
             is_later = place.rollout_id > rollout_id
             if is_later and versions.newest is None:
                 continue
-            if place.kind is Kind.FORGOTTEN or place.drawn_as != key or (found := self._read(place)) is None:
+            if place.kind is Kind.FORGOTTEN:
+                break
+            if place.drawn_as != key:
+                tell(
+                    logger, "the prompt data is not that of the last launch: groups of the journal whose prompt or "
+                    "label is another now (first: group %d) are generated again",
+                    index, once=f"other data in {self._folder}",
+                )  # fmt: skip
+                break
+            if (found := self._read(place)) is None:
                 break
             if is_later and not _is_within(found, versions.newest, versions.ahead):
                 continue
@@ -385,9 +397,10 @@ def _made_with(config: Config) -> str:
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
     for name in _WITHOUT_MEANING:
         values.pop(name, None)
-    given = [values.get(name) or () for name in _MAKERS]
+    given = [values.get(name) or () for name in MAKERS]
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
-    return fingerprint([_FORM, values, str(config.checkpoint.hf_checkpoint)], paths)
+    model = config.checkpoint.hf_checkpoint
+    return fingerprint([_FORM, values, str(model), content_fingerprint(Path(model)) if model else ""], paths)
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
@@ -411,7 +424,8 @@ def _path(folder: Path, rollout_id: int) -> Path:
 
 def _files_in(folder: Path) -> dict[int, Path]:
     """By rollout."""
-    return {int(path.stem.removeprefix("rollout_")): path for path in folder.glob("rollout_*.log")}
+    named = ((_FILE.fullmatch(path.name), path) for path in entries_of(folder))
+    return {int(match.group(1)): path for match, path in named if match}
 
 
 def _append(file: BinaryIO, record: Any) -> None:

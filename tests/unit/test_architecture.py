@@ -65,6 +65,7 @@ FLOORS = (
         "preflight",
         "diagnosis",
         "pushes",
+        "changed_inputs",
         "schedule",
         "stopping",
         "saving",

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.observe.run_data import Stage, merge_rows, read_stages
+from slime.observe.run_folder import config_files
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
 from slime.observe.watch.index import SampleIndex, path_key
 from slime.observe.watch.stages import alarms_of, describe
@@ -114,7 +115,7 @@ class RunWatch:
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run."""
-    return (path / "metrics.jsonl").is_file() or any(path.glob("config*.json"))
+    return (path / "metrics.jsonl").is_file() or bool(config_files(path))
 
 
 def runs_below(paths: Sequence[Path]) -> list[Path]:
