@@ -30,27 +30,26 @@ def fingerprints(config: Config) -> dict[str, str]:
         >>> fingerprints(config)                                                              # doctest: +SKIP
         {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path mine.reward': …}
     """
-    return {f"{option_of(flag)} {value}": found for flag, value, found in _found(config) if found}
+    return {f"{option_of(flag)} {value}": found for flag, value in _inputs(config) if (found := _print(flag, value))}
 
 
-def changes(config: Config, before: Mapping[str, Any], checkpoint: Path | None) -> list[str]:
+def changes(config: Config, now: Mapping[str, str], before: Mapping[str, Any], checkpoint: Path | None) -> list[str]:
     """A line for each input that an earlier launch read with other content.
 
     Args:
-        before: `fingerprints` of that launch; a flag that names something else now was changed on purpose.
+        now, before: `fingerprints` of this launch and of that one; a flag that names something else now was changed on
+            purpose.
         checkpoint: that the run goes on from; None where it has none yet.
     """
     weights = f"the weights are those of {checkpoint}" if checkpoint else "the run begins anew with the weights of it"
-    lines = []
-    for flag, value, found in _found(config):
-        name = f"{option_of(flag)} {value}"
-        if not found or before.get(name) in (None, found):
-            continue
-        lines.append(f"{name} has changed since the last launch of this run: {_what_follows(flag, config, weights)}")
-    return lines
+    return [
+        f"{name} has changed since the last launch of this run: {_what_follows(flag, weights)}"
+        for flag, value in _inputs(config)
+        if (name := f"{option_of(flag)} {value}") in now and before.get(name) not in (None, now[name])
+    ]
 
 
-def _what_follows(flag: str, config: Config, weights: str) -> str:
+def _what_follows(flag: str, weights: str) -> str:
     if flag == "prompt_data":
         return (
             "groups in the journal whose prompt and label are the same are trained on as they are, others are generated"
@@ -77,33 +76,30 @@ def _what_follows(flag: str, config: Config, weights: str) -> str:
 
 def _of_training() -> str:
     return (
-        "groups in the journal by weights that were pushed after the checkpoint are generated again, others stay, and so"
+        "groups in the journal by weights that were pushed after the checkpoint are generated again, others stay, as"
         f" does the position in the data; {_STAYS}"
     )
 
 
-def _found(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Flag, its value, fingerprint ("" for none)."""
-    flags = vars(config.flat())
-    if flags["prompt_data"]:
-        yield "prompt_data", flags["prompt_data"], _of_data(flags["prompt_data"])
-    for path in list(flags["eval_prompt_data"] or ())[1::2]:
-        yield "eval_prompt_data", path, _of_data(path)
-    models = {"hf_checkpoint": flags["hf_checkpoint"]}
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Flags that name what is read, and one value of each at a time."""
+    flags = config.values()
+    reads = ["prompt_data", "hf_checkpoint", *HOOKS, "data_source_path"]
     if config.algorithm.needs_reference and flags["ref_load"] != flags["hf_checkpoint"]:
-        models["ref_load"] = flags["ref_load"]
-    for flag, path in models.items():
-        if path:
-            yield flag, path, content_fingerprint(Path(path))
-    for flag in (*HOOKS, "data_source_path"):
+        reads.append("ref_load")
+    for flag in reads:
         value = flags.get(flag)
-        for path in value if isinstance(value, (list, tuple)) else [value]:
-            if path:
-                yield flag, path, fingerprint(None, [path])
+        yield from ((flag, one) for one in (value if isinstance(value, (list, tuple)) else [value]) if one)
+    yield from (("eval_prompt_data", path) for path in (flags["eval_prompt_data"] or ())[1::2])
 
 
-def _of_data(path: str) -> str:
+def _print(flag: str, value: str) -> str:
+    """A fingerprint; "" where there is nothing."""
+    if flag in ("hf_checkpoint", "ref_load"):
+        return content_fingerprint(Path(value))
+    if flag not in ("prompt_data", "eval_prompt_data"):
+        return fingerprint(None, [value])
     try:
-        return content_fingerprint(Path(split_name(split_slice(path)[0])[0]), whole=True)
-    except UserError:
+        return content_fingerprint(Path(split_name(split_slice(value)[0])[0]), whole=True)
+    except UserError:  # whoever reads it says so
         return ""

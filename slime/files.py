@@ -156,14 +156,14 @@ def content_fingerprint(path: Path, *, whole: bool = False) -> str:
                 continue
             size = file.stat().st_size
             num_files += 1
-            digest.update(f"{file.relative_to(path)} {size}\n")
+            digest.update(os.fsencode(f"{file.relative_to(path)} {size}\n"))
             with file.open("rb", buffering=0) as stream:
                 step = size // _PIECES if size > _WHOLE_BYTES and not whole else _PIECE_BYTES
                 for offset in range(0, size, step):
                     stream.seek(offset)
                     digest.update(stream.read(_PIECE_BYTES))
         except OSError:  # whoever needs it says so
-            digest.update(f"{file.name} cannot be read\n")
+            digest.update(b"cannot be read\n")
     return digest.hexdigest() if num_files else ""
 
 

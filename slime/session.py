@@ -85,7 +85,8 @@ class Session:
         if not self._resuming or goes_back(config):  # it begins elsewhere than where the run stood
             shutil.rmtree(self.run.journal, ignore_errors=True)
         setup_logging("driver", config.observe.log_level, self.run.path / "logs")
-        for line in changes(config, self.run.note_inputs(fingerprints(config)), self._goes_on_from()):
+        now = fingerprints(config)
+        for line in changes(config, now, self.run.note_inputs(now), self._goes_on_from()):
             logger.warning("%s", line)
         self.sinks = Sinks(config, self.run)
         self.cluster = Cluster(
@@ -427,6 +428,8 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     setup_logging("driver", config.observe.log_level)
     config = from_the_hub(config)
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
+    if plan.is_foreign:
+        logger.warning("%s was written by another program: without a manifest its contents are not checked", plan.path)
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     for finding in at_start(config):

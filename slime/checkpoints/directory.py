@@ -19,9 +19,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.errors import UserError
-from slime.files import bring_to_disk, entries_of, parse_json, write_atomically
+from slime.files import bring_to_disk, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -235,7 +236,14 @@ def write_manifest(directory: Path, records: list[FileRecord]) -> None:
     """Written as the last file of a checkpoint: what must be there for it to be complete, and under which name."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
     content = {"name": _name_in_the_end(directory), "files": listed}
+    content["checksum"] = _checksum(content)
     write_atomically(directory / MANIFEST, json.dumps(content, indent=1).encode(), durable=True)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _name_in_the_end(directory: Path) -> str:
@@ -252,7 +260,10 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
     """
     path = directory / MANIFEST
     try:
-        data = parse_json(path.read_bytes())
+        data = json.loads(path.read_bytes())
+        checksum = data.pop("checksum", None)
+        if checksum not in (None, _checksum(data)):  # an earlier release wrote none
+            raise ValueError("its checksum is another")
         records = [FileRecord(str(name), entry["nbytes"], entry["xxh3"]) for name, entry in data["files"].items()]
         written_as = data.get("name", _name_in_the_end(directory))
     except FileNotFoundError as error:
@@ -260,16 +271,15 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
             why = f"its {MANIFEST} is missing: nobody can tell whether its files are what was written"
             raise UserError(f"{directory} cannot be trusted", why=why, fix=_go_back(directory)) from error
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else f"it is no manifest: {error!r:.100}"
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
     listed = {record.path for record in records}
-    there = {entry.name for entry in entries_of(directory) if entry.name.endswith(".distcp")}
     if written_as != _name_in_the_end(directory) and _ITERATION.fullmatch(_name_in_the_end(directory)):
         why = f"it was written as {written_as}, of which this is a copy, or which was renamed"
     elif any(name != Path(name).name for name in listed):
         why = "it lists files of other directories"
-    elif left_out := sorted((_NEEDED | there) - listed):
+    elif left_out := sorted(_NEEDED - listed):
         why = f"it does not list {', '.join(left_out[:4])}"
     else:
         return records

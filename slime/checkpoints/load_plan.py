@@ -22,6 +22,7 @@ from slime.checkpoints.directory import (
     is_leftover,
     iteration_dir,
     iteration_name,
+    read_manifest,
     read_tracker,
     saved_iterations,
 )
@@ -43,6 +44,7 @@ class LoadPlan:
         is_resume: the run goes on in its own --save directory.
         note: one line for people: what is loaded and why.
         damaged: iterations of a run that goes on which would have come first.
+        is_foreign: another program wrote it, and nothing tells whether its files are what was written.
     """
 
     kind: Literal["megatron", "hf"]
@@ -54,6 +56,10 @@ class LoadPlan:
     is_resume: bool
     note: str
     damaged: tuple[Damage, ...] = ()
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.kind == "megatron" and read_manifest(self.path) is None
 
 
 def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:

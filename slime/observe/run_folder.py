@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.metadata
 import os
 import platform
@@ -484,7 +485,9 @@ def _end_of(path: Path) -> bytes:
         return file.read(_LOG_BYTES).partition(b"\n")[2]
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
+    """Name → version of the packages that reports tell; "not installed" for those that are not."""
     versions = {}
     for name in _REPORTED_PACKAGES:
         try:

@@ -12,7 +12,7 @@ def complete(root: Path, iteration: int, content: str = "x", track: bool = True)
     """A finished save of one file, through the same calls as a real one."""
     final = root / ckpt.iteration_name(iteration)
     partial = ckpt.partial_dir(final)
-    for name in ("data.distcp", ".metadata", "metadata.json", "common.pt"):
+    for name in ("data.distcp", ".metadata", "metadata.json", "common.pt", ckpt.EXTRA_STATE):
         (partial / name).write_text(content)
     records = [
         FileRecord(path.name, path.stat().st_size, ckpt.file_fingerprint(path)) for path in sorted(partial.iterdir())
@@ -22,6 +22,13 @@ def complete(root: Path, iteration: int, content: str = "x", track: bool = True)
     if track:
         ckpt.set_latest(root, iteration)
     return final
+
+
+def as_by_another_program(checkpoint: Path) -> Path:
+    """Without what only this program writes."""
+    for name in (ckpt.MANIFEST, ckpt.EXTRA_STATE):
+        (checkpoint / name).unlink()
+    return checkpoint
 
 
 def flip_a_byte(file: Path) -> None:

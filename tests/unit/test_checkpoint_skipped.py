@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slime.checkpoints.load_plan import LoadPlan, going_on, resolve_load
 from slime.config import make_config
 from slime.errors import UserError
 from tests.support import megatron_jobs as jobs
-from tests.support.checkpoint_dirs import complete, flip_a_byte
+from tests.support.checkpoint_dirs import as_by_another_program, complete, flip_a_byte
 from tests.support.megatron_jobs import parameters, single
 from tests.support.trainer_ranks import Pools
 
@@ -31,6 +32,22 @@ def without_a_file(directory: Path) -> str:
 def without_a_manifest_to_read(directory: Path) -> str:
     (directory / ckpt.MANIFEST).write_text("{")
     return "Expecting property name"
+
+
+def without_its_manifest(directory: Path) -> str:
+    (directory / ckpt.MANIFEST).unlink()
+    return "manifest.json is missing"
+
+
+def without_a_shard_in_the_manifest(directory: Path) -> str:
+    path = directory / ckpt.MANIFEST
+    path.write_text(path.read_text().replace("data.distcp", "data.distcq"))
+    return "its checksum is another"
+
+
+def of_another_iteration(directory: Path) -> str:
+    shutil.copyfile(directory.parent / "iter_0000003" / ckpt.MANIFEST, directory / ckpt.MANIFEST)
+    return "it was written as iter_0000003"
 
 
 def gone(directory: Path) -> str:
@@ -51,7 +68,13 @@ def resumed(root: Path) -> LoadPlan:
     return resolve_load(going_on(make_config(save=str(root), load="elsewhere", ckpt_step=7, num_rollout=9)))
 
 
-@pytest.mark.parametrize("harm", [cut_short, without_a_file, without_a_manifest_to_read, gone])
+HARMS = [
+    *(cut_short, without_a_file, without_a_manifest_to_read, without_its_manifest, without_a_shard_in_the_manifest),
+    *(of_another_iteration, gone),
+]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_the_one_before_a_damaged_one_is_taken(root: Path, harm: Callable[[Path], str]) -> None:
     why = harm(root / "iter_0000005")
     plan = resumed(root)
@@ -78,6 +101,43 @@ def test_a_branch_that_was_left_comes_last(root: Path) -> None:
 def test_a_tracker_that_cannot_be_read(root: Path) -> None:
     (root / ckpt.TRACKER).write_text("\x00\x00")
     assert resumed(root).iteration == 5
+
+
+def test_what_another_program_wrote_is_loaded_as_that(root: Path) -> None:
+    as_by_another_program(root / "iter_0000005")
+    assert resolve_load(make_config(load=str(root))).is_foreign
+    assert not resolve_load(make_config(load=str(root), ckpt_step=3)).is_foreign
+    (root / "iter_0000005" / "common.pt").write_bytes(b"PK\x03\x04 layout has_rng_state")
+    with pytest.raises(UserError, match="cannot be trusted"):
+        resolve_load(make_config(load=str(root)))
+
+
+def test_a_tracker_that_names_an_earlier_iteration_is_refused(root: Path) -> None:
+    (root / ckpt.TRACKER).write_text("3\n")
+    with pytest.raises(UserError, match=r"says 3, and the run has saved 5 last(.|\n)*--ckpt-step 3"):
+        resumed(root)
+    assert resolve_load(make_config(save=str(root), load=str(root), ckpt_step=3)).iteration == 3
+    ckpt.set_latest(root, 3)
+    assert resumed(root).iteration == 3, "the run itself went back"
+
+
+def test_a_tracker_that_names_what_is_not_there(root: Path) -> None:
+    (root / ckpt.TRACKER).write_text("4\n")
+    assert resumed(root).iteration == 5
+
+
+def test_names_that_only_look_like_an_iteration(root: Path) -> None:
+    for name in ("iter_0000005 - Copy", "iter_00000009", "iter_٠٠٠٠٠٠9", "iter_9", f"iter_{'9' * 60}", "iter_0000005~"):
+        shutil.copytree(root / "iter_0000003", root / name)
+    (root / "iter_0000007").write_text("a file")
+    assert ckpt.saved_iterations(root) == [1, 3, 5] and resumed(root).damaged == ()
+
+
+def test_checkpoints_out_of_reach_are_no_fresh_start(root: Path) -> None:
+    root.rename(root.with_name("unmounted"))
+    root.symlink_to("/nowhere/at/all")
+    with pytest.raises(UserError, match="out of reach"):
+        resumed(root)
 
 
 def test_none_that_is_whole_is_no_fresh_start(root: Path) -> None:
@@ -131,6 +191,23 @@ def test_a_flipped_byte(model: Path, tmp_path: Path, name: str) -> None:
     assert ckpt.read_tracker(tmp_path) == 0 and (tmp_path / "iter_0000001.damaged" / file.name).is_file()
     with single(model, **flags, load=str(tmp_path)) as backend:
         assert backend.skipped == [], "said once"
+
+
+def test_a_flipped_byte_without_the_manifest(model: Path, tmp_path: Path) -> None:
+    """Nothing would notice it: the checkpoint is not trusted, neither by its own run nor by another one."""
+    with single(model, save=str(tmp_path)) as backend:
+        backend.save(0, {"rollout": 0})
+        backend.save(1, {"rollout": 1})
+    (tmp_path / "iter_0000001" / ckpt.MANIFEST).unlink()
+    [shard] = (tmp_path / "iter_0000001").glob("*.distcp")
+    flip_a_byte(shard)
+    with pytest.raises(UserError, match="cannot be trusted"):
+        resolve_load(make_config(load=str(tmp_path)))
+    (tmp_path / "iter_0000001" / ckpt.EXTRA_STATE).unlink()
+    with pytest.raises(UserError, match="cannot be trusted"):
+        resolve_load(make_config(load=str(tmp_path)))
+    with single(model, save=str(tmp_path), load=str(tmp_path)) as backend:
+        assert backend.next_rollout_id == 1 and "iter_0000001 is skipped" in backend.skipped[0]
 
 
 @pytest.mark.slow
