@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,19 @@ def bring_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_plain(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it is none, or cannot be read. (A pipe would have its reader wait.)
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
+
+
 def parse_json(content: bytes) -> Any:
     """The value of a JSON text, also of one with a byte order mark, in UTF-16, or with NaN in it.
 
@@ -194,7 +209,7 @@ def parse_json(content: bytes) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} when there is none, none yet, or it cannot be read."""
     try:
-        value = parse_json(path.read_bytes()) if path.is_file() else {}
+        value = parse_json(read_plain(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -205,7 +220,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     being written, or was cut by a crash."""
     rows = []
     try:
-        content = path.read_bytes() if path.is_file() else b""
+        content = read_plain(path)
     except OSError:
         return []
     for line in content.split(b"\n"):

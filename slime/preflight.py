@@ -31,7 +31,7 @@ from slime.log import get_logger
 from slime.models.layout_rules import check_layout
 from slime.models.model_flags import check_model_flags, merge_transformer
 from slime.models.quantised import Quantisation
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.rollout.eval_datasets import eval_datasets
@@ -366,10 +366,16 @@ def check_outputs(config: Config) -> None:
         "--update-weight-disk-dir": config.sync.update_weight_disk_dir,
         "--save-debug-rollout-data": config.debug.save_debug_rollout_data,
         "--save-debug-train-data": config.debug.save_debug_train_data,
+        "--dump-details": config.debug.dump_details,
     }
+    observe = config.observe
+    claimed = (Path(observe.output_dir, observe.run_name), Path(config.checkpoint.save or observe.output_dir))
+    own = [folder.resolve() for folder in claimed]
     for flag, value in flags.items():
         if value:
-            _check_writable(flag, fixed_folder(value) if flag[2:].replace("-", "_") in FIELDS else Path(value))
+            place = fixed_folder(value) if flag[2:].replace("-", "_") in FIELDS else Path(value)
+            _check_writable(flag, place)
+            check_no_run_writes(place, flag, own)
     _check_export(config)
 
 

@@ -18,7 +18,7 @@ import orjson
 import xxhash
 
 from slime.config.config import Config
-from slime.files import content_fingerprint, json_safe, parse_json
+from slime.files import content_fingerprint, json_safe, parse_json, read_plain
 from slime.hook_loading import fingerprint
 from slime.log import get_logger
 
@@ -129,7 +129,9 @@ class PushLog:
 def _read(path: Path) -> tuple[list[Push], bool]:
     """The pushes of earlier launches, and whether there are lines that are not what was written."""
     try:
-        lines = path.read_bytes().split(b"\n") if path.is_file() else []
+        lines = read_plain(path).split(b"\n")
+    except FileNotFoundError:
+        return [], False
     except OSError as problem:
         logger.warning("%s: %s", path, problem)
         return [], True

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
-from slime.files import bring_to_disk, write_atomically
+from slime.files import bring_to_disk, read_plain, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -75,7 +75,7 @@ def read_tracker(root: Path) -> int | str | None:
         UserError: the file says anything else, or cannot be read.
     """
     try:
-        text = (root / TRACKER).read_bytes().decode("ascii", "backslashreplace").strip()
+        text = read_plain(root / TRACKER).decode("ascii", "backslashreplace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -114,7 +114,7 @@ def _tracked_if_readable(root: Path) -> int | str | None:
 def _last_set(root: Path) -> int | str | None:
     """What `set_latest` was called with last, where it is known."""
     try:
-        text = (root / _LATEST).read_bytes().decode("ascii", "replace").strip()
+        text = read_plain(root / _LATEST).decode("ascii", "replace").strip()
     except OSError:
         return None
     return text if text == RELEASE else int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
@@ -260,7 +260,7 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_plain(path))
         checksum = data.pop("checksum", None)
         if checksum not in (None, _checksum(data)):  # an earlier release wrote none
             raise ValueError("its checksum is another")
@@ -289,7 +289,7 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
 def _is_ours(directory: Path) -> bool:
     """Whether this program wrote a checkpoint, which it never does without a manifest."""
     try:
-        return (directory / EXTRA_STATE).exists() or _OUR_MARK in (directory / "common.pt").read_bytes()
+        return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(directory / "common.pt")
     except OSError:
         return False
 

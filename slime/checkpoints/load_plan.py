@@ -28,6 +28,7 @@ from slime.checkpoints.directory import (
 )
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.files import read_plain
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def resolve_reference(config: Config) -> LoadPlan:
 def is_hf_dir(path: Path) -> bool:
     """Does the directory hold a Hugging Face model: a config.json with a model_type or architectures?"""
     try:
-        data = json.loads((path / "config.json").read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        data = json.loads(read_plain(path / "config.json"))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and ("model_type" in data or "architectures" in data)
 

@@ -21,7 +21,7 @@ from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, Re
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.errors import UserError
-from slime.files import is_secret, is_secret_variable, without_secrets, write_atomically
+from slime.files import is_secret, is_secret_variable, read_plain, without_secrets, write_atomically
 
 
 class MissingFlag(AttributeError):
@@ -167,7 +167,7 @@ class Config:
         """
         specs = all_flags()
         try:
-            data = json.loads(Path(path).read_bytes())
+            data = json.loads(read_plain(path))
             checksum = data.pop("checksum", None)
             is_whole = checksum in (None, _checksum(data))  # an earlier release wrote none
             origins = dict(data["origins"])

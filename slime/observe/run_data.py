@@ -116,8 +116,10 @@ def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage
         run = RunFolder(path, name or None)
         stage = Stage(name, summary["stages"].get(name, {}), read_object(run.config_path))
         stage.rows = rows.get(name, [])
-        stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl"))}
-        stage.evaluations = {p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)}
+        stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl")) if p.is_file()}
+        stage.evaluations = {
+            p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order) if p.is_file()
+        }
         if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
         stages.append(stage)

@@ -26,10 +26,11 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,6 +402,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
             raise UserError(what, error.strerror or "", "remove it, if it is not yours") from error
         raise _cannot_write(folder, error) from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            what = f"{folder / '.lock'} is in the run's way"
+            raise UserError(what, "it is no regular file", "remove it, if it is not yours")
         try:
             _take_lock(descriptor)
         except BlockingIOError as error:
@@ -436,15 +440,17 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def check_no_run_writes(output: Path, flag: str) -> None:
+def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> None:
     """Nobody writes into the folders of a run that goes on but the run.
 
+    Args:
+        own: folders of the run that asks, whose locks it takes itself.
     Raises:
         UserError: ``output``, the value of a command's ``flag``, lies in one.
     """
     place = output.resolve()
     for folder in (place, *place.parents):
-        if is_held(folder):
+        if folder not in own and is_held(folder):
             why = f"a run is writing to {folder}, and nobody else may"
             raise UserError(f"{flag} {output} is in a folder of a run that goes on", why, "pass another place")
 

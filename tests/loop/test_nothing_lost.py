@@ -20,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.__main__ import main
+from slime.observe.watch.folders import RunWatch
 from tests.support.processes import PATIENCE, Driver, StartHeld, World, wait_until, wait_while_running
 
 pytestmark = pytest.mark.slow
@@ -101,6 +103,56 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
     assert [row["rollout/num_restored_groups"] for row in rows] == [_GROUPS, _GROUPS - 1]
     assert not (driver.path / "journal").exists(), "a run that is finished needs it no more"
+
+
+@pytest.mark.full
+def test_what_others_try_does_not_disturb_a_run(
+    begin: Callable[..., Driver], world: World, hold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its third rollout, with two checkpoints, a journal, and one sample left to score."""
+    monkeypatch.chdir(tmp_path)
+    flags = ("--num-rollout", 3, "--save-interval", 1, "--lr", 1e-2)
+    alone = begin("alone", *flags)
+    assert alone.end() == 0, alone.stderr
+    (hold / "hold-sample-23").touch()
+    driver = begin("beside", *flags)
+    wait_while_running(driver, (hold / "held-sample-23").exists, "the last sample")
+    time.sleep(_NOTING_SECONDS)
+    run, before = str(driver.path), kept(driver.path)
+    same = [*world.resumable("beside", *_REWARD, "--deterministic-rollout"), *map(str, flags)]
+    tried = {
+        "the same command": ["train", *same],
+        "another rate": ["train", *same[:-1], "5e-1"],
+        "back": ["train", *same, "--ckpt-step", "0"],
+        "resume": ["resume", run],
+        "report": ["report", run],
+        "bundle": ["bundle", run, "--output", str(tmp_path / "x.tar.gz")],
+        "explain": ["explain", run],
+    }
+    ends = {name: main(words) for name, words in tried.items()}
+    watched = RunWatch(driver.path)
+    watched.index.update(watched.stages())
+    watched.index.close()
+    assert kept(driver.path) == before
+    assert ends == dict.fromkeys(tried, 0) | dict.fromkeys(("the same command", "another rate", "back", "resume"), 2)
+    (hold / "hold-sample-23").unlink()
+    assert main(["export", run, "--gguf", str(tmp_path / "x.gguf")]) == 0  # of a checkpoint, or of the end
+    assert driver.end() == 0, driver.stderr
+    expected = weights_of(alone)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(driver).items())
+    assert said(driver) == said(alone)
+
+
+def said(driver: Driver) -> list[list[Any]]:
+    """Of each rollout's samples: what was generated, and how likely it was."""
+    names = ("index", "prompt", "response", "reward", "log_probs", "weight_versions")
+    return [[[sample.get(name) for name in names] for sample in rollout] for rollout in trained_on(driver, 3)]
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """What a run reads, or tells of itself, but for its logs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("report.html", ".lock")]
+    return {str(path): path.read_bytes() for path in files if path.parent.name != "logs"}
 
 
 @pytest.mark.full

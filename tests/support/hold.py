@@ -112,7 +112,7 @@ def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: An
 def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
     """Takes a moment, waits while <folder>/hold-sample-<index> exists, and appends "index pid time" to <folder>/scored
     in one write, so that it is there whatever is killed next."""
-    folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 60
+    folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 240
     time.sleep(0.05)
     while (folder / f"hold-sample-{sample.index}").exists() and time.monotonic() < end:
         (folder / f"held-sample-{sample.index}").touch()

@@ -15,11 +15,12 @@ import pytest
 from slime.__main__ import main
 from slime.checkpoints import directory
 from slime.checkpoints.load_plan import resolve_load
-from slime.config import Config
+from slime.config import Config, make_config, parse_args
 from slime.errors import UserError
 from slime.observe.jsonl_sink import JsonlSink
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.folders import RunWatch
+from slime.preflight import check_outputs
 from slime.rollout.journal import Kind, open_journal
 from slime.session import Session
 from tests.support.checkpoint_dirs import complete
@@ -117,8 +118,6 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(base: Path) -> Going:
-    from slime.config import parse_args
-
     config = parse_args(flags(base))
     run, locks = RunFolder.claim(config)
     run.set_state("launched")
@@ -184,3 +183,16 @@ def test_no_command_changes_a_run_that_goes_on(part: int, base: Path, capfd: pyt
         assert main(["resume", str(going.run.path)]) == 2
         assert "nothing is launched here" in capfd.readouterr().err, (seed, "it was free")
         assert RunFolder(going.run.path).config().flat().lr == 1e-3
+
+
+@pytest.mark.parametrize("flag", ["save_hf", "dump_details", "save"])
+def test_no_other_run_writes_into_its_folder(base: Path, flag: str) -> None:
+    """Under another name, with an output there; once it has ended it may."""
+    going = begin(base)
+    place = going.run.path / "more" / "{rollout_id}" if flag == "save_hf" else going.run.path / "more"
+    config = make_config(output_dir=str(base / "outputs"), run_name="other", num_rollout=4, **{flag: str(place)})
+    with pytest.raises(UserError, match=r"--.* is in a folder of a run that goes on"):
+        check_outputs(config)
+    check_outputs(going.config)
+    going.locks.close()
+    check_outputs(config)

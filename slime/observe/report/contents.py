@@ -159,7 +159,7 @@ def _rows(path: Path, stage: Stage, kind: str) -> Iterator[Row]:
     reward_key = config_value(stage.config, "reward_key" if kind == "rollout" else "eval_reward_key")
     try:
         _, lines, _ = new_lines(path, Place())
-    except FileNotFoundError:  # a resumed run moved it away
+    except OSError:  # a resumed run moved it away, or it is not ours to read
         return
     for line in lines:
         _, _, length, *values = row_of(0, line, stage.name, kind, path.stem, reward_key)

@@ -186,7 +186,7 @@ class SampleIndex:
             row = known.get(name)
             place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
             if not is_unchanged(path, place) and is_inside(path, self.run):
-                with contextlib.suppress(FileNotFoundError):  # a resumed run moved it away
+                with contextlib.suppress(OSError):  # a resumed run moved it away, or it is not ours to read
                     self._read(name, path, stage, kind)
                     self._cached, changed = {}, True
         return self._add_texts(goes_on) or changed
@@ -402,7 +402,7 @@ class SampleIndex:
                         opened.clear()
                     try:
                         opened[file] = files.enter_context((self.run / names[file]).open("rb"))
-                    except (FileNotFoundError, KeyError):
+                    except (OSError, KeyError):
                         opened[file] = None
                 yield row, _line_at(opened[file], row["offset"], row["length"])
 

@@ -30,7 +30,7 @@ def timeline_of(run: Path, stage: Stage, rollout: int) -> dict[str, Any] | None:
         return None
     try:
         events = orjson.loads(path.read_bytes()).get("traceEvents")
-    except (orjson.JSONDecodeError, AttributeError, FileNotFoundError):
+    except (orjson.JSONDecodeError, AttributeError, OSError):
         return None
     return timeline(events if isinstance(events, list) else [])
 
