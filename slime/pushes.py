@@ -18,6 +18,7 @@ import orjson
 import xxhash
 
 from slime.config.config import Config
+from slime.config.flags import all_flags
 from slime.files import content_fingerprint, json_safe, parse_json, read_plain
 from slime.hook_loading import fingerprint
 from slime.log import get_logger
@@ -188,7 +189,8 @@ def training_of(config: Config) -> str:
 
 def trains_with(flag: str) -> bool:
     """Whether other weights come out of training where this flag, or the function that it names, is another."""
-    return any(flag.startswith(beginnings) for beginnings in _WHAT_COUNTS.values())
+    spec = all_flags()[flag]
+    return spec.attribute.startswith(_WHAT_COUNTS.get(spec.group, ())) and spec.attribute not in _WITHOUT_EFFECT
 
 
 def _goes_by_length(config: Config) -> bool:

@@ -127,4 +127,4 @@ def test_large_weight_files_are_told_apart_by_pieces(tmp_path: Path) -> None:
 
 def test_installed_packages_are_no_files_of_the_users(config: Config) -> None:
     files = hook_loading._imported_files(hook_loading.load_function(str(config.reward.custom_rm_path)))
-    assert sorted(path.name.partition("_")[0] for path in files) == ["helper"], files
+    assert sorted(path.name.partition("_")[0] for path in files) == ["helper", "mine"], files

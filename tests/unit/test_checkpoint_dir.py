@@ -313,7 +313,8 @@ def test_a_save_counts_once_it_is_tracked_and_not_under_way_again(root: Path) ->
     assert not ckpt.is_saved(root, 3)
     (partial / "data.distcp").write_text("half")
     assert ckpt.discard_partial(root / "iter_0000003") and not ckpt.discard_partial(root / "iter_0000003")
-    assert ckpt.is_saved(root, 3) and sorted(path.name for path in root.iterdir()) == ["iter_0000003", ckpt.TRACKER]
+    there = sorted(path.name for path in root.iterdir())
+    assert ckpt.is_saved(root, 3) and there == [".latest", "iter_0000003", ckpt.TRACKER]
 
 
 def test_a_discarded_save_cannot_be_published_by_a_writer_that_still_lives(root: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,15 +102,17 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (target / "model.safetensors").write_text("weights")
         return subprocess.CompletedProcess(command, 0, "", "")
 
+    def export(source: Path, target: str, *_: Any) -> Path:
+        return Path(shutil.copy(source / "config.json", target))
+
     monkeypatch.setattr("slime.session.preflight", resolve_load)
     monkeypatch.setattr("slime.session.from_the_hub", lambda config: config)
     monkeypatch.setattr("slime.session.check_memory", lambda config: None)
     monkeypatch.setattr("slime.session.at_start", lambda config: [])
     monkeypatch.setattr("slime.session.Session.launch", launch)
-    monkeypatch.setattr("slime.cli.model_source.subprocess.run", convert)
-    monkeypatch.setattr(
-        "slime.cli.export.hf_to_gguf", lambda source, target, *_: shutil.copy(source / "config.json", target)
-    )
+    converting = SimpleNamespace(run=convert, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("slime.cli.model_source.subprocess", converting)
+    monkeypatch.setattr("slime.cli.export.hf_to_gguf", export)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
