@@ -196,7 +196,8 @@ def test_a_full_disk_at_any_byte_leaves_the_previous_checkpoint(model: Path, tmp
                     backend.save(1)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+            there = sorted(p.name for p in tmp_path.iterdir())
+            assert there == [".latest", "iter_0000000", "latest_checkpointed_iteration.txt"]
             check_contents(tmp_path / "iter_0000000")
         backend.save(1)
     with single(model, **flags, load=str(tmp_path), ckpt_step=0) as backend:

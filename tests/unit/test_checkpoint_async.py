@@ -107,6 +107,7 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call(
         with pytest.raises(UserError, match=r"iter_0000001(.|\n)*No space left(.|\n)*previous checkpoint is untouched"):
             call.get(noticed_by, backend.finish_saving)()
         assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+            ".latest",
             "iter_0000000",
             "latest_checkpointed_iteration.txt",
         ]

@@ -135,6 +135,7 @@ def test_what_is_not_finished_goes_and_the_one_before_is_named(
         run(ZeroDivisionError(), settles)
     assert caught.value.__notes__[0].startswith(NEWEST.format(root / "iter_0000000"))
     assert sorted(path.name for path in root.iterdir()) == [
+        ".latest",
         ".lock",
         "iter_0000000",
         "latest_checkpointed_iteration.txt",
