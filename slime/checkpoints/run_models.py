@@ -33,16 +33,21 @@ def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
     return {stage: config for stage, config in found.items() if _is_of_stage(stage, config)}
 
 
+def _setting(config: dict[str, Any], group: str, name: str) -> str:
+    """A flag whose value is a text; "" where it is not set, or the file is damaged."""
+    flags = config.get(group)
+    value = flags.get(name) if isinstance(flags, dict) else None
+    return value if isinstance(value, str) and "\0" not in value else ""
+
+
 def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
     """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has made."""
-    observe = config.get("observe")
-    of = observe.get("stage") if isinstance(observe, dict) else None
-    return isinstance(config.get("origins"), dict) and (of or "") == stage
+    return isinstance(config.get("origins"), dict) and _setting(config, "observe", "stage") == stage
 
 
 def has_weights(path: Path) -> bool:
     """A Hugging Face directory that is not only config and tokenizer."""
-    return is_hf_dir(path) and any(path.glob("*.safetensors"))
+    return is_hf_dir(path) and any(file.is_file() for file in path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def newest_model(run_folder: Path) -> RunModel:
     base = _base(run_folder, list(configs.values())[-1])
     models += [_export(path, None, base) for path in _hf_dirs(run_folder)]
     if not models:
-        saves = [config.get("checkpoint", {}).get("save") for config in configs.values()]
+        saves = [_setting(config, "checkpoint", "save") for config in configs.values()]
         where = ", ".join(sorted({str(path) for path in saves if path}))
         raise UserError(
             f"the run {run_folder} has left no model",
@@ -106,13 +111,14 @@ def checkpoint_model(directory: Path) -> RunModel | None:
 
 
 def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel | None:
-    flags, base = config.get("checkpoint", {}), _base(run_folder, config)
+    base = _base(run_folder, config)
+    save, save_hf = (_setting(config, "checkpoint", name) for name in ("save", "save_hf"))
     roots = [run_folder / "checkpoints" / stage]
-    if flags.get("save"):
-        roots.append(_where(run_folder, config, flags["save"]))
+    if save:
+        roots.append(_where(run_folder, config, save))
     wholes = [_checkpoint(whole, base) for root in roots if root.is_dir() and (whole := newest_whole(root))]
     checkpoint = max(wholes, key=lambda model: model.written, default=None)
-    named = found(str(_where(run_folder, config, flags["save_hf"], fixed_folder))) if flags.get("save_hf") else ()
+    named = found(str(_where(run_folder, config, save_hf, fixed_folder))) if save_hf else ()
     exports = [_export(path, rollout, base) for path, rollout in named if has_weights(path)]
     export = max(exports, key=lambda model: (model.rollout or 0, model.written), default=None)
     if export is None or checkpoint is None:
@@ -132,7 +138,7 @@ def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
 
 
 def _export(path: Path, rollout: int | None, base: Path | None) -> RunModel:
-    written = max(file.stat().st_mtime for file in path.glob("*.safetensors"))
+    written = max(file.stat().st_mtime for file in path.glob("*.safetensors") if file.is_file())
     return RunModel(path, True, rollout, written, base)
 
 
@@ -143,7 +149,7 @@ def _checkpoint(path: Path, base: Path | None) -> RunModel:
 
 
 def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
-    named = config.get("checkpoint", {}).get("hf_checkpoint")
+    named = _setting(config, "checkpoint", "hf_checkpoint")
     return _where(run_folder, config, named) if named else None
 
 
@@ -154,10 +160,13 @@ def _where(run_folder: Path, config: dict[str, Any], path: str, folder_of: Calla
     Args:
         folder_of: the part of the path that must be there.
     """
-    output_dir = Path(config.get("observe", {}).get("output_dir") or "outputs")
+    output_dir = Path(_setting(config, "observe", "output_dir") or "outputs")
     if Path(path).is_absolute() or output_dir.is_absolute():
         return Path(path)
-    started = started_from(run_folder, output_dir)
+    try:
+        started = started_from(run_folder, output_dir)
+    except IndexError:  # it was moved
+        return Path(path)
     return started / path if started.joinpath(folder_of(path)).exists() else Path(path)
 
 

@@ -45,7 +45,7 @@ NO_CHECKPOINT = Signature(
         "--load with an empty folder",
     ),
     r"(?:\w+: )?(?:--[\w-]+ \S+ (?:holds no checkpoint|does not exist|is not a directory)|there is no checkpoint \S+"
-    r"|\S*latest_checkpointed_iteration\.txt does not hold)",
+    r"|\S*latest_checkpointed_iteration\.txt (?:does not hold|says))",
     Form.ERROR,
 )
 DAMAGED_CHECKPOINT = Signature(
@@ -56,7 +56,7 @@ DAMAGED_CHECKPOINT = Signature(
         ("go back to the checkpoint before it: --ckpt-step", "slime resume takes the newest whole one by itself"),
         "a checkpoint with a file cut short",
     ),
-    r"(?:\w+: )?\S+ is (?:not a complete checkpoint|damaged|corrupt)",
+    r"(?:\w+: )?\S+ (?:is (?:not a complete checkpoint|damaged|corrupt)|cannot be trusted)",
     Form.ERROR,
 )
 CONTEXT = Signature(
