@@ -37,8 +37,8 @@ from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hook_loading import check_signature, save_function
 from slime.hub import local_data
-from slime.observe.run_data import is_held, rows_by_stage
-from slime.observe.run_folder import RunFolder
+from slime.observe.run_data import rows_by_stage
+from slime.observe.run_folder import RunFolder, is_held
 from slime.processes import die_with_parent
 
 #: Columns of data sets that people train on, looked for where --input-key and --label-key are not given.

@@ -42,7 +42,9 @@ def _setting(config: dict[str, Any], group: str, name: str) -> str:
 
 def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
     """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has made."""
-    return isinstance(config.get("origins"), dict) and _setting(config, "observe", "stage") == stage
+    observe = config.get("observe")
+    says_so = not (isinstance(observe, dict) and "stage" in observe) or _setting(config, "observe", "stage") == stage
+    return isinstance(config.get("origins"), dict) and says_so
 
 
 def has_weights(path: Path) -> bool:

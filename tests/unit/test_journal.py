@@ -89,7 +89,7 @@ def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytes
     note(journal, Kind.FINISHED, 1, generated(4))
     assert restored(journal, 1, 4, prompt="2+2=") == drawn(4, "2+2=")
     assert restored(Journal(folder, "other flags"), 1, 4) == drawn(4)
-    assert "1 groups of the journal were generated with other flags" in caplog.text
+    assert "1 groups of the journal were made with another model" in caplog.text
     assert not list(folder.iterdir())
 
 
