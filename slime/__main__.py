@@ -24,8 +24,9 @@ from slime.processes import leave_what_hangs, something_hangs
 
 _FULL = "the disk is full", "free disk space, or write somewhere else"
 _READ_ONLY = "a file system has become read-only", "look at dmesg for errors of the disk, and mount it writable again"
+_DENIED = "a file is not for this user", "let this user read and write it (chmod, chown), or call slime as its owner"
 #: What the disk may say → in words, and what to do about it.
-_OF_THE_DISK = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: _READ_ONLY}
+_OF_THE_DISK = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: _READ_ONLY, errno.EACCES: _DENIED}
 
 
 @dataclass(frozen=True)

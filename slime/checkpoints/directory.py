@@ -94,7 +94,7 @@ def read_tracker(root: Path) -> int | str | None:
 
 def has_checkpoints(root: Path) -> bool:
     """Whether something was saved there, even if the tracker file is lost."""
-    return (root / TRACKER).exists() or bool(saved_iterations(root))
+    return bool(saved_iterations(root)) or os.path.lexists(root / TRACKER)
 
 
 def _tracked_if_readable(root: Path) -> int | str | None:

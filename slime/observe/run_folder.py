@@ -203,7 +203,7 @@ class RunFolder:
                 why = "it is a link to nothing"
             elif path.is_dir() != is_folder or not (path.is_dir() or path.is_file()):
                 why = f"the run has a {'folder' if is_folder else 'file'} of that name"
-            elif not os.access(path, os.R_OK | os.W_OK):
+            elif not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
                 why = f"user {os.geteuid()} may not read and write it"
             else:
                 continue

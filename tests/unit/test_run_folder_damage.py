@@ -4,6 +4,7 @@ only reads never fails. No launches: everything that `slime resume` reads up to 
 from __future__ import annotations
 
 import collections
+import os
 import random
 import shutil
 import traceback
@@ -252,3 +253,41 @@ def test_what_only_reads_never_fails(
         if tree(folder) != before:
             wrong.append(f"{done}: something has changed")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def as_nobody(case: Case) -> Iterator[Path]:
+    """A copy of the run at its place, which belongs to the user who now runs: root may read everything."""
+    was = os.geteuid()
+    home = case.folder.parents[1]
+    for place in (home, *home.parents[:2]):
+        place.chmod(0o755)
+    shutil.rmtree(case.folder, ignore_errors=True)
+    shutil.copytree(case.original, case.folder)
+    if was == 0:
+        for path in (home, home / "outputs", case.folder, *case.folder.rglob("*")):
+            os.chown(path, 65534, 65534)
+        os.seteuid(65534)
+    yield case.folder
+    os.seteuid(was)
+    for path in (case.folder, *case.folder.rglob("*")):
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "run.json", "metrics.jsonl", "samples", "journal", "journal/pushes.jsonl", "crash", "logs"),
+        *("checkpoints", "checkpoints/iter_0000003", "checkpoints/iter_0000003/common.pt", "history", "trace", "."),
+    ],
+)
+def test_what_this_user_may_not_read(
+    name: str, as_nobody: Path, reached: list[Reached], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = as_nobody
+    (folder / name).chmod(0)
+    for words in (["explain"], ["flags", "lr"], ["report"], ["bundle"], ["resume"]):
+        more = {"report": ["--output", f"{folder.parent}/x.html"], "bundle": ["--output", f"{folder.parent}/x.tar.gz"]}
+        status, said = run_command([*words, str(folder), *more.get(words[0], [])], capfd)
+        assert status in (0, 1 if words[0] == "explain" else 0, 2) and "Traceback" not in said, (words, said)
+    assert [one.iteration for one in reached] in ([], [3]) or name.startswith("checkpoints/")
