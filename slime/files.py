@@ -139,19 +139,20 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> No
         unfinished.write_bytes(content)
 
 
-#: Larger files are told apart by their size and so many pieces of them.
-_WHOLE_BYTES, _PIECES, _PIECE_BYTES = 16 << 20, 64, 1 << 16
+#: Larger files are told apart by their size and so many pieces of them; so is what comes behind so much of data.
+_WHOLE_BYTES, _DATA_BYTES, _PIECES, _PIECE_BYTES = 16 << 20, 1 << 30, 64, 1 << 16
 
 
 def content_fingerprint(path: Path, *, whole: bool = False) -> str:
     """A text that changes with the content of a file, or of a folder's files; "" where there is nothing.
 
     Args:
-        whole: read large files (of weights) to their end, too.
+        whole: read large files to their end, too, a gigabyte in all.
     """
     digest = xxhash.xxh3_128()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     num_files = 0
+    left = _DATA_BYTES if whole else 0
     for file in files:
         try:
             if not file.is_file():
@@ -160,7 +161,8 @@ def content_fingerprint(path: Path, *, whole: bool = False) -> str:
             num_files += 1
             digest.update(os.fsencode(f"{file.relative_to(path)} {size}\n"))
             with file.open("rb", buffering=0) as stream:
-                step = size // _PIECES if size > _WHOLE_BYTES and not whole else _PIECE_BYTES
+                step = size // _PIECES if size > max(_WHOLE_BYTES, left) else _PIECE_BYTES
+                left -= size if left > 0 else 0
                 for offset in range(0, size, step):
                     stream.seek(offset)
                     digest.update(stream.read(_PIECE_BYTES))
