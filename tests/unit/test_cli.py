@@ -240,8 +240,10 @@ def test_a_full_disk_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(lambda: fail(errno.EROFS)) == 2
     told = capsys.readouterr().err
     assert "a file system has become read-only" in told and "outputs/run/config.json" in told
-    with pytest.raises(PermissionError):
-        guarded(lambda: fail(errno.EACCES))
+    assert guarded(lambda: fail(errno.EACCES)) == 2
+    assert "a file is not for this user" in capsys.readouterr().err
+    with pytest.raises(ConnectionRefusedError):
+        guarded(lambda: fail(errno.ECONNREFUSED))
 
 
 def test_interrupt_and_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:

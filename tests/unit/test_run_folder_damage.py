@@ -7,6 +7,7 @@ import collections
 import os
 import random
 import shutil
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from slime.checkpoints.load_plan import resolve_load
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.files import read_object
-from slime.observe.watch.folders import RunWatch, runs_below
+from slime.observe.watch.server import Runs
 from slime.pushes import PushLog
 from slime.rollout.journal import Kind, open_journal
 from slime.session import Session
@@ -71,8 +72,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    base = tmp_path_factory.mktemp("base")
+def case() -> Iterator[Case]:
+    base = Path(tempfile.mkdtemp(prefix="slime-damage-"))  # pytest's own folder is for its user alone
     (base / "model").mkdir()
     (base / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     folder = make_run(base / "outputs" / "run", rollouts=3, groups=2, size=2)
@@ -95,7 +96,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         note(journal, Kind.FINISHED, 4 + group // 4, generated(group))
     journal.close()
     shutil.copytree(run.path, base / "original")
-    return Case(run.path, base / "original")
+    yield Case(run.path, base / "original")
+    shutil.rmtree(base)
 
 
 def config_of(base: Path) -> Config:
@@ -242,10 +244,9 @@ def test_what_only_reads_never_fails(
             if status not in (0, 1 if words[0] == "explain" else 0, 2) or "Traceback" in said:
                 wrong.append(f"{words[0]}, {done}: status {status}\n{said}")
         try:
-            for path in runs_below([folder.parent]):
-                watch = RunWatch(path)
-                watch.index.update(watch.stages())
-                watch.index.close()
+            runs = Runs([folder.parent])
+            runs.look()
+            runs.close()
         except UserError:
             pass
         except Exception:
@@ -260,8 +261,7 @@ def as_nobody(case: Case) -> Iterator[Path]:
     """A copy of the run at its place, which belongs to the user who now runs: root may read everything."""
     was = os.geteuid()
     home = case.folder.parents[1]
-    for place in (home, *home.parents[:2]):
-        place.chmod(0o755)
+    home.chmod(0o755)
     shutil.rmtree(case.folder, ignore_errors=True)
     shutil.copytree(case.original, case.folder)
     if was == 0:

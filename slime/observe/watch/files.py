@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +53,11 @@ def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Plac
         (whether it is another file now, or was written anew, so that the lines are those from its beginning; the lines;
         a list that holds the new place once they are used up).
     """
-    file = path.open("rb")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):  # a pipe, whose reader would wait
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     begins = max(0, place.size - _TAIL)
     file.seek(begins)
     same = status.st_ino == place.inode and status.st_size >= place.size

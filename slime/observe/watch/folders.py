@@ -45,10 +45,10 @@ class RunWatch:
         """Read the metrics that are new, and how the run stands."""
         with self._lock:
             path = self.path / "metrics.jsonl"
-            if path.is_file() and not is_unchanged(path, self._place) and is_inside(path, self.path):
+            if not is_unchanged(path, self._place) and is_inside(path, self.path):
                 try:
                     self._read(path)
-                except OSError:  # it is being replaced, or not ours to read
+                except FileNotFoundError:  # it is being replaced
                     return
             rows = {name: [steps[step] for step in sorted(steps)] for name, steps in self._rows.items()}
             self._stages = read_stages(self.path, rows)
