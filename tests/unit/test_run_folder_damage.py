@@ -131,7 +131,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
                 assert journal is not None
                 groups = {group: restored(journal, 4 + group // 4, group) for group in range(8)}
                 journal.close()
-                found.append(Reached(plan.iteration, vars(config.flat()), groups))
+                found.append(Reached(plan.iteration, config.values(), groups))
             finally:
                 session.close()
         yield
