@@ -66,7 +66,7 @@ class RolloutActor:
         self._recording: asyncio.Future[None] | None = None
         """What training knew of the last rollout's tokens is being written."""
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
-        log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
+        log_to_file_only("rollout", run_path / "logs", config.observe.log_level, *config.for_hiding())
 
     async def process(self) -> Process:
         return this_process()

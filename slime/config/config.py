@@ -19,7 +19,8 @@ from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, Re
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.errors import UserError
-from slime.files import is_secret, is_secret_variable, without_secrets, write_atomically
+from slime.files import write_atomically
+from slime.redact import redacted
 
 
 class MissingFlag(AttributeError):
@@ -128,6 +129,10 @@ class Config:
                 flat.setdefault(alias.replace("-", "_"), value)
         return FlatArgs({**flat, **self.extra})
 
+    def for_hiding(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `slime.redact.remember` takes: flags, and what hooks find beside them."""
+        return self.values(), self.extra
+
     def describe(self) -> str:
         """What was set or derived, one line per flag with its origin; defaults are left out."""
         specs, lines = all_flags(), []
@@ -145,12 +150,12 @@ class Config:
     # -- storage -----------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}}``, without secrets."""
+        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}}``, secrets hidden."""
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
-            data[specs[dest].group][dest] = None if is_secret(dest) else _without_secret_variables(value)
-        data["extra"], data["origins"] = self.extra, self.origins
+            data[specs[dest].group][dest] = redacted(value, dest)
+        data["extra"], data["origins"] = redacted(self.extra), self.origins
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
         write_atomically(Path(path), f"{text}\n".encode())
 
@@ -181,15 +186,8 @@ class Config:
         return build(values, origins, dict(data.get("extra", {})))
 
 
-def _without_secret_variables(value: Any) -> Any:
-    """``value``; of environment variables (--train-env-vars) only those that hold no key or token."""
-    if not isinstance(value, dict):
-        return value
-    return {name: inner for name, inner in value.items() if not is_secret_variable(str(name))}
-
-
 def _shown(dest: str, value: Any) -> str:
-    value = without_secrets(dest, value)
+    value = redacted(value, dest)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -17,7 +17,7 @@ import os
 import secrets
 from dataclasses import dataclass
 
-from slime.files import HIDDEN
+from slime.redact import HIDDEN
 
 #: The key that a server of this environment asks for; in a driver's, the one that external engines ask for.
 VARIABLE = "SLIME_ENGINE_KEY"

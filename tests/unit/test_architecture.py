@@ -27,6 +27,7 @@ FLOORS = (
     *(
         "errors",
         "data_path",
+        "redact",
         "files",
         "path_patterns",
         "stacks",

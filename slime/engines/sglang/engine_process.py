@@ -13,7 +13,7 @@ import runpy
 from typing import Any
 
 from slime.engines import keys
-from slime.files import HIDDEN
+from slime.redact import HIDDEN
 
 
 def main() -> None:
