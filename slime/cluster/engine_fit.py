@@ -143,7 +143,9 @@ def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
 def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
     if tokens is None:
         return
-    own = load_tokenizer(str(config.checkpoint.hf_checkpoint)).encode(_LINE, add_special_tokens=False)
+    trusted = config.checkpoint.trust_remote_code
+    tokenizer = load_tokenizer(str(config.checkpoint.hf_checkpoint), trust_remote_code=trusted)
+    own = tokenizer.encode(_LINE, add_special_tokens=False)
     if tokens != own:
         raise UserError(
             f"the engine at {url} has another tokenizer than --hf-checkpoint",

@@ -86,7 +86,9 @@ class RolloutActor:
         from slime.rollout.rewards.row_checks import RewardJudge
 
         assert self.config.checkpoint.hf_checkpoint is not None
-        self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
+        self.tokenizer = load_tokenizer(
+            self.config.checkpoint.hf_checkpoint, trust_remote_code=self.config.checkpoint.trust_remote_code
+        )
         self.source = make_source(self.config, self.tokenizer, RewardJudge.of_training(self.config))
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
         folder = RunFolder(self.run_path, self.config.observe.stage or None).journal

@@ -42,6 +42,7 @@ FLOORS = (
         "footprint",
         "host_memory",
         "between_ranks",
+        "http_access",
         "processes",
         "hub",
     ),
