@@ -1,8 +1,8 @@
 """Who may ask a server of ours: the Host and Origin headers, keys, and which routes are open.
 
-A server on loopback is reached by everybody on the host, and by every page in the user's browser. `foreign` refuses such
-pages: under a name of elsewhere that leads here (DNS rebinding), and from an origin of elsewhere. `slime watch` asks for
-a token where it listens elsewhere than on loopback; engines ask for a key (`slime.engines.keys`).
+Everybody on the host can reach a server on loopback, and so can every page in the user's browser. `foreign` refuses
+pages from another origin, and those whose own name leads to this host (DNS rebinding). Where `slime watch` listens on
+other addresses, it asks for a token. Engines ask for a key (`slime.engines.keys`).
 """
 
 from __future__ import annotations

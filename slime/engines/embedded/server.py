@@ -68,13 +68,8 @@ async def serve(
     if parent_pid is not None:
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    access = EngineAccess(is_loopback(listener.getsockname()[0]), inference_only)
-    middlewares = [_admitting(access), _asking_for(key), _errors]
-    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, openai_routes):
-        app.add_routes(module.routes)
-    loading = loop.create_task(_load(options, loop, stopping))
-    app[STATE] = loading
+    loading = loop.create_task(load(options, loop, stopping))
+    app = application(loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key)
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
     await runner.setup()
@@ -94,7 +89,24 @@ async def serve(
         await runner.cleanup()
 
 
-async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+def application(loading: asyncio.Task[ServerState], access: EngineAccess, key: str = "") -> web.Application:
+    """The server's routes, which answer 503 until ``loading`` is done."""
+    middlewares = [_admitting(access), _asking_for(key), _errors]
+    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+    for module in (generate_routes, control_routes, openai_routes):
+        app.add_routes(module.routes)
+    app[STATE] = loading
+    return app
+
+
+async def load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+    """Load model and tokenizer, and start the engine's thread.
+
+    Args:
+        stopping: is set when that thread dies.
+    Raises:
+        UserError: the model cannot be loaded.
+    """
     hub = Hub(loop)
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
         await loop.run_in_executor(pool, import_library_for, options.model_path)
