@@ -189,7 +189,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except BadRequest as error:
         return _refusal(request, str(error), 400, "invalid_request_error", error.field)
-    except UserError as error:
+    except (UserError, web.RequestPayloadError) as error:  # also a body that is not encoded as it says
         return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
         return _refusal(request, str(error), 503, "unavailable")
