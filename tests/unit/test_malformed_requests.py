@@ -84,7 +84,7 @@ def well(url: str) -> None:
     assert status_of(url, Request("GET", "/health_generate", b"", {})) == 200
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(request=requests(ROUTES, FIELDS, WHOLE))
 def test_no_malformed_request_is_an_error_of_the_engine(engine: str, request: Request) -> None:
     status = status_of(engine, request)
@@ -148,7 +148,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 PAGES = ["runs", "metrics", "phases", "engines", "timeline", "rollouts", "groups", "samples", "sample", "settings"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(request=requests([f"/api/{page}" for page in [*PAGES, "differences"]], QUESTIONS, {}))
 def test_no_malformed_question_is_an_error_of_the_page(watched: tuple[str, str], request: Request) -> None:
     url, name = watched
