@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from slime.engines.embedded import control_routes, generate_routes, openai_routes
 from slime.engines.embedded.engine import EngineOptions
@@ -18,8 +21,10 @@ from slime.engines.embedded.server import application, load
 from slime.host import bind
 from slime.http_access import EngineAccess
 from slime.observe.watch import server as watch
+from slime.rollout.agents.endpoint import AgentEndpoint
+from tests.support.agents import Play
 from tests.support.embedded_models import save_tiny_model
-from tests.support.malformed import Request, post, requests, status_of
+from tests.support.malformed import ODD, Request, post, requests, status_of
 from tests.support.watched_runs import make_run
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -163,3 +168,46 @@ def test_an_empty_filter_finds_nothing(watched: tuple[str, str], page: str) -> N
     for field in ("prompt", "status", "dataset", "search", "sort"):
         status = status_of(url, Request("GET", f"/api/{page}?run={name}&{field}=", b"", {}))
         assert status == (400 if field == "sort" else 200)
+
+
+# -- the endpoints of agents --------------------------------------------------------------------------------
+
+AGENT_ROUTES = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"]
+AGENT_FIELDS = ["model", "messages", "input", "system", "instructions", "tools", "tool_choice", "max_tokens", "stream"]
+AGENT_FIELDS += [
+    "stop",
+    "stop_sequences",
+    "temperature",
+    "n",
+    "thinking",
+    "reasoning",
+    "metadata",
+    "previous_response_id",
+]
+AGENT_FIELDS += ["max_output_tokens", "max_completion_tokens", "response_format", "stream_options", "role", "content"]
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "max_tokens": 4}
+#: Messages and parts that are nearly right.
+NESTED = st.fixed_dictionaries({"role": ODD, "content": ODD}, optional={"tool_calls": ODD, "type": ODD, "id": ODD})
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    batch=st.lists(requests(AGENT_ROUTES, AGENT_FIELDS, ASKED), min_size=4, max_size=4),
+    nested=st.lists(NESTED, min_size=2, max_size=2),
+)
+def test_no_malformed_request_is_an_error_of_an_agents_endpoint(
+    batch: list[Request], nested: list[dict[str, Any]]
+) -> None:
+    messages = [
+        Request("POST", route, json.dumps({**ASKED, "messages": [one], "input": [one]}).encode(), {})
+        for one in nested
+        for route in AGENT_ROUTES[:4]
+    ]
+
+    async def agent(endpoint: AgentEndpoint) -> None:
+        url, key = endpoint.base_url.removesuffix("/v1"), {"Authorization": f"Bearer {endpoint.api_key}"}
+        for request in [*batch, *messages]:
+            status = await asyncio.to_thread(status_of, url, request, key)
+            assert status < 500, (request, status)
+
+    Play(itertools.repeat("Yes.<|im_end|>")).run(agent)
