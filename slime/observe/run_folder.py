@@ -241,7 +241,7 @@ class RunFolder:
             "error": type(error).__name__,
             "message": redact_text(str(error)),
             "notes": [redact_text(str(note)) for note in getattr(error, "__notes__", ())],
-            "note": note,
+            "note": redact_text(note),
             "stage": self.stage,
             "time": time.time(),
             "host": platform.node(),
