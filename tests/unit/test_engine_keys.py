@@ -222,7 +222,8 @@ def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: R
             await register_workers(url, [own.url], timeout=30)
             async with ClientSession() as stranger, stranger.get(f"{url}/v1/models") as answer:
                 assert [model["id"] for model in (await answer.json(content_type=None))["data"]] == ["policy"]
-            said = await router.post("/v1/chat/completions", {"model": "m", "messages": []})
+            chat = [{"role": "user", "content": "Hi"}]
+            said = await router.post("/v1/chat/completions", {"model": "m", "messages": chat})
             assert said["served_model_name"] == "m", "requests name the model as they like"
 
     with router_process("round_robin", key="of-the-run") as url:
