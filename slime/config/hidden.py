@@ -38,7 +38,7 @@ def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], c
     hidden = {dest: paths for dest, paths in hidden.items() if paths}
     keys = list(_hidden(extra))
     _check_given(given, hidden, keys)
-    if not config.observe.use_wandb and hidden.pop("wandb_key", None):
+    if not config.observe.use_wandb and hidden.pop("wandb_key", []):
         values["wandb_key"] = None
     missing: dict[str, str] = {}
     again = read_custom_config(given.values["custom_config_path"]) if "custom_config_path" in given.values else Given()
