@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from slime import __version__
 from slime.errors import UserError
 from slime.processes import leave_what_hangs, something_hangs
+from slime.redact import redact_text
 
 _FULL = "the disk is full", "free disk space, or write somewhere else"
 _READ_ONLY = "a file system has become read-only", "look at dmesg for errors of the disk, and mount it writable again"
@@ -124,6 +126,7 @@ def guarded(action: Callable[[], int]) -> int:
     `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly; a package that slime imports
     and that is not installed gives 2. Everything else is a defect, keeps its traceback and gives 1.
     """
+    sys.excepthook = _show
     try:
         status = _status_of(action)
     except BaseException as error:
@@ -133,9 +136,14 @@ def guarded(action: Callable[[], int]) -> int:
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
-            traceback.print_exc()
+            _show(type(error), error, error.__traceback__)
     leave_what_hangs(status)
     return status
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback without secrets, in place of Python's."""
+    print(redact_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _status_of(action: Callable[[], int]) -> int:
@@ -145,7 +153,7 @@ def _status_of(action: Callable[[], int]) -> int:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
-        print("error: " + "\n".join([UserError.__str__(error), *_notes(error)]), file=sys.stderr)
+        print("error: " + redact_text("\n".join([UserError.__str__(error), *_notes(error)])), file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, JSON that every reader accepts, and what of it must not be written: secrets."""
+"""Files that are whole or not there, and JSON that every reader accepts."""
 
 from __future__ import annotations
 
@@ -44,63 +44,6 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
         if isinstance(value, (list, tuple, set, frozenset)):
             return [json_safe(item, max_text, _depth + 1) for item in value]
     return json_safe(repr(value), max_text or 200)
-
-
-#: Parts of the names of flags and environment variables whose values stay out of files, in small letters.
-SECRET_NAMES = ("wandb_key", "api_key", "secret", "password", "hf_token")
-#: Ends of the names of environment variables of which that is true, too; flags like --input-key end so innocently.
-_SECRET_ENDS = ("_token", "_key")
-HIDDEN = "•••"
-
-
-def is_secret(name: str) -> bool:
-    """Whether a flag of this name holds a key or a password.
-
-    Example:
-        >>> is_secret("--wandb-key"), is_secret("router_control_plane_api_keys"), is_secret("input_key")
-        (True, True, False)
-    """
-    plain = name.lower().replace("-", "_")
-    return any(secret in plain for secret in SECRET_NAMES)
-
-
-def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable of this name holds a key, a token or a password."""
-    return is_secret(name) or name.lower().endswith(_SECRET_ENDS)
-
-
-def without_secrets(name: str, value: Any) -> Any:
-    """`value`, hidden when `name` says that it is secret; dicts (environment variables) are looked through."""
-    if isinstance(value, dict):
-        return {
-            key: HIDDEN if inner and is_secret_variable(str(key)) else without_secrets(str(key), inner)
-            for key, inner in value.items()
-        }
-    return HIDDEN if value and is_secret(name) else value
-
-
-def command_line(argv: list[str]) -> list[str]:
-    """A command line that can be shown: values of secret flags, and of flags that carry environment, are hidden.
-
-    Example:
-        >>> command_line(["train.py", "--wandb-key", "abc", "--wandb-key=abc", "--lr", "1"])
-        ['train.py', '--wandb-key', '•••', '--wandb-key=•••', '--lr', '1']
-    """
-    shown: list[str] = []
-    for word in argv:
-        before = shown[-1] if shown else ""
-        flag, equals, _ = word.partition("=")
-        if _hides_value(before) and "=" not in before:
-            shown.append(HIDDEN)
-        elif equals and _hides_value(flag):
-            shown.append(f"{flag}={HIDDEN}")
-        else:
-            shown.append(word)
-    return shown
-
-
-def _hides_value(flag: str) -> bool:
-    return flag.startswith("--") and (is_secret(flag) or flag == "--train-env-vars")
 
 
 def dump_line(value: dict[str, Any]) -> bytes:

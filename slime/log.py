@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from slime import stacks
 from slime.errors import UserError
+from slime.redact import Redacting, redact_text, remember
 
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -26,7 +27,7 @@ _said: set[str] = set()
 
 
 class _ProcessFormatter(logging.Formatter):
-    """Adds the process role and shortens ``slime.weights.sync`` to ``weights.sync``."""
+    """Adds the process role, shortens ``slime.weights.sync`` to ``weights.sync``, and hides secrets."""
 
     def __init__(self, role: str, with_date: bool) -> None:
         date = "%Y-%m-%d " if with_date else ""
@@ -38,7 +39,7 @@ class _ProcessFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.role = self._role
         record.short_name = record.name.removeprefix(_ROOT + ".")
-        return super().format(record)
+        return redact_text(super().format(record))
 
 
 class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
@@ -94,9 +95,14 @@ def log_level(level: str | None = None) -> int:
     return int(logging.getLevelName(name))
 
 
-def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None:
+def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settings: Any) -> None:
     """`setup_logging` for processes without a terminal: what they and the libraries and user code in them print
-    goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included."""
+    goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included.
+
+    Args:
+        settings: what is secret in them, and in the environment, is hidden in all that is printed.
+    """
+    remember(*settings)
     log_dir.mkdir(parents=True, exist_ok=True)
     with open(log_dir / f"{role.replace(' ', '-')}.log", "ab") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -104,8 +110,10 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None) -> None
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # what a killed process printed must not be lost in a buffer: write line by line
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    out = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    err = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = cast(TextIO, Redacting(out))
+    sys.stderr = cast(TextIO, Redacting(err))
     faulthandler.enable()
     stacks.answer()
     setup_logging(role, level, with_date=True)

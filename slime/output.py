@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from slime.log import get_logger
+from slime.redact import redact_text
 
 logger = get_logger(__name__)
 
@@ -23,7 +24,7 @@ class _Tolerant:
 
     def write(self, text: str) -> int:
         try:
-            return self._stream.write(text)
+            return self._stream.write(redact_text(text))
         except OSError as error:
             self._lose(error)
             return len(text)

@@ -316,7 +316,9 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
         logger.info("%s", notice)
     assert config.checkpoint.hf_checkpoint is not None
     if tokenizer is None:
-        tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
+        tokenizer = load_tokenizer(
+            config.checkpoint.hf_checkpoint, without_torch=True, trust_remote_code=config.checkpoint.trust_remote_code
+        )
     report = validate_data(config, tokenizer)
     size = report.sizes.get(str(config.data.prompt_data))
     if size is not None and not report.errors:

@@ -39,6 +39,7 @@ from slime.output import tolerant_output
 from slime.preflight import from_the_hub, joins_cluster, preflight
 from slime.processes import end_within
 from slime.pushes import PushLog
+from slime.redact import remember
 from slime.rollout.validate_rows import RemainingRows
 from slime.samples.types import ANY_VERSION
 from slime.saving import Saving
@@ -425,6 +426,7 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     Args:
         resuming: the run folder is there, whether or not there is a checkpoint.
     """
+    remember(*config.for_hiding())
     setup_logging("driver", config.observe.log_level)
     config = from_the_hub(config)
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind

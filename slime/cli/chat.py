@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
         import readline  # noqa: F401  history and editing of the lines that are typed
 
         print(f"{name}: loading {directory} …", file=sys.stderr)
-    with serving(directory, name, engine=flags.engine) as server:
+    trusted = flags.trust_remote_code
+    with serving(directory, name, engine=flags.engine, trust_remote_code=trusted) as server:
         has_turns = chat_template(directory) is not None
         if not has_turns:
             print("this model has no chat template: it continues each line as it stands", file=sys.stderr)

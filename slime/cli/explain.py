@@ -17,6 +17,7 @@ from slime.cli.arguments import Arguments
 from slime.diagnosis.explain import Explanation, explain
 from slime.diagnosis.record import Finding
 from slime.files import json_safe
+from slime.redact import redact_text
 
 _WIDTH = 116
 
@@ -33,9 +34,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     found = explain(Path(arguments.run_dir))
     if arguments.json:
-        print(orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode())
+        print(redact_text(orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode()))
     else:
-        print(as_text(found))
+        print(redact_text(as_text(found)))
     return 1 if found.findings else 0
 
 

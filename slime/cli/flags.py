@@ -12,8 +12,8 @@ from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
 from slime.errors import UserError
-from slime.files import without_secrets
 from slime.observe.run_folder import RunFolder
+from slime.redact import redacted
 
 _READERS: dict[Part, str] = {
     "config": "the configuration itself: other flags follow from it",
@@ -81,7 +81,7 @@ def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
     }
     if config is not None:
         values = config.values()
-        shown = without_secrets(spec.dest, values[spec.dest]) if spec.dest in values else "not set"
+        shown = redacted(values[spec.dest], spec.dest) if spec.dest in values else "not set"
         facts["value"], facts["origin"] = str(shown), config.origins.get(spec.dest, "default")
     head = f"{', '.join(spec.options)} {metavar(spec)}".rstrip()
     lines = [f"    {spec.help}"] if spec.help else []

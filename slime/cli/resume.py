@@ -3,8 +3,9 @@
 slime resume outputs/sums
 slime resume outputs/demo --stage sft             one stage of several, by default the newest
 
-Everything is as in the launch before: flags, data, run folder. To change a flag, repeat the command of the run with the
-other flag and --load set to its --save.
+Everything is as in the launch before: flags, data, run folder. Secrets are not in the folder: they are taken from the
+environment, or given again with their flag (slime resume outputs/sums --rm-url URL). To change a flag, repeat the
+command of the run with the other flag and --load set to its --save.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from slime.checkpoints.run_models import started_from
 from slime.cli.align import newest_stage
 from slime.cli.arguments import Arguments
 from slime.config import Config
+from slime.config.flags import spellings
+from slime.config.hidden import with_secrets
 from slime.errors import UserError
 from slime.files import entries_of
+from slime.host import slime_command
 from slime.observe.run_folder import RunFolder, config_files
 
 
@@ -31,7 +35,8 @@ def main(argv: list[str]) -> None:
     parser = Arguments("slime resume", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")
     parser.add_argument("--stage", help="of a run with several; default: the newest")
-    asked = parser.parse_args(argv)
+    own, again = _apart(argv)
+    asked = parser.parse_args(own)
     folder = Path(asked.run_dir)
     run = _stage_of(folder, asked.stage)
     if run.state() == "finished":
@@ -39,13 +44,22 @@ def main(argv: list[str]) -> None:
             f"{folder}{f' (stage {run.stage})' if run.stage else ''} is finished",
             fix="to train longer, repeat its command with a larger --num-rollout and --load set to its --save",
         )
-    config = run.config()
+    command = f"{slime_command()} resume {' '.join(own)}"
+    config = with_secrets(run.config(), again, os.environ, command)
     _go_to_where_it_began(folder, run, config)
     from slime.loop import train  # imports Ray
     from slime.session import open_session
 
     with open_session(going_on(config), resuming=True) as session:
         train(session)
+
+
+def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
+    """This command's own words, and flags of the run behind them."""
+    known = spellings()
+    words = [word.partition("=")[0].removeprefix("--") if word.startswith("--") else "" for word in argv]
+    at = next((i for i, word in enumerate(words) if word in known and word != "stage"), len(argv))
+    return argv[:at], argv[at:]
 
 
 def _stage_of(folder: Path, stage: str | None) -> RunFolder:

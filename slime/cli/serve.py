@@ -5,19 +5,24 @@ slime serve Qwen3-0.6B --port 8080          a Hugging Face directory
 slime serve checkpoints --hf-checkpoint M   a --save directory that lies outside of its run folder
 slime serve DIR -- --max-slots 8            what follows -- goes to the engine's own command line
 
-With SLIME_ENGINE_KEY in the environment it answers only requests that carry that key.
+Requests must carry a key: that of --api-key, of SLIME_ENGINE_KEY in the environment, or one that is made and printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import io
 import os
+import re
+import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +32,19 @@ from slime.cli.convert import PRECISIONS
 from slime.cli.model_source import model_directory, model_name
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
-from slime.engines.keys import VARIABLE, key_of, know
+from slime.engines.keys import ACCESS, EVERYTHING, ONLY_INFERENCE, VARIABLE, key_of, know
 from slime.engines.kinds import ENGINES, EngineKind, engine_of
 from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import chat_template, tool_format
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
+from slime.files import left_behind
 from slime.host import bind, reserve_port
+from slime.http_access import is_loopback
 from slime.models import family_name, read_hf_config
 from slime.models.spec import named_dtype
 
 _LOOK_SECONDS = 0.5
+_LOGS = "slime-serve-"
 
 
 def main(argv: list[str]) -> int:
@@ -44,9 +52,24 @@ def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     flags, extra = _parser().parse_args(argv[:at]), argv[at + 1 :]
     leave_on_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too
+    key = _key(flags)
     directory, name = model_directory(flags.path, flags.hf_checkpoint), flags.name or model_name(flags.path)
-    with serving(directory, name, engine=flags.engine, host=flags.host, port=flags.port, extra=extra) as server:
-        print(_welcome(server.url, name, directory, server.log_path), flush=True)
+    with serving(
+        directory,
+        name,
+        engine=flags.engine,
+        host=flags.host,
+        port=flags.port,
+        extra=extra,
+        key=key,
+        with_control_routes=flags.control_routes,
+        trust_remote_code=flags.trust_remote_code,
+        on_start=lambda url, log: print(f"loading {name} ({directory}) for {url}/v1; its log: {log}"),
+    ) as server:
+        is_new = bool(key) and key not in (flags.api_key, os.environ.get(VARIABLE))
+        print(_welcome(server.url, name, key if is_new else ""))
         try:
             while server.is_alive():
                 time.sleep(_LOOK_SECONDS)
@@ -61,7 +84,40 @@ def _parser() -> Arguments:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default 30000)")
     parser.add_argument("--name", help="what clients call the model (default: the run's or directory's name)")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", help=f"key that requests must carry (default: {VARIABLE}, else a new one)")
+    keys.add_argument("--no-api-key", action="store_true", help="answer every program of this host; on loopback alone")
+    parser.add_argument(
+        "--control-routes", action="store_true", help="also answer routes that replace weights, pause, abort, flush, …"
+    )
     return parser
+
+
+def _key(flags: argparse.Namespace) -> str:
+    """What requests must carry; "": nothing.
+
+    Raises:
+        UserError: no key where others reach the server, or one that no header can carry.
+    """
+    if flags.no_api_key:
+        if not is_loopback(flags.host):
+            raise UserError(
+                f"--no-api-key does not go with --host {flags.host}",
+                why="everybody who reaches that address could use the server",
+                fix="leave --no-api-key out, or listen on 127.0.0.1",
+            )
+        return ""
+    key = flags.api_key if flags.api_key is not None else os.environ.get(VARIABLE) or None
+    if key is None:
+        return f"sk-slime-{secrets.token_urlsafe(24)}"
+    if not re.fullmatch(r"[\x21-\x7e]{8,}", key):
+        where = VARIABLE if flags.api_key is None else "--api-key"
+        raise UserError(
+            f"{where} is no key",
+            why="a key has at least 8 characters, of ASCII and without blanks",
+            fix="choose another",
+        )
+    return str(key)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +128,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
     choices = ("auto", *ENGINES)
     parser.add_argument(
         "--engine", choices=choices, default="auto", help="auto: SGLang where it can run, else embedded"
@@ -98,18 +155,26 @@ def serving(
     host: str = "127.0.0.1",
     port: int = 0,
     extra: list[str] | None = None,
+    key: str | None = None,
+    with_control_routes: bool = False,
+    trust_remote_code: bool = False,
+    on_start: Callable[[str, Path], None] = lambda url, log: None,
 ) -> Iterator[ServerProcess]:
     """A server of the model that answers; it ends with the block, or with this process.
 
     Args:
         engine: "auto" or a name of `ENGINES`.
         port: 0 picks a free one.
-        extra: more words for the engine's command line. The key that it asks for is that of the environment.
+        extra: more words for the engine's command line.
+        key: that it asks for; "": none. By default one that this process alone knows.
+        with_control_routes: routes that steer it are open.
+        on_start: is told its address and log before it answers.
     Raises:
         UserError: the engine cannot be started here, the port is taken, or the server dies before it answers.
     """
     precision = PRECISIONS.get(named_dtype(read_hf_config(directory)), "bf16")
     flags: dict[str, Any] = {"hf_checkpoint": str(directory), "rollout_engine": engine, precision: True}
+    flags["trust_remote_code"] = trust_remote_code
     config = make_config(**flags)
     record = engine_of(config)
     record.check_installed()
@@ -119,12 +184,19 @@ def serving(
     else:
         bind(host, port).close()  # taken: said at once
     spec = record.command(config, str(directory), host, port, ONE_GPU)
-    log = Path(tempfile.mkdtemp(prefix="slime-serve-")) / "engine.log"
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    spec = replace(spec, argv=[*spec.argv, *more_words(record, name, directory), *(extra or [])])
-    know(url, os.environ.get(VARIABLE, ""))
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    key = secrets.token_urlsafe(32) if key is None else key
+    access = {VARIABLE: key, ACCESS: EVERYTHING if with_control_routes else ONLY_INFERENCE}
+    words = [*spec.argv, *more_words(record, name, directory), *(extra or [])]
+    spec = replace(spec, argv=words, env={**spec.env, **access})
+    know(url, key)
+    remove_logs_of_the_dead()
+    folder, lock = _log_folder()
+    log = folder / "engine.log"
     server = ServerProcess(f"the {config.engine.rollout_engine} engine", spec, url, log)
     try:
+        on_start(url, log)
         server.start()
         server.wait_ready()
         yield server
@@ -135,10 +207,28 @@ def serving(
         ) from error
     finally:
         if server.is_alive():  # of one that died the log is wanted
-            shutil.rmtree(log.parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         server.stop()
+        os.close(lock)
         if reservation is not None:
             reservation.release()
+
+
+def _log_folder() -> tuple[Path, int]:
+    """A folder for the log, and the lock that says that its server lives."""
+    folder = Path(tempfile.mkdtemp(prefix=_LOGS))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # file systems without locks: nobody gets one there
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder, lock
+
+
+def remove_logs_of_the_dead() -> None:
+    """Remove what servers of this user have left that were killed, or that died by themselves earlier."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_LOGS}*/"):
+        with left_behind(path) as is_free:
+            if is_free:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
@@ -150,14 +240,15 @@ def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     return words
 
 
-def _welcome(url: str, name: str, directory: Path, log: Path) -> str:
+def _welcome(url: str, name: str, new_key: str) -> str:
     known = bool(key_of(url))
     header = f'-H "Authorization: Bearer ${VARIABLE}" ' if known else ""
     key = f'os.environ["{VARIABLE}"]' if known else '"none"'
+    told = f"Its key, which is shown this once:\n\nexport {VARIABLE}={new_key}\n\n" if new_key else ""
     return f"""\
-{name} ({directory}) is at {url}/v1; Ctrl-C ends it; its log: {log}
+{name} is at {url}/v1; Ctrl-C ends it
 
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
+{told}curl {url}/v1/chat/completions -H 'Content-Type: application/json' {header}\\
   -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 from openai import OpenAI

@@ -21,7 +21,7 @@ from aiohttp import web
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
 from slime.host import bind
-from slime.observe.watch.access import is_loopback
+from slime.http_access import is_loopback
 from slime.observe.watch.index import cache_folder
 from slime.observe.watch.server import Runs, application
 

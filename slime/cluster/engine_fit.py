@@ -80,8 +80,8 @@ def ask(url: str) -> Said:
         raise UserError(
             f"no engine answers at {url}",
             why=error.what,
-            fix="start it first (slime serve DIR, python -m slime.engines.embedded, sglang.launch_server), wait until"
-            " it answers, and name its address as it is reached from this host",
+            fix="start it first (slime serve DIR --control-routes, python -m slime.engines.embedded,"
+            " sglang.launch_server), wait until it answers, and name its address as it is reached from this host",
         ) from error
     if said.model.get("is_generation") is not True or not said.server.get("dtype"):
         raise UserError(
@@ -143,7 +143,9 @@ def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
 def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
     if tokens is None:
         return
-    own = load_tokenizer(str(config.checkpoint.hf_checkpoint)).encode(_LINE, add_special_tokens=False)
+    trusted = config.checkpoint.trust_remote_code
+    tokenizer = load_tokenizer(str(config.checkpoint.hf_checkpoint), trust_remote_code=trusted)
+    own = tokenizer.encode(_LINE, add_special_tokens=False)
     if tokens != own:
         raise UserError(
             f"the engine at {url} has another tokenizer than --hf-checkpoint",

@@ -27,11 +27,11 @@ from slime.cluster.silence import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.files import is_secret_variable
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
 from slime.processes import die_with_parent, start_reaper
+from slime.redact import is_secret, redact_argv
 
 logger = get_logger(__name__)
 
@@ -192,15 +192,19 @@ class _InItsOwnSession(services.ConsolePopen):
 
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
-    """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group."""
+    """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group.
+    Ray's table of jobs gets the command line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     kept = services.ConsolePopen, ray_utils.set_sigterm_handler
     ours = _InItsOwnSession, lambda handler: None
+    entrypoint = ray_utils.get_entrypoint_name
     try:
         services.ConsolePopen, ray_utils.set_sigterm_handler = ours  # type: ignore[misc]
+        ray_utils.get_entrypoint_name = lambda: " ".join(redact_argv(sys.orig_argv))
         yield
     finally:
         services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
+        ray_utils.get_entrypoint_name = entrypoint
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
 
@@ -262,9 +266,7 @@ def _environment(joined: bool) -> dict[str, str]:
     variables = {"PYTHONPATH": ":".join([*here, *([known] if known else [])])}
     if joined:
         variables |= {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_FORWARDED) and not is_secret_variable(name)
+            name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) and not is_secret(name)
         }
     return variables
 

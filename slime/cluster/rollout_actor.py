@@ -66,7 +66,7 @@ class RolloutActor:
         self._recording: asyncio.Future[None] | None = None
         """What training knew of the last rollout's tokens is being written."""
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
-        log_to_file_only("rollout", run_path / "logs", config.observe.log_level)
+        log_to_file_only("rollout", run_path / "logs", config.observe.log_level, *config.for_hiding())
 
     async def process(self) -> Process:
         return this_process()
@@ -86,7 +86,9 @@ class RolloutActor:
         from slime.rollout.rewards.row_checks import RewardJudge
 
         assert self.config.checkpoint.hf_checkpoint is not None
-        self.tokenizer = load_tokenizer(self.config.checkpoint.hf_checkpoint)
+        self.tokenizer = load_tokenizer(
+            self.config.checkpoint.hf_checkpoint, trust_remote_code=self.config.checkpoint.trust_remote_code
+        )
         self.source = make_source(self.config, self.tokenizer, RewardJudge.of_training(self.config))
         self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
         folder = RunFolder(self.run_path, self.config.observe.stage or None).journal

@@ -32,6 +32,7 @@ from slime.garbage import paused, settle
 from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
+from slime.redact import secrets_in
 from slime.samples.batch import TrainedTokens, TrainLayout
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class TrainerActor:
         self.run_path, self.num_threads = run_path, num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
-        log_to_file_only(f"trainer-{rank}", run_path / "logs", config.observe.log_level)
+        os.environ.update(_variables(config))  # secrets among them are in no runtime environment, which Ray logs
+        log_to_file_only(f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding())
 
     def process(self) -> Process:
         return this_process()
@@ -365,13 +367,17 @@ class Trainers:
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win."""
+    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win. Without secrets."""
     # an OpenMP pool's size is read when torch is first imported
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
         found |= {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()}
     found |= {name: os.environ.get(name, value) for name, value in engine_of(config).trainer_environment.items()}
-    return found | {str(k): str(v) for k, v in (config.cluster.train_env_vars or {}).items()}
+    return found | {name: value for name, value in _variables(config).items() if not secrets_in(value, name)}
+
+
+def _variables(config: Config) -> dict[str, str]:
+    return {str(name): str(value) for name, value in (config.cluster.train_env_vars or {}).items()}
 
 
 def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:

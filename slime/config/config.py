@@ -21,7 +21,8 @@ from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, Re
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.errors import UserError
-from slime.files import is_secret, is_secret_variable, read_plain, without_secrets, write_atomically
+from slime.files import read_plain, write_atomically
+from slime.redact import redacted
 
 
 class MissingFlag(AttributeError):
@@ -130,6 +131,10 @@ class Config:
                 flat.setdefault(alias.replace("-", "_"), value)
         return FlatArgs({**flat, **self.extra})
 
+    def for_hiding(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `slime.redact.remember` takes: flags, and what hooks find beside them."""
+        return self.values(), self.extra
+
     def describe(self) -> str:
         """What was set or derived, one line per flag with its origin; defaults are left out."""
         specs, lines = all_flags(), []
@@ -147,13 +152,13 @@ class Config:
     # -- storage -----------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write config.json: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin}, "checksum": …}``,
-        without secrets."""
+        """Write config.json with secrets hidden: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin},
+        "checksum": …}``."""
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
-            data[specs[dest].group][dest] = None if is_secret(dest) else _without_secret_variables(value)
-        data["extra"], data["origins"] = self.extra, self.origins
+            data[specs[dest].group][dest] = redacted(value, dest)
+        data["extra"], data["origins"] = redacted(self.extra), self.origins
         data = json.loads(json.dumps(data, default=str))
         text = json.dumps(data | {"checksum": _checksum(data)}, indent=2, ensure_ascii=False)
         write_atomically(Path(path), f"{text}\n".encode("utf-8", "surrogatepass"))
@@ -197,15 +202,8 @@ def _checksum(data: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
 
 
-def _without_secret_variables(value: Any) -> Any:
-    """``value``; of environment variables (--train-env-vars) only those that hold no key or token."""
-    if not isinstance(value, dict):
-        return value
-    return {name: inner for name, inner in value.items() if not is_secret_variable(str(name))}
-
-
 def _shown(dest: str, value: Any) -> str:
-    value = without_secrets(dest, value)
+    value = redacted(value, dest)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

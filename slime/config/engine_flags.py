@@ -49,7 +49,7 @@ _NO_QUANTISED = (
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "it is --hf-checkpoint",
     "config": "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server groups",
-    "trust_remote_code": "it is always on",
+    "trust_remote_code": "it is --trust-remote-code",
     "random_seed": "it is --rollout-seed, different for each engine",
     "enable_memory_saver": "it follows --offload-rollout",
     "tp_size": "it is --rollout-num-gpus-per-engine divided by --sglang-pp-size",

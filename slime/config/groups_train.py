@@ -147,6 +147,9 @@ class CheckpointConfig:
     )
     """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the trainer's weights for
     a fresh start."""
+    trust_remote_code: bool = flag(False, serves=("driver", "collection", "generation", "samples", "trainer", "engine"))
+    """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off: a model that needs
+    it is refused."""
     model_name: str | None = flag(None, serves=("generation", "samples", "trainer", "push"))
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)

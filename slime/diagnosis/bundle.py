@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import platform
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from slime.diagnosis.explain import Explanation
 from slime.diagnosis.reading import is_within, logs_of, read_ends
-from slime.diagnosis.scrub import known_secrets, scrubbed
 from slime.errors import UserError
-from slime.files import json_safe, read_object, replacing, without_secrets
-from slime.observe.run_data import flags_with_origins
+from slime.files import json_safe, read_object, replacing
 from slime.observe.run_folder import package_versions
+from slime.redact import redact_text, redacted, secrets_in
 
 #: Of one file: its beginning and its end.
 _HEAD, _TAIL = 64 << 10, 512 << 10
@@ -66,8 +65,7 @@ def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_sa
         raise UserError(f"--output {output} is no name of an archive", fix="let it end in .tar.gz")
     packed = Bundle(output)
     configs = [read_object(path) for path in sorted(folder.glob("config*.json")) if is_within(path, folder)]
-    settings = [{flag: value for flag, value, _ in flags_with_origins(config)} for config in configs]
-    secrets = known_secrets(*settings)
+    secrets = secrets_in([*configs, dict(os.environ)])
     try:
         with (
             replacing(output) as unfinished,
@@ -76,7 +74,7 @@ def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_sa
             tarfile.open(fileobj=packer, mode="w") as tar,
         ):
             root = f"{folder.resolve().name}-bundle"
-            _fill(_Adder(tar, root, packed, lambda text: scrubbed(text, secrets)), folder, found, text, with_samples)
+            _fill(_Adder(tar, root, packed, lambda text: redact_text(text, secrets)), folder, found, text, with_samples)
     except OSError as error:
         raise UserError(
             f"cannot write {output}", why=error.strerror or str(error), fix="pass --output with another place"
@@ -120,17 +118,11 @@ class _Adder:
         if not is_within(path, folder):
             self.file(path, folder)
             return
-        found = _plain(read_object(path))
+        found = redacted(read_object(path))
         if found:
             self.text(name, orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2).decode())
         else:
             self.file(path, folder)  # damaged: as it is
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: without_secrets(str(name), inner) for name, inner in value.items() if not isinstance(inner, dict)}
-    groups = {name: _plain(inner) for name, inner in value.items() if isinstance(inner, dict)}
-    return {name: groups.get(name, shown.get(name)) for name in value}
 
 
 def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples: bool) -> None:

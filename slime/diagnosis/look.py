@@ -72,7 +72,9 @@ class Case:
         if self._tokenizer is None:
             from slime.prompts.tokenizer import load_tokenizer
 
-            self._tokenizer = load_tokenizer(str(self.model), without_torch=True)
+            self._tokenizer = load_tokenizer(
+                str(self.model), without_torch=True, trust_remote_code=self.run.checkpoint.trust_remote_code
+            )
         return self._tokenizer
 
 

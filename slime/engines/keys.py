@@ -17,10 +17,14 @@ import os
 import secrets
 from dataclasses import dataclass
 
-from slime.files import HIDDEN
+from slime.redact import HIDDEN
 
 #: The key that a server of this environment asks for; in a driver's, the one that external engines ask for.
 VARIABLE = "SLIME_ENGINE_KEY"
+
+#: In the environment of a server that `slime serve` starts: whether the routes that steer it are closed.
+ACCESS = "SLIME_ENGINE_ACCESS"
+ONLY_INFERENCE, EVERYTHING = "inference", "everything"
 
 #: What the router sends to an engine that asks for no key; without any it would pass on what it was sent: the run's.
 NO_KEY = "none"
@@ -104,6 +108,11 @@ def header_of(key: str) -> dict[str, str]:
 def take() -> Key:
     """The key that this server is to ask for ("": none), which its children do not find in their environment."""
     return Key(os.environ.pop(VARIABLE, ""))
+
+
+def take_access() -> str:
+    """What this server is open for beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" where nobody said."""
+    return os.environ.pop(ACCESS, "")
 
 
 def admits(key: str, method: str, path: str, authorization: str) -> bool:

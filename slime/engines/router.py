@@ -135,6 +135,9 @@ def disaggregated_router_command(
 
 # -- its workers -------------------------------------------------------------------------------------------
 
+#: What the router calls the model. It tells everybody who asks for /v1/models, without the key, and would tell a path.
+_MODEL = "policy"
+
 
 async def register_workers(
     router_url: str, worker_urls: list[str], timeout: float, policy: str = "cache_aware"
@@ -156,7 +159,7 @@ async def register_workers(
         for url in worker_urls:
             if url not in known:
                 labels = EXTERNAL if keys.is_external(url) else {}
-                body = {"url": url, "api_key": keys.key_of(url) or keys.NO_KEY, "labels": labels}
+                body = {"url": url, "api_key": keys.key_of(url) or keys.NO_KEY, "labels": labels, "model_id": _MODEL}
                 await router.request("POST", "/workers", body)
         while True:
             healthy = {worker.url for worker in await list_workers(router) if worker.healthy}

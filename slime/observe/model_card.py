@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.files import without_secrets
 from slime.hub import hub_name
 from slime.observe.console import eval_scores
 from slime.observe.run_data import RunData, Stage, flags_with_origins, is_supervised
+from slime.redact import redacted
 
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
@@ -80,7 +80,7 @@ def _scores(stage: Stage) -> list[str]:
 
 def _shown(flag: str, value: Any) -> str:
     """A flag's value without secrets and without folders of the machine that it ran on."""
-    value = without_secrets(flag, value)
+    value = redacted(value, flag)
     if value is True:
         return ""
     parts = value if isinstance(value, list) else [value]

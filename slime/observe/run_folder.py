@@ -39,8 +39,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.files import command_line, entries_of, json_safe, read_lines, read_object, write_atomically
+from slime.files import entries_of, json_safe, read_lines, read_object, write_atomically
 from slime.log import get_logger
+from slime.redact import redact_argv, redact_text
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -279,7 +280,7 @@ class RunFolder:
                 ended=None,
                 pid=os.getpid(),
                 host=platform.node(),
-                argv=command_line(sys.argv),
+                argv=redact_argv(sys.argv),
                 cwd=os.getcwd(),
                 packages=package_versions(),
             )
@@ -320,20 +321,20 @@ class RunFolder:
         folder = self.crash / time.strftime("%Y%m%d-%H%M%S")
         details = {
             "error": type(error).__name__,
-            "message": str(error),
-            "notes": list(getattr(error, "__notes__", ())),
-            "note": note,
+            "message": redact_text(str(error)),
+            "notes": [redact_text(str(note)) for note in getattr(error, "__notes__", ())],
+            "note": redact_text(note),
             "stage": self.stage,
             "time": time.time(),
             "host": platform.node(),
             "python": platform.python_version(),
             "packages": package_versions(),
-            "argv": command_line(sys.argv),
+            "argv": redact_argv(sys.argv),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = traceback.format_exception(error)
-            (folder / "traceback.txt").write_text("".join(lines), encoding="utf-8", errors="replace")
+            told = redact_text("".join(traceback.format_exception(error)))
+            (folder / "traceback.txt").write_text(told, encoding="utf-8", errors="replace")
             (folder / "crash.json").write_bytes(orjson.dumps(json_safe(details), option=orjson.OPT_INDENT_2))
             last_rows = read_lines(self.metrics_path)[-20:]
             (folder / "last_metrics.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in last_rows))
@@ -352,7 +353,8 @@ class RunFolder:
             if not path.is_file():  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
                 continue
             folder.mkdir(exist_ok=True)
-            (folder / path.name).write_bytes(_end_of(path))
+            said = redact_text(_end_of(path).decode("utf-8", "surrogateescape"))
+            (folder / path.name).write_bytes(said.encode("utf-8", "surrogateescape"))
 
 
 def config_files(folder: Path) -> dict[str, Path]:

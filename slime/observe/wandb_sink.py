@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.files import json_safe, without_secrets, write_atomically
+from slime.files import json_safe, write_atomically
 from slime.observe.run_folder import RunFolder
 from slime.processes import will_hang
+from slime.redact import redact_argv, redacted
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -61,7 +63,9 @@ class WandbSink:
         group = observe.wandb_group
         if group and not observe.disable_wandb_random_suffix:
             group = f"{group}-{_kept(run, 'wandb-suffix', secrets.token_hex(3))}"
-        settings = {name: without_secrets(name, json_safe(value)) for name, value in vars(config.flat()).items()}
+        settings = redacted(json_safe(vars(config.flat())))
+        argv = sys.argv
+        sys.argv = redact_argv(argv)  # which W&B keeps in its metadata
         try:
             if observe.wandb_key:
                 wandb.login(key=observe.wandb_key, host=observe.wandb_host)
@@ -80,6 +84,8 @@ class WandbSink:
         except wandb.errors.Error as error:
             will_hang()
             raise UserError("--use-wandb: W&B lets no run begin", why=str(error), fix=_OFFLINE) from error
+        finally:
+            sys.argv = argv
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

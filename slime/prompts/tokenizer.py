@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
-def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, without_torch: bool = False, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerBase:
     """The tokenizer in a local Hugging Face directory.
 
     Args:
         without_torch: read tokenizer.json where there is one, which takes a third of the time; good enough to check
             data, while the model's own class may add special tokens differently.
+        trust_remote_code: run the class that the directory brings, if it brings one.
         kwargs: further ones for transformers.
     Raises:
-        UserError: no such directory, no tokenizer in it, or transformers cannot read it.
+        UserError: no such directory, no tokenizer in it, one that is code and is not trusted, or transformers cannot
+            read it.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -44,7 +48,7 @@ def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> 
             fix="copy tokenizer.json and tokenizer_config.json of the model into it",
         )
     try:
-        if without_torch and (folder / "tokenizer.json").is_file():
+        if without_torch and (folder / "tokenizer.json").is_file() and not _brings_code(folder):
             with paused():
                 from transformers import PreTrainedTokenizerFast
 
@@ -52,14 +56,29 @@ def load_tokenizer(path: str, *, without_torch: bool = False, **kwargs: Any) -> 
         with paused():
             from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path, **{"local_files_only": True, **kwargs})
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code, **kwargs}
+        return AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise UserError(
+                f"the tokenizer in '{path}' is Python code that the model brings, which is not run unless you trust it",
+                fix="read it, and pass --trust-remote-code; or use a model whose tokenizer transformers knows",
+            ) from error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UserError(
             f"the tokenizer in '{path}' cannot be read",
             why=f"{type(error).__name__}: {first_line}",
             fix="check that its files are complete and fit the installed transformers version",
         ) from error
+
+
+def _brings_code(folder: Path) -> bool:
+    """Whether the directory names a class of its own, which transformers may have, too."""
+    try:
+        found = orjson.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    return isinstance(found, dict) and bool(found.get("auto_map"))
 
 
 @functools.lru_cache(maxsize=8)

@@ -368,7 +368,9 @@ def _check_beside(config: Config, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends us when it ends
     os.nice(19)
     assert config.checkpoint.hf_checkpoint is not None
-    tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint, without_torch=True)
+    tokenizer = load_tokenizer(
+        config.checkpoint.hf_checkpoint, without_torch=True, trust_remote_code=config.checkpoint.trust_remote_code
+    )
     for data_set in _data_sets(config, tokenizer, []):
         if not data_set.is_streamed:
             _check_rest(data_set, sender)

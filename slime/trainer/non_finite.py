@@ -146,7 +146,8 @@ def keep_failed_step(
         return
     try:
         assert config.checkpoint.hf_checkpoint is not None
-        files = write_failed_step(folder, ask_ranks(), load_tokenizer(config.checkpoint.hf_checkpoint))
+        model, trusted = config.checkpoint.hf_checkpoint, config.checkpoint.trust_remote_code
+        files = write_failed_step(folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted))
     except (OSError, UserError) as problem:  # the failure itself is what must be seen
         logger.error("could not write the failed step to %s: %s", folder, problem)
         return

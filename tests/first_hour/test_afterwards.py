@@ -84,9 +84,11 @@ def test_serve_prints_what_to_call_and_ends_with_a_signal(run_folder: Path, tmp_
         wait_until(lambda: "print(answer" in output.read_text() or process.poll() is not None, "the welcome")
         text, url = output.read_text(), f"http://127.0.0.1:{port}"
         assert f"curl {url}/v1/chat/completions" in text and f'OpenAI(base_url="{url}/v1"' in text, text
+        key = text.partition("export SLIME_ENGINE_KEY=")[2].split()[0]
         body = {"model": "sums", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
+        request.add_header("Authorization", f"Bearer {key}")
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(request, timeout=60) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 4

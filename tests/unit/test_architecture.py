@@ -27,6 +27,7 @@ FLOORS = (
     *(
         "errors",
         "data_path",
+        "redact",
         "files",
         "path_patterns",
         "stacks",
@@ -41,6 +42,7 @@ FLOORS = (
         "footprint",
         "host_memory",
         "between_ranks",
+        "http_access",
         "processes",
         "hub",
     ),

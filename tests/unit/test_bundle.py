@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.__main__ import main
-from slime.diagnosis.scrub import known_secrets, scrubbed
-from slime.files import HIDDEN
+from slime.redact import HIDDEN, redact_text, secrets_in
 
 KEY = "hf_abcDEF0123456789abcDEF0123456789ab"
 WANDB = "0123456789abcdef0123456789abcdef01234567"
@@ -166,7 +165,7 @@ _SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 @given(st.text(max_size=80), _SECRET, st.text(max_size=80))
 def test_a_known_secret_is_nowhere(before: str, secret: str, after: str) -> None:
-    assert secret not in scrubbed(f"{before}{secret}{after}", [secret]).replace(HIDDEN, "")
+    assert secret not in redact_text(f"{before}{secret}{after}", [secret]).replace(HIDDEN, "")
 
 
 _NAME = st.sampled_from(["HF_TOKEN", "WANDB_API_KEY", "api_key", "--wandb-key", "MY_SECRET", "db_password", "X_TOKEN"])
@@ -182,7 +181,7 @@ def test_what_is_called_a_secret_is_hidden(name: str, between: str, value: str) 
         if between.startswith('"')
         else f"{name}{between}{value}{quote} and"
     )
-    assert value not in scrubbed(text, ())
+    assert value not in redact_text(text)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_what_is_called_a_secret_is_hidden(name: str, between: str, value: str) 
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert scrubbed(text, ()) == text
+    assert redact_text(text) == text
 
 
 @pytest.mark.parametrize(
@@ -215,23 +214,23 @@ def test_what_is_no_secret_stays(text: str) -> None:
     ],
 )
 def test_secrets_are_known_by_where_they_stand(text: str) -> None:
-    assert "hunter2" not in scrubbed(text, ())
+    assert "hunter2" not in redact_text(text)
 
 
 def test_a_known_secret_is_hidden_in_every_shape() -> None:
     secret = 'first line "of" é\\\nthe second line of it/'
     shapes = [secret, json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret), quote(secret, safe="")]
     for text in [*shapes, *secret.splitlines()]:
-        left = scrubbed(text, [secret])
+        left = redact_text(text, [secret])
         assert HIDDEN in left and "second" not in left and "first" not in left, text
 
 
 def test_short_secrets_do_not_blank_everything() -> None:
-    assert scrubbed("a banana at 12345", ["a", "", "12345"]) == "a banana at 12345"
+    assert redact_text("a banana at 12345", ["a", "", "12345"]) == "a banana at 12345"
 
 
 def test_secrets_are_known_by_the_names_of_flags_and_variables() -> None:
     flags = {"wandb_key": "abcdefgh", "input_key": "prompt", "train_env_vars": {"A_TOKEN": "ijklmnop", "B": "qrstuvwx"}}
-    assert known_secrets(flags, environ={"S3_SECRET_KEY": "12345678", "HOME": "/root"}) == {
+    assert secrets_in([flags, {"S3_SECRET_KEY": "12345678", "HOME": "/root"}]) == {
         *("abcdefgh", "ijklmnop", "12345678"),
     }

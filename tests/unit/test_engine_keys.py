@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from slime.cluster import engine_fit
@@ -210,3 +210,21 @@ def test_a_router_is_started_with_the_runs_own_engines_alone() -> None:
     flags: dict[str, Any] = router_flags("power_of_two", urls)
     assert flags["worker_urls"] == urls[:2]
     assert router_flags("power_of_two", urls[1:]) == {"policy": "round_robin"}
+
+
+def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: RunKeys) -> None:
+    """Its ``/v1/models`` is open, whatever it is told: but the name that it has is none of the model's."""
+
+    async def ask(url: str) -> None:
+        async with Guarded("of-the-run") as own, EngineClient(url) as router:
+            keys.own(url, own.url)
+            await router.wait_healthy(30)
+            await register_workers(url, [own.url], timeout=30)
+            async with ClientSession() as stranger, stranger.get(f"{url}/v1/models") as answer:
+                assert [model["id"] for model in (await answer.json(content_type=None))["data"]] == ["policy"]
+            chat = [{"role": "user", "content": "Hi"}]
+            said = await router.post("/v1/chat/completions", {"model": "m", "messages": chat})
+            assert said["served_model_name"] == "m", "requests name the model as they like"
+
+    with router_process("round_robin", key="of-the-run") as url:
+        asyncio.run(ask(url))

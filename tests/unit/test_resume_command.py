@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.__main__ import main
 from slime.checkpoints.load_plan import going_on
-from slime.config import make_config
+from slime.config import Config, make_config
+from slime.config.hidden import with_secrets
 from slime.errors import UserError
 from slime.session import Session
 from slime.stopping import StopSignals
@@ -89,3 +92,53 @@ def test_the_journal_of_a_run_that_has_no_checkpoint_yet(outputs: Path, load: st
     session = Session(going_on(config), StopSignals(), resuming=True)
     session.close()
     assert record.exists() == stays
+
+
+def secretive(outputs: Path, **more: Any) -> Path:
+    given = {"output_dir": "outputs", "run_name": "sums", "save": "{run}/ckpt", "num_rollout": 4, "use_wandb": True}
+    given |= {"rm_url": "https://me:hunter22@judge/v1", "wandb_key": "abcdefgh"}
+    config = make_config(**given, train_env_vars={"MY_TOKEN": "tok-1", "NCCL_DEBUG": "INFO"}, **more)
+    config = replace(config, extra={"judge": {"api_key": "key-2", "name": "j"}, "label_key": "answer"})
+    folder = outputs / "sums"
+    folder.mkdir(parents=True)
+    config.save(folder / "config.json")
+    (folder / "run.json").write_text(json.dumps({"name": "sums", "stages": {"": {"state": "failed", "started": 1.0}}}))
+    return folder
+
+
+ALL = {"MY_TOKEN": "t", "JUDGE_API_KEY": "j", "WANDB_API_KEY": "w", "SLIME_RM_URL": "https://me:x@judge/v1"}
+
+
+def test_all_secrets_that_are_missing_are_named_at_once(
+    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALL:
+        monkeypatch.delenv(name, raising=False)
+    folder = secretive(outputs)
+    text = (folder / "config.json").read_text()
+    assert not [secret for secret in ("hunter22", "tok-1", "key-2", "abcdefgh") if secret in text]
+    before = {path.name for path in folder.iterdir()}
+    told = refused(capsys, str(folder))
+    assert all(f"{name} (" in told for name in ALL) and {path.name for path in folder.iterdir()} == before
+    monkeypatch.setenv("MY_TOKEN", "t")
+    assert "MY_TOKEN" not in refused(capsys, str(folder), "--rm-url", "https://judge")
+    assert "takes no --lr of this run" in refused(capsys, str(folder), "--lr", "1")
+
+
+def test_secrets_come_from_the_environment_and_from_flags(outputs: Path) -> None:
+    config = Config.load(secretive(outputs) / "config.json")
+    found = with_secrets(config, ["--wandb-key", "again"], ALL, "")
+    assert found.cluster.train_env_vars == {"MY_TOKEN": "t", "NCCL_DEBUG": "INFO"}
+    assert (found.observe.wandb_key, found.reward.rm_url) == ("again", "https://me:x@judge/v1")
+    assert found.extra == {"judge": {"api_key": "j", "name": "j"}, "label_key": "answer"}
+    file = outputs / "hooks.yaml"
+    file.write_text("judge: {api_key: from-file}")
+    environ = {name: value for name, value in ALL.items() if name != "JUDGE_API_KEY"}
+    assert (
+        with_secrets(config, ["--custom-config-path", str(file)], environ, "").extra["judge"]["api_key"] == "from-file"
+    )
+
+
+def test_a_run_without_secrets_needs_none() -> None:
+    config = make_config(num_rollout=4, input_key="question", label_key="answer")
+    assert with_secrets(config, [], {}, "") == config

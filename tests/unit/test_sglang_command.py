@@ -67,7 +67,7 @@ def test_what_is_set_here() -> None:
     assert (args.tp_size, args.random_seed, args.dtype, args.weight_version) == (2, 10, "bfloat16", "0")
     assert (
         args.skip_server_warmup
-        and args.trust_remote_code
+        and not args.trust_remote_code
         and args.custom_weight_loader == [WEIGHT_PROBE, WEIGHT_LOADER]
     )
     assert not args.enable_memory_saver and not args.enable_deterministic_inference

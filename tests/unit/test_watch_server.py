@@ -24,10 +24,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from slime.cli.watch import address, main
 from slime.errors import UserError
 from slime.host import bind
+from slime.http_access import POLICY, host_of, is_loopback
 from slime.observe.chrome_trace import chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.access import POLICY, host_of, is_loopback
 from slime.observe.watch.folders import runs_below
 from slime.observe.watch.index import SampleIndex, path_key
 from slime.observe.watch.lanes import timeline

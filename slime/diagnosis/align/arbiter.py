@@ -22,7 +22,9 @@ def by_transformers(case: Case) -> float:
 
     model, sample = case.model(), case.samples[0]
     device = model.store.device
-    theirs = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32, local_files_only=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     theirs = theirs.eval().to(device)
     for parameter in theirs.parameters():
         parameter.copy_(parameter.to(model.dtype))

@@ -139,7 +139,7 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
         case.without_reference = str(error)
         return case
     try:
-        case.tokenizer = load_tokenizer(str(wish.model))
+        case.tokenizer = load_tokenizer(str(wish.model), trust_remote_code=config.checkpoint.trust_remote_code)
     except UserError:
         case.tokenizer = None
     if engine is None and engine_of(config).computed_here:

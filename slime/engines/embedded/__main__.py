@@ -35,6 +35,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--kv-cache-gb", type=float, help="most memory for keys and values (default: half of what is free)")
     add("--deterministic", action="store_true", help="results do not depend on how requests are batched together")
     add("--enable-return-routed-experts", action="store_true", help="record experts, for return_routed_experts")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that the model brings")
     add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
     add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
     add("--parent-pid", type=int, help="end when this process ends")
@@ -59,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     from slime.host import bind
 
     key = keys.take()
+    inference_only = keys.take_access() == keys.ONLY_INFERENCE
     listener = bind(args.host, args.port, args.fd)  # before torch is imported
     with paused():
         import torch
@@ -80,9 +82,10 @@ def _run(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         random_seed=args.random_seed,
         record_experts=args.enable_return_routed_experts,
+        trust_remote_code=args.trust_remote_code,
         num_threads=args.num_threads,
     )
-    return asyncio.run(serve(listener, options, args.parent_pid, key))
+    return asyncio.run(serve(listener, options, args.parent_pid, key, inference_only=inference_only))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
         argv += ["--deterministic"]
     if config.train.use_rollout_routing_replay and is_policy:
         argv += ["--enable-return-routed-experts"]
+    if config.checkpoint.trust_remote_code:
+        argv += ["--trust-remote-code"]
     return LaunchSpec(argv, startup_timeout=STARTUP_SECONDS)
 
 

@@ -50,6 +50,7 @@ class EngineOptions:
     random_seed: int = 42
     record_experts: bool = False
     num_threads: int | None = None
+    trust_remote_code: bool = False
 
 
 class EngineDead(Exception):

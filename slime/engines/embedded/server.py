@@ -29,10 +29,11 @@ from slime.engines.keys import VARIABLE, admits
 from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import UserError
-from slime.garbage import paused
+from slime.http_access import EngineAccess, is_loopback
 from slime.log import get_logger
 from slime.models import family_name
 from slime.processes import follow_parent
+from slime.prompts.tokenizer import load_tokenizer
 
 logger = get_logger(__name__)
 
@@ -44,11 +45,19 @@ _ANSWERS_SECONDS = 2.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int | None, key: str = "") -> int:
+async def serve(
+    listener: socket.socket,
+    options: EngineOptions,
+    parent_pid: int | None,
+    key: str = "",
+    *,
+    inference_only: bool = False,
+) -> int:
     """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
 
     Args:
         key: that requests must carry (`slime.engines.keys`); "": everybody is answered.
+        inference_only: close the routes that steer it.
     Raises:
         UserError: the model cannot be loaded.
     """
@@ -59,11 +68,8 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
     if parent_pid is not None:
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    app = web.Application(middlewares=[_asking_for(key), _errors], client_max_size=_LARGEST_BODY)
-    for module in (generate_routes, control_routes, openai_routes):
-        app.add_routes(module.routes)
-    loading = loop.create_task(_load(options, loop, stopping))
-    app[STATE] = loading
+    loading = loop.create_task(load(options, loop, stopping))
+    app = application(loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key)
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
     await runner.setup()
@@ -83,11 +89,28 @@ async def serve(listener: socket.socket, options: EngineOptions, parent_pid: int
         await runner.cleanup()
 
 
-async def _load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+def application(loading: asyncio.Task[ServerState], access: EngineAccess, key: str = "") -> web.Application:
+    """The server's routes, which answer 503 until ``loading`` is done."""
+    middlewares = [_admitting(access), _asking_for(key), _errors]
+    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+    for module in (generate_routes, control_routes, openai_routes):
+        app.add_routes(module.routes)
+    app[STATE] = loading
+    return app
+
+
+async def load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+    """Load model and tokenizer, and start the engine's thread.
+
+    Args:
+        stopping: is set when that thread dies.
+    Raises:
+        UserError: the model cannot be loaded.
+    """
     hub = Hub(loop)
     with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
         await loop.run_in_executor(pool, import_library_for, options.model_path)
-        tokenizer_loading = loop.run_in_executor(pool, load_tokenizer, options.model_path)
+        tokenizer_loading = loop.run_in_executor(pool, _tokenizer_of, options)
         engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
         tokenizer = await tokenizer_loading
     engine.on_death = lambda: loop.call_soon_threadsafe(stopping.set)
@@ -136,6 +159,16 @@ async def _shut_down(state: ServerState) -> int:
     return 1 if died else 0
 
 
+def _admitting(access: EngineAccess) -> Middleware:
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if told := access.refusal(request.path, request.headers):
+            return _refusal(request, told, 403, "forbidden")
+        return await handler(request)
+
+    return admit
+
+
 def _asking_for(key: str) -> Middleware:
     """Who brings another key, or none, is answered before anything of the request is read."""
 
@@ -156,7 +189,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except BadRequest as error:
         return _refusal(request, str(error), 400, "invalid_request_error", error.field)
-    except UserError as error:
+    except (UserError, web.RequestPayloadError) as error:  # also a body that is not encoded as it says
         return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
         return _refusal(request, str(error), 503, "unavailable")
@@ -184,16 +217,14 @@ def _refusal(request: web.Request, message: str, status: int, kind: str, param: 
     return json_response({"object": "error", **error} if is_openai else {"error": error}, status=status)
 
 
-def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a model directory, or None when the directory has none."""
+def _tokenizer_of(options: EngineOptions) -> Any:
+    """The model's tokenizer, or None when its directory has none."""
+    model_path = options.model_path
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((Path(model_path) / name).is_file() for name in names):
         logger.warning("%s has no tokenizer: requests must bring input_ids, answers carry no text", model_path)
         return None
-    with paused():
-        from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path)
+    return load_tokenizer(model_path, trust_remote_code=options.trust_remote_code)
 
 
 def _num_threads() -> int:

@@ -15,7 +15,7 @@ import torch
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.serialized_tensors import read_named_tensors
 from slime.engines.embedded.weights import WeightError
-from slime.engines.request_fields import FLAG, LIST, TEXT, BadRequest, integer, optional, required
+from slime.engines.request_fields import FLAG, LIST, TEXT, BadRequest, Kind, integer, one_of, optional, required
 from slime.engines.wire.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
@@ -24,7 +24,20 @@ from slime.errors import UserError
 _COPY_DEADLINE = 300.0  # seconds to wait for the engine thread and the copy
 _JOIN_DEADLINE = 120.0
 _RECEIVE_DEADLINE = 300.0
-_INTEGER = integer()
+_BYTES = integer(0, 1 << 62)
+_WORLD_SIZE = integer(2, 1 << 16)
+_RANK = integer(1, (1 << 16) - 1)
+_PORT = integer(1, (1 << 16) - 1)
+_BACKEND = one_of("nccl", "gloo")
+_NAME = Kind("a text of 1 to 255 characters without a null", lambda value: _named(value, 255))
+_PATH = Kind("a path of 1 to 4,096 characters without a null", lambda value: _named(value, 4096))
+
+
+def _named(value: Any, most: int) -> str:
+    text = str(TEXT.convert(value))
+    if not 0 < len(text) <= most or "\0" in text:
+        raise ValueError
+    return text
 
 
 class WeightUpdater:
@@ -84,7 +97,7 @@ class WeightUpdater:
 
     def from_disk(self, body: Mapping[str, Any]) -> str:
         """``/update_weights_from_disk``: a complete Hugging Face directory."""
-        path = required(body, "model_path", TEXT)
+        path = required(body, "model_path", _PATH)
         version = _version(body)
         with self._order:
             self._abort_if_asked(body)
@@ -92,7 +105,7 @@ class WeightUpdater:
                 count = self._engine.call(lambda: self._engine.store.load_directory(path, version)).result(
                     _COPY_DEADLINE
                 )
-            except UserError as error:
+            except (UserError, OSError) as error:  # a name that is longer than a file system takes, say
                 raise WeightError(str(error)) from error
             self._flush_if_asked(body)
         return f"{count} tensors from {path}"
@@ -100,13 +113,16 @@ class WeightUpdater:
     def join_group(self, body: Mapping[str, Any]) -> str:
         """``/init_weights_update_group``: become rank ``rank_offset`` of a group that the trainer opened."""
         name = _group_name(body)
-        backend = body.get("backend", "nccl")
+        backend = optional(body, "backend", _BACKEND, "nccl")
         if backend == "nccl" and self._engine.device.type != "cuda":
             raise WeightError("this engine runs on CPU and cannot join a group with backend nccl; use gloo")
         if name in self._groups:
             raise WeightError(f"the group '{name}' exists already; destroy it first")
-        rank, world_size = required(body, "rank_offset", _INTEGER), required(body, "world_size", _INTEGER)
-        address, port = required(body, "master_address", TEXT), required(body, "master_port", _INTEGER)
+        world_size = required(body, "world_size", _WORLD_SIZE)
+        rank = required(body, "rank_offset", _RANK)
+        if rank >= world_size:
+            raise BadRequest(f"rank_offset must be below world_size ({world_size}), got {rank}", "rank_offset")
+        address, port = required(body, "master_address", _NAME), required(body, "master_port", _PORT)
         try:
             self._groups[name] = ExternalGroup.join(address, port, name, backend, rank, world_size, _JOIN_DEADLINE)
         except RuntimeError as error:
@@ -144,12 +160,12 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
-    name, nbytes = required(segment, "shm", TEXT), required(segment, "nbytes", _INTEGER)
+    name, nbytes = required(segment, "shm", _NAME), required(segment, "nbytes", _BYTES)
     try:
         buffer = attach(name.removeprefix("/dev/shm/"), nbytes)
     except FileNotFoundError as error:
         raise WeightError(f"there is no segment {name} in /dev/shm; engine and trainer must be on one host") from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise WeightError(str(error)) from error
     try:
         entries = [TensorEntry.from_json(item) for item in required(segment, "tensors", LIST)]
@@ -192,7 +208,7 @@ def _problem(check: Any) -> WeightError | None:
 
 
 def _group_name(body: Mapping[str, Any]) -> str:
-    return optional(body, "group_name", TEXT, "weight_update_group")
+    return optional(body, "group_name", _NAME, "weight_update_group")
 
 
 def _version(body: Mapping[str, Any]) -> str | None:

@@ -186,10 +186,11 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "port": port,
         "tp_size": place.num_gpus // stages,
         "random_seed": config.rollout.rollout_seed + place.number,
-        "trust_remote_code": True,
         "skip_server_warmup": True,
         "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
     }
+    if config.checkpoint.trust_remote_code:
+        ours["trust_remote_code"] = True
     defaults: dict[str, Any] = {
         "dtype": dtype_of(config) if is_policy else "auto",
         "log_level": config.observe.log_level.lower(),

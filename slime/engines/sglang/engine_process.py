@@ -13,24 +13,36 @@ import runpy
 from typing import Any
 
 from slime.engines import keys
-from slime.files import HIDDEN
+from slime.http_access import AsgiGuard, EngineAccess, is_loopback
+from slime.redact import HIDDEN
 
 
 def main() -> None:
     key = str(keys.take())
+    access = keys.take_access()
     if key:
         hide_in_log(key)
-        arguments: Any = importlib.import_module("sglang.srt.server_args")
-        read = arguments.prepare_server_args
+    arguments: Any = importlib.import_module("sglang.srt.server_args")
+    read = arguments.prepare_server_args
 
-        def with_key(argv: list[str]) -> Any:
-            found = read(argv)
+    def prepare(argv: list[str]) -> Any:
+        found = read(argv)
+        if key:
             found.api_key = key
-            return found
+        if access:
+            guard(str(found.host), inference_only=access == keys.ONLY_INFERENCE)
+        return found
 
-        arguments.prepare_server_args = with_key
+    arguments.prepare_server_args = prepare
     # under its own name, by which the processes that it starts find it again
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def guard(host: str, *, inference_only: bool) -> None:
+    """Have SGLang's application answer no pages of elsewhere, which it allows by itself (CORS), and, if it is to only
+    generate, no route that steers it."""
+    server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+    server.app.add_middleware(AsgiGuard, access=EngineAccess(is_loopback(host), inference_only))
 
 
 def hide_in_log(key: str) -> None:

@@ -292,7 +292,9 @@ class SampleIndex:
         condition, values = condition_of(query)
         with self._reader() as reader:
             kept = (
-                f"groups WHERE {condition}" if not (query.status or query.prompt) else f"({_GROUPED.format(condition)})"
+                f"groups WHERE {condition}"
+                if query.status is None and query.prompt is None
+                else f"({_GROUPED.format(condition)})"
             )
             found = reader.execute(
                 "SELECT rollout, dataset, grp AS 'group', first, samples, least, mean, greatest, rewards"

@@ -16,11 +16,11 @@ import orjson
 from aiohttp import web
 
 from slime.errors import UserError
+from slime.http_access import Handler, guard
 from slime.log import get_logger
 from slime.observe.catalog import phases
 from slime.observe.run_data import Stage
 from slime.observe.watch import stages
-from slime.observe.watch.access import Handler, guard
 from slime.observe.watch.folders import RunWatch, runs_below
 from slime.observe.watch.lanes import timeline_of, traced_rollouts
 from slime.observe.watch.page_files import PAGE

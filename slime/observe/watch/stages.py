@@ -10,12 +10,13 @@ from typing import Any
 import orjson
 
 from slime import __version__
-from slime.files import read_object, without_secrets
+from slime.files import read_object
 from slime.observe.alarms import engine_loads, find_alarms
 from slime.observe.catalog import LEARNING, POLICY, SPEED
 from slime.observe.run_data import Stage, config_value, elapsed, flags_with_origins, is_supervised
 from slime.observe.watch.files import is_inside
 from slime.observe.watch.rows import SORTS
+from slime.redact import redact_text, redacted
 
 #: Settings that say where a run is, not what it does.
 _PLACES = ("run_name", "output_dir", "save", "load", "save_hf", "wandb_group", "wandb_run_id")
@@ -82,6 +83,7 @@ def crash(run: Path) -> dict[str, Any] | None:
         return None
     details = read_object(files[-1])
     kept = {name: details.get(name) for name in ("error", "message", "notes", "note")}
+    kept = {name: redact_text(text) if isinstance(text, str) else redacted(text) for name, text in kept.items()}
     return {**kept, "folder": str(files[-1].parent.relative_to(run))}
 
 
@@ -114,7 +116,7 @@ def settings_that_differ(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _text(flag: str, value: Any) -> str:
-    shown = without_secrets(flag, value)
+    shown = redacted(value, flag)
     return shown if isinstance(shown, str) else orjson.dumps(shown, default=repr).decode()
 
 

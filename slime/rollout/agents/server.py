@@ -122,6 +122,8 @@ class AgentServer:
         except BadRequest as error:
             self._tell(request, str(error))
             return _refused(request, str(error), 400, "invalid_request_error", None, error.field)
+        except web.RequestPayloadError as error:  # a body that is not encoded as it says
+            return _refused(request, str(error), 400, "invalid_request_error")
         except UserError as error:
             self._tell(request, str(error))
             return _refused(request, str(error), 400, "invalid_request_error")

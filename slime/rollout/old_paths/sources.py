@@ -49,7 +49,7 @@ class RolloutDataSource(PromptSource):
             raise UserError(
                 f"{type(self).__name__} is built where there is no run", fix="name the class by --data-source-path"
             )
-        return config, load_tokenizer(model)
+        return config, load_tokenizer(model, trust_remote_code=getattr(args, "trust_remote_code", False))
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 
+from sglang.srt.entrypoints.http_server import app
 from sglang.srt.server_args import prepare_server_args
 
 
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> int:
         random_seed=args.random_seed or 0,
         record_experts=args.enable_return_routed_experts,
     )
-    return asyncio.run(serve(listener, options, os.getppid(), args.api_key or ""))
+    key, inference_only = args.api_key or "", app.inference_only
+    return asyncio.run(serve(listener, options, os.getppid(), key, inference_only=inference_only))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""The secrets that config.json does not hold, for a run that goes on: which they are, and where they come from.
+
+config.json has `HIDDEN` in place of each (`slime.redact`). `slime resume` takes them from the environment, or from
+flags that are given again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.config.config import Config, build
+from slime.config.draft import Given
+from slime.config.flag import option_of
+from slime.config.flags import all_flags
+from slime.config.parse import read_argv, read_custom_config
+from slime.errors import UserError
+from slime.redact import HIDDEN
+
+_VARIABLES = {"wandb_key": "WANDB_API_KEY"}
+_Path = tuple[Any, ...]
+
+
+def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], command: str) -> Config:
+    """The configuration with every secret that `Config.save` has hidden.
+
+    Args:
+        config: as `Config.load` gives it.
+        words: flags with their values, of which each has a hidden one.
+        command: what is called, for the message.
+    Raises:
+        UserError: names all variables that are missing, or a flag that has nothing hidden.
+    """
+    given = read_argv(words)
+    values, extra = config.values(), config.extra
+    hidden = {dest: list(_hidden(value)) for dest, value in values.items()}
+    hidden = {dest: paths for dest, paths in hidden.items() if paths}
+    keys = list(_hidden(extra))
+    _check_given(given, hidden, keys)
+    if not config.observe.use_wandb and hidden.pop("wandb_key", []):
+        values["wandb_key"] = None
+    missing: dict[str, str] = {}
+    again = read_custom_config(given.values["custom_config_path"]) if "custom_config_path" in given.values else Given()
+    for dest, paths in hidden.items():
+        if dest in given.values or dest in again.values:
+            values[dest] = given.values.get(dest, again.values.get(dest))
+            continue
+        for path in paths:
+            variable = _variable((dest, *path))
+            if variable in environ:
+                values[dest] = _with(values[dest], path, environ[variable])
+            else:
+                missing[variable] = option_of(dest)
+    for path in keys:
+        variable, found = _variable(path), _at(again.extra, path)
+        if found is None and variable not in environ:
+            missing[variable] = f"{'.'.join(map(str, path))} of --custom-config-path"
+        else:
+            extra = _with(extra, path, environ[variable] if found is None else found)
+    if missing:
+        raise UserError(
+            "the run cannot go on without its secrets, which its folder does not hold",
+            why="not in the environment: " + ", ".join(f"{name} ({of})" for name, of in missing.items()),
+            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags again behind it",
+        )
+    return build(values, config.origins, extra, config.warnings)
+
+
+def _check_given(given: Given, hidden: dict[str, list[_Path]], keys: list[_Path]) -> None:
+    known = {*hidden, *(["custom_config_path"] if keys else [])}
+    for dest in given.values:
+        if dest not in known:
+            raise UserError(
+                f"slime resume takes no {option_of(dest)} of this run",
+                why=f"those that config.json hides: {', '.join(map(option_of, sorted(known))) or 'none'}",
+                fix="to change a flag, repeat the command of the run with it and with --load set to its --save",
+            )
+
+
+def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
+    """Where in a setting something is hidden."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _hidden(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _hidden(inner, (*path, index))
+    elif isinstance(value, str) and HIDDEN in value:
+        yield path
+
+
+def _variable(path: _Path) -> str:
+    """The environment variable of a hidden value: its own name, if it is one, else made of where it stands.
+
+    Example:
+        >>> _variable(("train_env_vars", "MY_TOKEN")), _variable(("judge", "api_key")), _variable(("wandb_key",))
+        ('MY_TOKEN', 'JUDGE_API_KEY', 'WANDB_API_KEY')
+        >>> _variable(("rm_url",)), _variable(("judges", 1, "url"))
+        ('SLIME_RM_URL', 'JUDGES_1_URL')
+    """
+    if path[0] in _VARIABLES:
+        return _VARIABLES[path[0]]
+    if len(path) > 1 and str(path[-1]).isupper():
+        return str(path[-1])
+    name = re.sub(r"\W", "_", "_".join(map(str, path))).upper()
+    return f"SLIME_{name}" if path[0] in all_flags() else name
+
+
+def _with(value: Any, path: _Path, secret: str) -> Any:
+    """A copy with ``secret`` at the place."""
+    if not path:
+        return secret
+    first, *rest = path
+    if isinstance(value, Mapping):
+        return {**value, first: _with(value[first], tuple(rest), secret)}
+    items = [_with(item, tuple(rest), secret) if index == first else item for index, item in enumerate(value)]
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def _at(value: Any, path: _Path) -> Any:
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

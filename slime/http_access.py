@@ -1,0 +1,209 @@
+"""Who may ask a server of ours: the Host and Origin headers, keys, and which routes are open.
+
+Everybody on the host can reach a server on loopback, and so can every page in the user's browser. `foreign` refuses
+pages from another origin, and those whose own name leads to this host (DNS rebinding). Where `slime watch` listens on
+other addresses, it asks for a token. Engines ask for a key (`slime.engines.keys`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+TOKEN_HEADER = "X-Slime-Token"
+#: Nothing from elsewhere, nothing inline: text that gets into the page can never run, nor load anything.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this host alone.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without port and brackets.
+
+    Example:
+        >>> host_of("localhost:8265"), host_of("[::1]:8265"), host_of("evil.example")
+        ('localhost', '::1', 'evil.example')
+    """
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
+
+
+def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
+    """Why a request comes from a page of elsewhere; "" if it does not. Programs send no Origin.
+
+    Args:
+        headers: looked up by names in any case.
+        on_loopback: the server listens there alone, so that only names of loopback lead to it.
+
+    Example:
+        >>> foreign({"Host": "evil.example:30000"}, on_loopback=True)
+        'it answers on names of loopback alone, not on evil.example'
+        >>> foreign({"Host": "localhost:30000", "Origin": "http://localhost:3000"}, on_loopback=True)
+        ''
+    """
+    host, origin = headers.get("Host", ""), headers.get("Origin")
+    if on_loopback and not is_loopback(host_of(host)):
+        return f"it answers on names of loopback alone, not on {host_of(host) or 'none'}"
+    if origin is not None:
+        try:
+            parts = urlsplit(origin)
+            name, place = parts.hostname or "", parts.netloc
+        except ValueError:  # no address
+            name, place = "", ""
+        if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
+            return f"it answers no page of another origin ({origin[:100]})"
+    if headers.get("Sec-Fetch-Site") == "cross-site" and headers.get("Sec-Fetch-Mode") != "navigate":
+        return "it answers no page of another site"
+    return ""
+
+
+#: What `slime serve` answers unless its control routes are asked for: generation, and what tells of the model.
+_INFERENCE = frozenset(
+    (
+        *(
+            "/",
+            "/health",
+            "/health_generate",
+            "/ping",
+            "/metrics",
+            "/generate",
+            "/tokenize",
+            "/detokenize",
+            "/get_load",
+        ),
+        *("/encode", "/classify", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/invocations"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"),
+        *("/v1/classify", "/v1/messages", "/v1/messages/count_tokens", "/v1/tokenize", "/v1/detokenize", "/v1/loads"),
+    )
+)
+
+
+def is_inference(path: str) -> bool:
+    """Whether a route only generates or tells; all others may change what a server does, or its weights.
+
+    Example:
+        >>> is_inference("/v1/models/sums"), is_inference("/flush_cache"), is_inference("/update_weights_from_disk")
+        (True, False, False)
+    """
+    return path in _INFERENCE or path == "/v1/models" or path.startswith("/v1/models/")
+
+
+@dataclass(frozen=True)
+class EngineAccess:
+    """Which requests an engine answers, beside the question of its key.
+
+    Attributes:
+        on_loopback: it listens there alone.
+        inference_only: its control routes are closed.
+    """
+
+    on_loopback: bool
+    inference_only: bool = False
+
+    def refusal(self, path: str, headers: Mapping[str, str]) -> str:
+        """Why a request is refused, with status 403; "" if it is not."""
+        if told := foreign(headers, on_loopback=self.on_loopback):
+            return f"forbidden: {told}"
+        if self.inference_only and not is_inference(path):
+            return f"{path} is closed: it steers the server, or there is no such route (slime serve --control-routes)"
+        return ""
+
+
+class AsgiGuard:
+    """`EngineAccess` before an ASGI application, such as SGLang's server."""
+
+    def __init__(self, app: Any, access: EngineAccess) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        refused = ""
+        if scope["type"] in ("http", "websocket"):
+            names = {name.decode("latin-1").title(): value.decode("latin-1") for name, value in scope["headers"]}
+            refused = self._access.refusal(scope["path"], names)
+        if not refused:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = orjson.dumps({"error": {"message": refused, "type": "forbidden", "code": 403}})
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+
+def guard(token: str | None, cookie: str) -> Middleware:
+    """The middleware of `slime watch`, which every request passes.
+
+    Args:
+        token: None on loopback.
+        cookie: its name; ports of one host share their cookies, so it should have the port in it.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await _answer(request, handler)
+        except web.HTTPException as refusal:
+            refusal.headers.update(HEADERS)
+            raise
+        response.headers.update(HEADERS)
+        return response
+
+    async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
+        if told := foreign(request.headers, on_loopback=token is None):
+            raise web.HTTPForbidden(text=f"forbidden: {told}\n")
+        if token is None:
+            return await handler(request)
+        given = request.query.get("token")
+        if given is not None and request.path == "/" and _same(given, token):
+            found = web.Response(status=302, headers={"Location": "/"})  # so that the token leaves the address bar
+            found.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
+            return found
+        if not any(_same(word, token) for word in _words(request, cookie)):
+            raise web.HTTPUnauthorized(text="open the address that `slime watch` printed, with its token\n")
+        return await handler(request)
+
+    return check
+
+
+def _words(request: web.Request, cookie: str) -> list[str]:
+    words = (request.cookies.get(cookie), request.headers.get(TOKEN_HEADER), request.query.get("token"))
+    return [word for word in words if word]
+
+
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())

@@ -1,0 +1,362 @@
+"""What is secret, in one place: by the name of a value, by where it stands in a text, or by its own shape.
+
+    structures (config.json, W&B's config)          redacted(value, name)
+    texts (logs, tracebacks, error messages)        redact_text(text)
+    command lines                                   redact_argv(argv)
+
+Everything that writes goes through one of them. Names are judged by their words: ``judge_api_key``, ``apiKey``,
+``X-Api-Key`` and ``HF_TOKEN`` are secret; ``label_key``, ``eos_token`` and ``max_tokens_per_gpu`` are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote
+
+HIDDEN = "•••"
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+#: Last words of names whose values are secret, whatever they look like.
+_STRONG = (
+    *("password", "passwd", "passphrase", "passcode", "secret", "secrets", "credential", "credentials", "pwd"),
+    *("apikey", "apikeys", "authtoken", "accesstoken", "secretkey", "accesskey", "privatekey", "sshpass"),
+    *("authorization", "bearer", "cookie", "cookies"),
+)
+_STRONG_ENDS = ("password", "passwd", "apikey", "secret")
+#: Before "key" and "keys": what locks or signs something. Other lower-case names of keys are judged by `_COLUMNS`.
+_LOCKS = (
+    *("api", "access", "secret", "private", "auth", "signing", "encryption", "ssh", "license", "account", "shared"),
+    *("wandb", "hf", "openai", "anthropic", "subscription", "master", "admin", "service", "deploy", "storage"),
+)
+#: Before "key": what names a column, a field or a place.
+_COLUMNS = (
+    *("input", "label", "metadata", "tool", "tools", "reward", "multimodal", "eval", "prompt", "answer", "question"),
+    *("response", "target", "output", "solution", "truth", "text", "image", "video", "audio", "message", "messages"),
+    *("content", "role", "group", "sort", "order", "index", "id", "primary", "foreign", "partition", "unique", "row"),
+    *("column", "field", "lookup", "cache", "dict", "json", "data", "dataset", "map", "hash", "shard", "route", "task"),
+    *("routing", "run", "sample", "score", "metric", "feature", "name", "join", "query", "value", "source", "category"),
+    *("domain", "difficulty", "rubric", "filter", "split", "log", "state", "step", "time", "date", "test", "weight"),
+    *("by", "config", "env", "attention", "head", "kv", "qk", "public", "hot", "problem", "completion", "chosen"),
+    *("rejected", "solution", "reference", "system", "user", "assistant", "session", "batch", "rollout", "turn"),
+)
+#: Before "token": those of a vocabulary, and counts of them.
+_VOCABULARY = (
+    *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "start", "end", "begin"),
+    *("first", "last", "next", "new", "per", "special", "cached", "think", "prefix", "suffix", "middle", "fim"),
+    *("decoder", "draft", "eot", "eom", "eod", "newline", "every", "each", "by", "single", "one", "added", "input"),
+    *("output", "time", "cost", "tool", "turn", "prompt", "response", "extra", "nul", "null"),
+)
+#: Before "token" and "tokens": what lets someone in.
+_TICKETS = (
+    "access",
+    "auth",
+    "api",
+    "refresh",
+    "bearer",
+    "session",
+    "security",
+    "hf",
+    "github",
+    "gitlab",
+    "slack",
+    "id",
+)
+#: Before "pass", which is also a pass over data.
+_LOGINS = ("db", "database", "smtp", "mail", "mysql", "pg", "redis", "ftp", "proxy", "http", "login", "admin", "user")
+_DIRECTORIES = ("PWD", "OLDPWD")
+#: The grade of "key" alone, which may be anything.
+_BARE = -1
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag, a YAML key, an environment variable, a header or a field of this name holds a secret.
+
+    Example:
+        >>> [is_secret(name) for name in ("--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password")]
+        [True, True, True, True, True]
+        >>> [is_secret(name) for name in ("input_key", "eos_token", "max_tokens_per_gpu", "tokenizer", "key")]
+        [False, False, False, False, False]
+    """
+    return _grade(name) > 0
+
+
+@lru_cache(maxsize=4096)
+def _grade(name: str) -> int:
+    """2: secret whatever its value is; 1: if the value is a text that may be one; `_BARE`: if it is random; 0: no."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if not words or name in _DIRECTORIES:
+        return 0
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "id" and words[-3:-1] == ["access", "key"]:  # the half of AWS's that names the account
+        return 2
+    if last in _STRONG or last.endswith(_STRONG_ENDS):
+        return 2
+    is_variable = name.isupper() and len(words) > 1
+    if last in ("key", "keys"):
+        if before in _LOCKS:
+            return 2
+        if name.lower() == "key":
+            return _BARE
+        return int(last == "key" and (is_variable or before not in _COLUMNS))
+    if last in ("token", "tokens"):
+        if before in _TICKETS:
+            return 2 if last == "token" else 1
+        return int(last == "token" and (is_variable or before not in _VOCABULARY))
+    if last == "pass":
+        return int(is_variable or before in _LOGINS)
+    return int(last == "auth" or last.endswith("token"))
+
+
+#: What stands where a key would, and is none.
+#: Files of keys and credentials are named in the clear.
+_PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
+_NO_VALUES = frozenset(("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no"))
+
+
+def _hides(grade: int, value: Any) -> bool:
+    """Whether a leaf under a name of this grade is hidden."""
+    if not grade or value is None or isinstance(value, bool):
+        return False
+    if not isinstance(value, str):
+        return grade == 2
+    plain = value.strip()
+    if grade == _BARE:
+        return len(plain) >= 16 and _looks_random(plain)
+    if plain.lower() in _NO_VALUES or plain == HIDDEN or re.fullmatch(r"\$\{?\w+\}?", plain):
+        return False
+    if grade == 2:
+        return not _PATH.fullmatch(plain)
+    return not (plain.startswith("<") or (plain.isdecimal() and len(plain) < 8))
+
+
+# -- texts ---------------------------------------------------------------------------------------------------
+
+#: Shorter values are words that stand in every log ("1", "true", "none").
+_LEAST = 6
+#: Of a secret of several lines, such as a private key.
+_LEAST_LINE = 16
+_PRIVATE_KEY = re.compile(
+    r"(?P<before>-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)(?P<secret>.{1,16000}?)"
+    r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY)",
+    re.S,
+)
+#: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google, Slack, JWTs.
+_SHAPES = re.compile(
+    r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|api\.telegram\.org/bot)?)"
+    r"(?P<secret>(?<=services/)[\w/-]{12,}|(?<=webhooks/)[\w/-]{12,}|(?<=\.org/bot)\d+:[\w-]{12,}"
+    r"|\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|wandb_v\d_[\w-]{16,}|local-[0-9a-f]{40}"
+    r"|gh[opsru]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|AIza[\w-]{20,}|xox[abeprs]-[\w-]{10,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<![\w/.-])sk-(?=[\w-]{0,80}\d)[\w-]{12,})"
+)
+#: user:password@, :password@ and a long user, which is a token.
+_IN_URL = re.compile(
+    r"(?P<before>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://(?:[^/\s:@'\"]{0,200}:(?=[^/\s'\"]{1,400}@)|(?=[^/\s:@'\"]{16,400}@)))"
+    r"(?P<secret>[^/\s'\"]{1,400})(?P<after>@)"
+)
+_IN_QUERY = re.compile(r"(?P<before>[?&;#](?P<name>[\w.-]{1,60})=)(?P<secret>[^&#\s\"'<>\\]+)")
+_QUERY_NAMES = ("key", "sig", "signature", "token", "auth", "pass", "sas")
+_BEARER = re.compile(r"(?P<before>\b(?i:bearer|basic|token) +)(?P<secret>[\w.~+/=-]{12,})")
+#: NAME=value, "name": "value", --name value; the name decides.
+_NAMED = re.compile(
+    r"""(?P<before>(?P<name>-{0,2}\b[A-Za-z][\w-]{2,60})(?P<between>["']?\s{0,3}[=:]\s{0,3}|\s(?=[^\s-])))"""
+    r"""(?P<mark>["']?)(?P<secret>(?<=")[^"\n]*|(?<=')[^'\n]*|[^\s,;"'}\])]+)"""
+)
+
+
+class _Hider:
+    """Replaces secrets, and keeps what they were.
+
+    Args:
+        is_log: any value of a name that says so is hidden. In settings, where a mistake changes a run that goes on, a
+            text that only contains such a name must look random, too.
+    """
+
+    def __init__(self, is_log: bool) -> None:
+        self.found: set[str] = set()
+        self._is_log = is_log
+
+    def text(self, text: str) -> str:
+        text = _PRIVATE_KEY.sub(self._always, text)
+        text = _SHAPES.sub(self._always, text)
+        text = _IN_URL.sub(self._always, text)
+        text = _IN_QUERY.sub(self._in_query, text)
+        text = _BEARER.sub(self._always, text)
+        return _NAMED.sub(self._named, text)
+
+    def value(self, value: Any, name: str, inherited: int = 0) -> Any:
+        grade = inherited or _grade(name)
+        if isinstance(value, Mapping):
+            below = 2 if grade == 2 else 0
+            return {key: self.value(inner, str(key), below) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            if all(isinstance(item, str) for item in value) and any(item.startswith("--") for item in value):
+                return type(value)(self.argv(list(value)))
+            return type(value)(self.value(item, name, inherited) for item in value)
+        if _hides(grade, value):
+            self.found.add(str(value))
+            return HIDDEN
+        return self.text(value) if isinstance(value, str) else value
+
+    def argv(self, argv: list[str]) -> list[str]:
+        shown: list[str] = []
+        flag = ""
+        for word in argv:
+            if word.startswith("--") and len(word) > 2:
+                flag, equals, value = word.partition("=")
+                shown.append(f"{flag}={self._word(flag, value)}" if equals else flag)
+                flag = "" if equals else flag
+            else:
+                shown.append(self._word(flag, word))
+        return shown
+
+    def _word(self, flag: str, word: str) -> str:
+        """A flag's value, which may be JSON."""
+        if word[:1] in "{[":
+            try:
+                inner = json.loads(word)
+            except ValueError:
+                inner = None
+            if isinstance(inner, dict | list):
+                shown = self.value(inner, flag)
+                return word if shown == inner else json.dumps(shown, ensure_ascii=False)
+            if flag == "--train-env-vars":  # written in another way: what its names are is not known
+                self.found.add(word)
+                return HIDDEN
+        return str(self.value(word, flag))
+
+    def _hide(self, match: re.Match[str]) -> str:
+        groups = match.groupdict()
+        self.found.add(groups["secret"])
+        return f"{groups['before']}{groups.get('mark') or ''}{HIDDEN}{groups.get('after') or ''}"
+
+    def _always(self, match: re.Match[str]) -> str:
+        return match[0] if HIDDEN in match["secret"] else self._hide(match)
+
+    def _in_query(self, match: re.Match[str]) -> str:
+        words = [word.lower() for word in _WORDS.findall(match["name"])] or [""]
+        grade = 2 if words[-1] in _QUERY_NAMES else _grade(match["name"])
+        return self._hide(match) if _hides(grade, match["secret"]) and HIDDEN not in match["secret"] else match[0]
+
+    def _named(self, match: re.Match[str]) -> str:
+        name, between, value = match["name"], match["between"], match["secret"]
+        grade = _grade(name)
+        if HIDDEN in value or not _hides(grade, value):
+            return match[0]
+        if between.isspace() and not name.startswith("--"):  # "a token of …" is prose
+            return match[0]
+        is_clear = grade == 1 and name.lower().endswith("token") and "_" not in name and "-" not in name.strip("-")
+        if (is_clear or not (self._is_log or grade == 2)) and not _looks_random(value):
+            return match[0]
+        return self._hide(match)
+
+
+def _looks_random(value: str) -> bool:
+    return len(value) >= 8 and any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
+
+
+# -- what others call ----------------------------------------------------------------------------------------
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """A setting that can be written: dicts and lists are looked through at any depth.
+
+    Args:
+        name: of the setting: a flag, a key, a variable.
+
+    Example:
+        >>> redacted({"judge": {"api_key": "abc", "url": "https://me:pw@host/v1?sig=12ab&n=3"}, "label_key": "answer"})
+        {'judge': {'api_key': '•••', 'url': 'https://me:•••@host/v1?sig=•••&n=3'}, 'label_key': 'answer'}
+    """
+    return _Hider(is_log=False).value(value, name)
+
+
+def redact_argv(argv: list[str]) -> list[str]:
+    """A command line that can be written.
+
+    Example:
+        >>> redact_argv(["train.py", "--wandb-key", "abc", "--wandb-key=abc", "--lr", "1"])
+        ['train.py', '--wandb-key', '•••', '--wandb-key=•••', '--lr', '1']
+    """
+    return _Hider(is_log=False).argv(argv)
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """A text that can be written: secrets that this process knows (`remember`), what looks like one, and what is called
+    one are hidden.
+
+    Args:
+        secrets: further values that must not be in it, wherever they stand.
+
+    Example:
+        >>> redact_text("WANDB_API_KEY=abcdef123456 python train.py")
+        'WANDB_API_KEY=••• python train.py'
+    """
+    known = _pattern(frozenset((*_known, *secrets)))
+    if known is not None:
+        text = known.sub(HIDDEN, text)
+    return _Hider(is_log=True).text(text)
+
+
+def secrets_in(value: Any, name: str = "") -> set[str]:
+    """The parts of a setting that `redacted` hides.
+
+    Example:
+        >>> sorted(secrets_in({"MY_TOKEN": "abcdefgh", "url": "https://me:pw@host/"}))
+        ['abcdefgh', 'pw']
+    """
+    hider = _Hider(is_log=False)
+    hider.value(value, name)
+    return hider.found
+
+
+_known: set[str] = set()
+
+
+def remember(*values: Any) -> None:
+    """Hide from now on, in every text of this process, what is secret in these settings and in the environment."""
+    for value in (*values, dict(os.environ)):
+        _known.update(secrets_in(value))
+
+
+@lru_cache(maxsize=8)
+def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
+    """Every shape of these values; None where there is none. The longest come first."""
+    shapes = {shape for value in secrets if len(value) >= _LEAST for shape in _shapes(value)}
+    shapes.discard(HIDDEN)
+    ordered = sorted(shapes, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _shapes(secret: str) -> Iterable[str]:
+    """A secret as texts have it: plain, in JSON, as Python writes it, in a URL, and in the lines of a longer text."""
+    yield secret
+    yield json.dumps(secret)[1:-1]
+    yield json.dumps(secret, ensure_ascii=False)[1:-1]
+    yield repr(secret)[1:-1]
+    yield quote(secret, safe="")
+    yield from (line for line in secret.splitlines() if len(line) >= _LEAST_LINE)
+
+
+class Redacting:
+    """A text stream that hides secrets in what is written to it; all else is the stream's own."""
+
+    def __init__(self, stream: Any, redact: Callable[[str], str] = redact_text) -> None:
+        self._stream, self._redact = stream, redact
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
