@@ -172,10 +172,9 @@ class Sinks:
         for sink in self._sinks:
             sink.log(step, dict(metrics))
 
-    @property
-    def alarms(self) -> list[Alarm]:
-        """What is wrong with the run if it ends here, the gravest first."""
-        return self._alarms.at_the_end()
+    def closing_lines(self, most: int) -> list[str]:
+        """What is wrong with the run if it ends here, the gravest first, for the last lines on the console."""
+        return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
     # -- the end ---------------------------------------------------------------------------------------
 
