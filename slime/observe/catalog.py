@@ -217,7 +217,9 @@ def plain_name(metric: str) -> tuple[str, str]:
     unit = next((unit for pattern, unit in _UNITS if pattern.search(metric)), "")
     parts = metric.split("/")
     if parts[0] == "eval" and parts[1:]:
-        name, statistic = re.fullmatch(r"(.*?)(?:-(pass@\d+|truncated_ratio))?", parts[1], re.DOTALL).groups()
+        name, dash, statistic = parts[1].rpartition("-")
+        if not re.fullmatch(r"pass@\d+|truncated_ratio", statistic) or not dash:
+            name, statistic = parts[1], ""
         rest = [statistic] if statistic else parts[2:]
         return ", ".join([f"Evaluation: {name}", *map(_worded, rest)]), unit if rest else "reward"
     if parts[0] not in _PREFIXES or len(parts) < 2:

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from slime.files import read_lines
 from slime.log import get_logger
-from slime.observe.alarms import Alarm, AlarmWatch
+from slime.observe.alarms import AlarmWatch
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink, phase_seconds
 from slime.observe.jsonl_sink import JsonlSink, metrics_row

@@ -114,7 +114,11 @@ def test_the_file_answers_as_the_server_does(tmp_path: Path) -> None:
     write_lines(one / "samples" / "rollout_000006.jsonl", odd)
     write_lines(one / "metrics.jsonl", [{"step": 3, "train/loss": None}, {"step": 1, "train/loss": 2.5, "eval/a": 1}])
     data = orjson.dumps(contents.contents_of([read_run(one), read_run(two)]), option=orjson.OPT_NON_STR_KEYS).decode()
-    orders = [{"sort": s, "descending": d} for s in ("step", "spread", "reward", "advantage", "length", "tools") for d in (0, 1)]
+    orders = [
+        {"sort": s, "descending": d}
+        for s in ("step", "spread", "reward", "advantage", "length", "tools")
+        for d in (0, 1)
+    ]
     queries = [
         *({**order, "limit": 200} for order in orders),
         *({"search": words} for words in ("antenna", "FOGA and", "strasse", "σας", "1", "x")),

@@ -55,7 +55,9 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
         # a chart, enlarged by a click
         await page.click("figure[data-title=Reward] svg")
         await page.until("document.querySelector('dialog[open] figure[data-title=Reward]')")
-        small, large = await page.run("[...document.querySelectorAll('figure[data-title=Reward] svg')].map((e) => e.clientWidth)")
+        small, large = await page.run(
+            "[...document.querySelectorAll('figure[data-title=Reward] svg')].map((e) => e.clientWidth)"
+        )
         assert large > 2 * small and large > 1000
         marked = await texts(page, "dialog figure .unit")
         assert marked == ["reward", "step"], "both axes are named"
@@ -112,8 +114,8 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
         # a search keeps the groups, and shows in each only what matches
         await page.write("input[type=search]", "antenna")
         await page.until(
-            "[...document.querySelectorAll('.groups .response-line')].length"
-            " && [...document.querySelectorAll('.groups .response-line')].every((e) => e.textContent.includes('search:'))"
+            "((lines) => lines.length && lines.every((e) => e.textContent.includes('search:')))"
+            "([...document.querySelectorAll('.groups .response-line')])"
         )
         await page.click("details.group summary")
         await page.until("document.querySelectorAll('details[open] tbody tr').length === 1")  # the one that searched
@@ -263,7 +265,12 @@ def test_alarms_name_their_runs_and_the_best_and_worst_samples_are_shown(tmp_pat
     one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=3, seed=1)
     for folder in (one, two):
         with (folder / "metrics.jsonl").open("ab") as file:
-            row = {"step": 4, "train/loss": None, "nonfinite": ["train/loss"], "train/train_rollout_logprob_abs_diff": 0.5}
+            row = {
+                "step": 4,
+                "train/loss": None,
+                "nonfinite": ["train/loss"],
+                "train/train_rollout_logprob_abs_diff": 0.5,
+            }
             file.write(orjson.dumps(row) + b"\n")
 
     async def what(page: Tab, place: str, runs: Runs) -> None:

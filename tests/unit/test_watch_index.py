@@ -408,7 +408,14 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
         ),
         ("<|im_start|>user\nIs a < b or <b>a</b> > c?<|im_end|>\n<|im_start|>assistant\n", "Is a < b or <b>a</b> > c?"),
         ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}], "What?"),
-        ([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Hm"}, {"role": "tool", "content": "4"}], "What?"),
+        (
+            [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": "Hm"},
+                {"role": "tool", "content": "4"},
+            ],
+            "What?",
+        ),
         ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image] What?"),
         ([{"role": "system", "content": None}], ""),
         (["x"], "x"),
@@ -424,7 +431,9 @@ def test_the_question_of_a_prompt_is_its_last_user_turn(prompt: Any, question: s
     assert short_texts({"prompt": prompt, "label": ["4"]})["label"] == '["4"]'
 
 
-@given(st.text() | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.text() | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+)
 def test_every_prompt_has_a_question(prompt: Any) -> None:
     texts = short_texts({"prompt": prompt, "response": prompt, "label": prompt}, 7)
     assert set(texts) == {"question", "response", "label"} and all(len(text) <= 7 for text in texts.values())

@@ -79,7 +79,10 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
         line = await ask(client, "timeline", run=first, step=2)
         assert line["steps"] == [1, 2, 3, 4] and len(line["timeline"]["lanes"]) == 16
         steps = await ask(client, "steps", run=first)
-        assert [(each["kind"], each["step"]) for each in steps["steps"]] == [("eval", 0), *(("rollout", i) for i in range(1, 5))]
+        assert [(each["kind"], each["step"]) for each in steps["steps"]] == [
+            ("eval", 0),
+            *(("rollout", i) for i in range(1, 5)),
+        ]
         assert steps["samples"] == steps["texts"] == 67
         page = await ask(client, "samples", run=first, sort="reward", descending=1, limit=10)
         assert page["more"] and [row["reward"] for row in page["samples"]] == [1.0] * 10

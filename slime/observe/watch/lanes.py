@@ -61,7 +61,7 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     def ms(microseconds: float) -> float:
         return round(microseconds / 1000, 3)
 
-    driver = [
+    driver: list[list[Any]] = [
         [phase_word(str(e.get("name"))), ms(e["ts"] - start), ms(_duration(e)), PHASE_COLORS.get(str(e.get("name")), 7)]
         for e in timed
         if e["pid"] == DRIVER and e["ph"] == "X"
@@ -86,14 +86,14 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
         _set_depths(spans)
     named = [{"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans]
     named.sort(key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))  # the last to end first
-    spans = [span for lane in named for span in lane["spans"]]
+    shown = [span for lane in named for span in lane["spans"]]
     return {
         "length": ms(end - start),
         "phases": driver,
         "counters": {name: thin(points, _MOST_POINTS) for name, points in counters.items()},
         "lanes": named[:_MOST_LANES],
-        "lanes_from": min((span[1] for span in spans), default=0),
-        "lanes_to": max((round(span[1] + span[2], 3) for span in spans), default=0),
+        "lanes_from": min((span[1] for span in shown), default=0),
+        "lanes_to": max((round(span[1] + span[2], 3) for span in shown), default=0),
         "left_out": max(0, len(named) - _MOST_LANES),
     }
 

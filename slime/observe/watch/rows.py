@@ -102,7 +102,7 @@ def question_of(prompt: Any) -> str:
     A prompt without turns is the question itself.
 
     Example:
-        >>> question_of("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n")
+        >>> question_of("<|system|>Be brief.<|user|>Hi<|assistant|>")
         'Hi'
     """
     if isinstance(prompt, list):
