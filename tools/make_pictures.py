@@ -152,7 +152,7 @@ def chat_svg(run_dir: Path) -> str:
 WATCHED = {
     "watch": (0, "smooth=0.8", 1400, 900, False),
     "watch-samples": (1, "view=samples&sort=spread", 1400, 620, False),
-    "watch-sample": (2, "view=samples&sample=9", 1400, 760, True),
+    "watch-sample": (2, "view=samples&sample=1409", 1400, 760, True),
     "watch-timeline": (2, "view=timeline&step=12", 1400, 900, False),
     "watch-phone": (2, "view=overview", 420, 860, False),
     "watch-phone-samples": (1, "view=samples&sort=spread", 420, 860, False),

@@ -139,7 +139,7 @@ export function timeAxis(from, to) {
 
 // Shows a figure as large as the window allows; Escape, the button or a click beside it closes it.
 function enlarge(chart, weight) {
-  const width = Math.max(320, Math.min(innerWidth - 56, 1300)), height = Math.max(230, Math.min(innerHeight - 190, 0.6 * width));
+  const width = Math.max(320, Math.min(innerWidth - 56, 1300)), height = Math.max(230, Math.min(innerHeight - 190, (width < 600 ? 1 : 0.6) * width));
   const dialog = h("dialog", { class: "large", "aria-label": chart.title, onclose: () => { hideTip(); dialog.remove(); },
     onclick: (event) => { if (event.target === dialog) dialog.close(); } },
     h("button", { type: "button", class: "close", "aria-label": "close", onclick: () => dialog.close() }, "✕"),

@@ -80,7 +80,7 @@ function lastNumbers(runs, known) {
     const mine = known.get(run.id), times = series(mine, "perf/step_time");
     const scores = mine.names.filter(isScore).map((name) => `${name.slice(5)} ${last(series(mine, name))}`).join(", ");
     return h("tr", {}, h("th", { scope: "row" }, h("i", { class: `mark b${colorOf(run)}` }), run.name, " ", stateChip(run)),
-      [stepOf(run), last(firstOf(mine, "rollout/raw_reward", "rollout/rewards")), scores, times.length ? duration(median(times)) : "", duration(run.elapsed)].map((cell) => h("td", {}, cell)));
+      [stepOf(run), run.supervised ? "" : last(firstOf(mine, "rollout/raw_reward", "rollout/rewards")), scores, times.length ? duration(median(times)) : "", duration(run.elapsed)].map((cell) => h("td", {}, cell)));
   });
   const head = ["run", "step", "last reward", "last evaluation", "time per step", "duration"].map((title) => h("th", { scope: "col" }, title));
   return h("div", { class: "card scroll" }, h("table", { class: "metrics" }, h("tr", {}, head), rows));
@@ -109,6 +109,7 @@ function catalogued(spec, runs, known) {
   const main = shown.map((run) => lineOf(known, run, key)).filter(isThere);
   if (vanishes(main)) return [];
   if (runs.length > 1) {
+    if (spec.band.length) chart.note = chart.note.split(";")[0]; // only a single run has its band
     const others = spec.beside.map(([name, text]) => ({ ...chart, title: `${spec.title}: ${text}`, key: name, lines: shown.map((run) => lineOf(known, run, name)).filter(isThere) }));
     return [{ ...chart, title: others.some(({ lines }) => lines.length) ? `${spec.title}: ${spec.line}` : spec.title, lines: main }, ...others.filter(({ lines }) => lines.length)];
   }

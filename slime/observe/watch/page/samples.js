@@ -164,7 +164,7 @@ async function one(root, id) {
   root.replaceChildren(
     h("div", { class: "controls" },
       h("button", { type: "button", onclick: () => go({ sample: "" }) }, "← samples"),
-      labelled("Colour by", select(Object.entries(COLORINGS), coloring, (value) => { go({ color: value }, { quiet: true }); paint(value); })),
+      labelled("Color by", select(Object.entries(COLORINGS), coloring, (value) => { go({ color: value }, { quiet: true }); paint(value); })),
       sample.grp !== null && h("button", { type: "button", onclick: () => go({ sample: "", kind: sample.kind === "rollout" ? "" : sample.kind, at: sample.step, group: sample.grp, dataset: sample.dataset }) }, "its group"),
       h("button", { type: "button", onclick: () => go({ sample: "", prompt: sample.prompt }) }, "this prompt by step")),
     h("article", { class: "card sample" },
