@@ -175,7 +175,7 @@ _UNITS = (
     (re.compile(r"_gb$"), "GB"),
     (re.compile(r"_bytes$"), "bytes"),
     (re.compile(r"(?:response_len|trained_len)/|_lengths?$|_tokens$"), "tokens"),
-    (re.compile(r"abs_diff|log_probs$|/kl|entropy"), "nats"),
+    (re.compile(r"abs_diff|log_probs$|[/_]kl(?:_loss)?$|entropy"), "nats"),
     (re.compile(r"/(?:reward|reward_part)/|/rewards?$"), "reward"),
     (re.compile(r"/num_|/count_|/drop|retries$|requests$|restarts$"), "count"),
     (re.compile(r"^alarm/"), "on or off"),

@@ -27,13 +27,14 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_object
 from slime.observe.alarms import find_alarms
-from slime.observe.catalog import phases, thin
+from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.report import ReportSink, contents, write_comparison, write_report
 from slime.observe.report.contents import most_telling_first, packed, spread
 from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.page_files import PAGE, one_file
 from slime.observe.watch.rows import reward_of
+from tests.support.metrics_page import documented_names
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run
 
@@ -54,6 +55,37 @@ def write_run(folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] |
 def write_samples(folder: Path, records: list[dict[str, Any]], name: str = "rollout_000000") -> None:
     (folder / "samples").mkdir(exist_ok=True)
     (folder / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.mark.parametrize("name", sorted(documented_names()))
+def test_every_documented_metric_has_a_plain_name(name: str) -> None:
+    metric = name.replace("<>", "x")
+    if not metric.startswith(("train/", "rollout/", "eval/", "perf/", "alarm/", "multi_turn/", "passrate/")):
+        return
+    title, _ = plain_name(metric)
+    assert title[0].isupper() and not re.search(r"[_/]|\s\s|^\s|\s$", title), title
+
+
+def test_plain_names_and_units() -> None:
+    for metric, named in {
+        "perf/engines_idle_ratio": ("Engine idle time", "share of the step"),
+        "perf/save_model_time": ("Save model time", "s"),
+        "perf/trainer_memory_gb": ("Trainer memory", "GB"),
+        "rollout/response_len/max": ("Response length, max", "tokens"),
+        "eval/a-b": ("Evaluation: a-b", "reward"),
+        "eval/a-b-pass@2": ("Evaluation: a-b, pass@2", "share"),
+        "train/ppo_kl": ("PPO KL", "nats"),
+        "my/own_metric": ("my/own_metric", ""),
+        "x": ("x", ""),
+    }.items():
+        assert plain_name(metric) == named
+
+
+@given(st.text())
+def test_metrics_of_any_name_have_a_title(name: str) -> None:
+    for metric in (name, f"eval/{name}", f"train/{name}"):
+        title, unit = plain_name(metric)
+        assert isinstance(unit, str) and (title.strip() or not name.strip())
 
 
 def full_rows(count: int = 40) -> list[dict[str, Any]]:

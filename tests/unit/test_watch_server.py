@@ -24,7 +24,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from slime.cli.watch import address, main
 from slime.errors import UserError
 from slime.host import bind
-from slime.observe.chrome_trace import chrome_trace
+from slime.observe.chrome_trace import SAMPLES, chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.access import POLICY, host_of, is_loopback
@@ -240,6 +240,11 @@ def test_a_trace_of_the_recorder_becomes_lanes() -> None:
     events = chrome_trace([], [PhaseEvent("rollout", 10.0, 2.0, 0), PhaseEvent("train", 12.0, 1.0, 0)])["traceEvents"]
     told = timeline(events)
     assert told["length"] == 3000 and told["phases"] == [["generate", 0, 2000, 1], ["train", 2000, 1000, 2]]
+    assert (told["lanes_from"], told["lanes_to"]) == (0, 0), "no sample"
+    sample = {"ph": "X", "pid": SAMPLES, "tid": 7, "name": "generate_and_rm", "ts": 10.5e6, "dur": 0.5e6}
+    told = timeline([*events, sample, {**sample, "tid": 8, "ts": 10.25e6}])
+    assert (told["lanes_from"], told["lanes_to"]) == (250, 1000), "the lanes fill this time, not the whole step"
+    assert [lane["spans"][0][0] for lane in told["lanes"]] == ["sample", "sample"]
     for broken in ([], [None, 3, {"ph": "X"}, {"ph": "X", "ts": "x"}], [{"ph": "X", "ts": 1, "pid": 1}]):
         timeline(broken)
 
