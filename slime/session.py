@@ -406,8 +406,7 @@ class Session:
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
                 lines.append("  model: not kept, as neither --save nor --save-hf is given")
-        for alarm in self.sinks.alarms[:_MOST_WARNINGS]:
-            lines += [f"  warning: {alarm.title}: {alarm.detail}", *([f"    try: {alarm.fix}"] if alarm.fix else [])]
+        lines += [f"  {line}" for line in self.sinks.closing_lines(_MOST_WARNINGS)]
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
             lines.append(f"  next: {slime_command()} resume {self.run.path}")

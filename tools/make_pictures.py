@@ -4,7 +4,7 @@
     python tools/make_pictures.py console                     # console.svg: the live table over a recorded run
     python tools/make_pictures.py chat outputs/<run>          # chat.svg: a conversation with its model, held for it
     python tools/make_pictures.py report outputs/<run>        # report.png: the first screen of its report.html
-    python tools/make_pictures.py watch                       # watch*.png: slime watch over two runs that are made up
+    python tools/make_pictures.py watch TOY SMOLLM2 AGENT     # watch*.png: slime watch over three run folders
 
 The .png need Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a window of 1280 × 915
 and take the picture by hand.
@@ -39,7 +39,7 @@ IMAGES = ROOT / "docs" / "images"
 RECORDED = ROOT / "docs" / "measurements" / "demo.jsonl"
 _COLUMNS, _STEPS_SHOWN = 92, 27
 _WINDOW = (1280, 915)
-_COLORS = 200
+_COLORS = 128
 _SECONDS = 120
 #: What the demo's model is asked. It knows no more than one question, so each begins anew.
 QUESTIONS = ("31+6=", "/reset", "87+4=", "/reset", "52+7=")
@@ -94,8 +94,9 @@ async def _photograph(pictures: dict[Path, tuple[str, int, int, bool]]) -> None:
     for picture, (address, width, height, dark) in pictures.items():
         async with tab() as page:
             await page.open(address, width, height, dark)
-            await page.until("document.querySelector('figure, .response-text')")
-            await asyncio.sleep(1)
+            await page.until("document.querySelector('figure, .response-text, .group')")
+            await page.run(_UNFOLD)
+            await asyncio.sleep(1.5)
             await page.picture(picture)
         Image.open(picture).convert("RGB").quantize(_COLORS).save(picture, optimize=True)
 
@@ -147,55 +148,62 @@ def chat_svg(run_dir: Path) -> str:
     return terminal_svg(Text.from_ansi(typed + held(command, QUESTIONS)), "slime chat")
 
 
-#: Picture → what its address says after # ({runs}: both), the width and height of its window, and whether it is dark.
+#: Picture → which of the three runs, the address after #, width and height of the window, whether it is dark.
 WATCHED = {
-    "watch": ("runs={runs}&smooth=0.8", 1280, 860, False),
-    "watch-sample": ("view=samples&sample=1", 1280, 860, True),
-    "watch-phone": ("view=timeline&rollout=3", 390, 760, False),
+    "watch": (0, "smooth=0.8", 1400, 900, False),
+    "watch-samples": (1, "view=samples&sort=spread", 1400, 620, False),
+    "watch-sample": (2, "view=samples&sample=1409", 1400, 760, True),
+    "watch-timeline": (2, "view=timeline&step=12", 1400, 900, False),
+    "watch-phone": (2, "view=overview", 420, 860, False),
+    "watch-phone-samples": (1, "view=samples&sort=spread", 420, 860, False),
 }
+#: Unfolds the first group of the samples list.
+_UNFOLD = "document.querySelector('details.group:not([open])')?.setAttribute('open', '')"
 
 
-def watch_pngs() -> None:
-    """`slime watch` in a browser, in few colours."""
+def watch_pngs(folders: Sequence[Path]) -> None:
+    """`slime watch` over a toy run, a run of SmolLM2, and an agent's run, in few colors."""
     sys.path.insert(0, str(ROOT))  # for tests.support
     from aiohttp import web
 
     from slime.host import bind
     from slime.observe.watch.server import Runs, application
-    from tests.support.watched_runs import make_run
 
-    async def take(folder: Path) -> None:
-        runs = Runs([make_run(folder / "first", 60), make_run(folder / "second", 60, lr=1e-5, seed=1)])
+    async def take() -> None:
+        runs = Runs(list(folders))
         runs.look()
         runner = web.AppRunner(application(runs, None))
         await runner.setup()
         listener = bind("127.0.0.1", 0)
         await web.SockSite(runner, listener).start()
-        place, known = f"http://127.0.0.1:{listener.getsockname()[1]}/#", ",".join(runs.all())
-        shots = {name: (place + shown.format(runs=known), *rest) for name, (shown, *rest) in WATCHED.items()}
-        await _photograph({IMAGES / f"{name}.png": shot for name, shot in shots.items()})
+        place = f"http://127.0.0.1:{listener.getsockname()[1]}/#"
+        newest = {watch.path: f"{watch.key}.{watch.stages()[-1].name}" for watch, _ in runs.all().values()}
+        shots = {
+            IMAGES / f"{name}.png": (f"{place}runs={newest[folders[which]]}&{shown}", *rest)
+            for name, (which, shown, *rest) in WATCHED.items()
+        }
+        await _photograph(shots)
         await runner.cleanup()
 
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(take(Path(folder)))
+    asyncio.run(take())
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=["all", "console", "chat", "report", "watch"])
-    parser.add_argument("run", nargs="?", type=Path, help="the run folder: of all but the console, which is recorded")
+    parser.add_argument("run", nargs="*", type=Path, help="run folders: none for the console, which is recorded")
     options = parser.parse_args(argv)
+    if len(options.run) != {"console": 0, "watch": 3}.get(options.picture, 1):
+        parser.error(f"{options.picture} takes another number of run folders; see above")
     if options.picture == "watch":
-        watch_pngs()
+        watch_pngs(options.run)
         return 0
-    if options.run is None and options.picture != "console":
-        parser.error(f"{options.picture} needs a run folder, e.g. that of `make demo`")
     for name in ("console", "chat", "report") if options.picture == "all" else (options.picture,):
         picture = IMAGES / f"{name}.{'png' if name == 'report' else 'svg'}"
         if name == "report":
-            report_png(options.run, picture)
+            report_png(options.run[0], picture)
         else:
-            picture.write_text(console_svg() if name == "console" else chat_svg(options.run), encoding="utf-8")
+            picture.write_text(console_svg() if name == "console" else chat_svg(options.run[0]), encoding="utf-8")
         print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
     return 0
 

@@ -190,6 +190,9 @@ class ConsoleSink:
         self._first_eval: dict[str, float] = {}
         self._last_eval: dict[str, float] = {}
         self._alarms: dict[str, tuple[int, Alarm]] = {}
+        self._trains = False
+        """Training of the next step has begun, so an evaluation from now on belongs to that step."""
+        self._shows_alarms = True
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
@@ -202,6 +205,7 @@ class ConsoleSink:
     def phase_changed(self, name: str | None) -> None:
         self._phase, self._phase_start, self._counters = name, self._clock(), {}
         self._next_news = self._phase_start + _FIRST_NEWS
+        self._trains |= name == "train"
 
     def progress(self, counters: Mapping[str, float]) -> None:
         """How far the open phase is: ``done`` of ``target`` prompts, ``tokens`` so far."""
@@ -209,7 +213,8 @@ class ConsoleSink:
         now = self._clock()
         if self._live is None and now >= self._next_news and counters.get("target"):
             self._next_news = now + min(_LONGEST_SILENCE, now - self._phase_start)
-            self._print(f"{self._where(self._done + 1)}  {self._now()}")
+            evaluates_last = self._phase == "evaluate" and not self._trains
+            self._print(f"{self._where(self._done + (not evaluates_last))}  {self._now()}")
 
     def begin(self, first_step: int, total_steps: int, launch_seconds: float) -> None:
         self._done, self._total = first_step, total_steps
@@ -240,6 +245,7 @@ class ConsoleSink:
         self, step: int, columns: dict[str, str], scores: Mapping[str, float], metrics: Mapping[str, float]
     ) -> None:
         self._done = step
+        self._trains = False
         seconds = metrics.get("perf/step_time")
         took = {"time": duration(seconds)} if seconds is not None else {}
         self._rows.append((step, {**columns, **_held_out(scores), **took}))
@@ -253,16 +259,28 @@ class ConsoleSink:
         self._times = times
 
     def alarm(self, alarm: Alarm) -> None:
-        """Something is wrong with the run, which goes on: told where it happens, and below the table until a step's
-        ``alarm/<name>`` is 0."""
+        """Show an alarm once, and keep it below the live table until a step's ``alarm/<name>`` is 0."""
         self._alarms[alarm.name] = (self._done, alarm)
         self._console.print(_alarm_text(self._where(self._done), alarm), soft_wrap=True, highlight=False)
 
     def rewind(self, next_step: int) -> None:
         """Nothing to take back: what was shown, was shown."""
 
+    def closing_lines(self, alarms: Sequence[Alarm]) -> list[str]:
+        """Warnings for the end of the run: an alarm that was shown is not explained again."""
+        lines = []
+        for alarm in alarms:
+            step, shown = self._alarms.get(alarm.name, (0, None))
+            if shown is not None:
+                lines.append(f"warning since step {step}: {alarm.title} (explained above)")
+                continue
+            lines.append(f"warning: {alarm.title}: {alarm.detail}")
+            lines += [f"  try: {alarm.fix}"] if alarm.fix else []
+        return lines
+
     def close(self) -> None:
         self._phase = None
+        self._shows_alarms = False  # the last picture of the table stays on the terminal, above the closing lines
         if self._live is not None:
             self._live.stop()
 
@@ -294,7 +312,7 @@ class ConsoleSink:
         if columns and "perf/step_time" in metrics:
             seconds = metrics["perf/step_time"]
             name, longest = next(iter(self._times.items()))
-            share = f", {100 * longest / seconds:.0f} % {_part(name)}" if name != "other" and seconds else ""
+            share = f", {100 * longest / seconds:.0f} % {phase_word(name)}" if name != "other" and seconds else ""
             parts.append(duration(seconds) + share)
         return "  ".join(filter(None, [*parts, self._eta_text() if columns else ""]))
 
@@ -325,7 +343,7 @@ class ConsoleSink:
         if self._phase is not None:
             facts.add_row("now", Text(self._now(), style="yellow"))
         parts.append(Padding(facts, (0, 1)))
-        for step, alarm in list(self._alarms.values())[-_SHOWN_ALARMS:]:
+        for step, alarm in list(self._alarms.values())[-_SHOWN_ALARMS:] if self._shows_alarms else ():
             parts += ["", Padding(_alarm_text(f"step {step}", alarm), (0, 1))]
         return Group(*parts)
 
@@ -371,7 +389,8 @@ def _held_out(scores: Mapping[str, float]) -> dict[str, str]:
     return {"held-out": f"{next(iter(scores.values())):.3f}"} if scores else {}
 
 
-def _part(phase: str) -> str:
+def phase_word(phase: str) -> str:
+    """A phase as part of a step's time: "actor_train" → "train"."""
     return _WORDS.get(phase, (phase.replace("_", " "), ""))[0]
 
 
@@ -383,7 +402,7 @@ def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
     bar, words = Text(), Text("  ")
     for (name, part), style in zip(shown.items(), _PHASE_STYLES, strict=False):
         bar.append("━" * max(1, round(width * part / total)), style=style)
-        words.append(f"{_part(name)} ", style=style).append(f"{duration(part)}  ", style="default")
+        words.append(f"{phase_word(name)} ", style=style).append(f"{duration(part)}  ", style="default")
     bar.append("━" * (width - len(bar)), style="bright_black")
     rest = total - sum(shown.values())
     if rest / total >= 0.5 / width:

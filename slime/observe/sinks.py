@@ -27,7 +27,7 @@ from rich.console import Console
 
 from slime.files import read_lines
 from slime.log import get_logger
-from slime.observe.alarms import Alarm, AlarmWatch
+from slime.observe.alarms import AlarmWatch
 from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink, phase_seconds
 from slime.observe.jsonl_sink import JsonlSink, metrics_row
@@ -172,10 +172,9 @@ class Sinks:
         for sink in self._sinks:
             sink.log(step, dict(metrics))
 
-    @property
-    def alarms(self) -> list[Alarm]:
-        """What is wrong with the run if it ends here, the gravest first."""
-        return self._alarms.at_the_end()
+    def closing_lines(self, most: int) -> list[str]:
+        """What is wrong with the run if it ends here, the gravest first, for the last lines on the console."""
+        return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -484,17 +484,27 @@ def test_a_supervised_stage_shows_its_loss() -> None:
 def test_a_long_phase_says_in_a_plain_log_how_far_it_is() -> None:
     console, now = quiet(), 0.0
     sink = ConsoleSink("x", 9, console, clock=lambda: now)
-    for phase in ("evaluate", "rollout"):
+    for phase in ("evaluate", "rollout"):  # the evaluation before training is step 0, as in its own line
         sink.phase_changed(phase)
         started = now
         while now < started + 1000.0:
             sink.progress({"done": (now - started) // 10, "target": 100, "tokens": 7})
             now += 0.5
     lines = shown(console)
-    assert lines[0] == "x  step 1/9  evaluating 3/100 prompts, 7 tokens, 30.0 s"
-    assert lines[1] == "x  step 1/9  evaluating 6/100 prompts, 7 tokens, 1:00"
+    assert lines[0] == "x  step 0/9  evaluating 3/100 prompts, 7 tokens, 30.0 s"
+    assert lines[1] == "x  step 0/9  evaluating 6/100 prompts, 7 tokens, 1:00"
     assert [line.rsplit(", ", 1)[1] for line in lines] == ["30.0 s", "1:00", "2:00", "4:00", "8:00", "13:00"] * 2
-    assert "generating 3/100" in lines[6]
+    assert "step 1/9  generating 3/100" in lines[6]
+    for phase in ("train", "evaluate"):
+        sink.phase_changed(phase)
+    now += 31.0
+    sink.progress({"done": 1, "target": 2})
+    assert "step 1/9  evaluating 1/2" in shown(console)[-1], "of the step that was just trained"
+    sink.log(1, STEP)
+    sink.phase_changed("evaluate")
+    now += 31.0
+    sink.progress({"done": 1, "target": 2})
+    assert "step 1/9  evaluating 1/2" in shown(console)[-1], "of the weights that a checkpoint brought"
 
 
 def test_what_has_no_counters_prints_nothing() -> None:
@@ -526,6 +536,14 @@ def test_an_alarm_is_told_when_it_comes_and_stays_in_the_table_until_it_goes() -
     assert "warning" not in rendered(sink)
     sink.alarm(ALARM)
     assert "step 6  warning: " in rendered(sink), "it has come back"
+    other = Alarm("Many responses are truncated", "90 % of them", "raise the limit", "truncation")
+    assert sink.closing_lines([ALARM, other]) == [
+        "warning since step 6: No group teaches anything (explained above)",
+        "warning: Many responses are truncated: 90 % of them",
+        "  try: raise the limit",
+    ]
+    sink.close()
+    assert "warning" not in rendered(sink), "the closing lines tell it"
     coloured = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
     ConsoleSink("x", 9, coloured).alarm(ALARM)
     assert "\x1b[1;31mwarning" in "\n".join(shown(coloured))

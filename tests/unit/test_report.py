@@ -27,13 +27,14 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_object
 from slime.observe.alarms import find_alarms
-from slime.observe.catalog import phases, thin
+from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.report import ReportSink, contents, write_comparison, write_report
 from slime.observe.report.contents import most_telling_first, packed, spread
 from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.page_files import PAGE, one_file
 from slime.observe.watch.rows import reward_of
+from tests.support.metrics_page import documented_names
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run
 
@@ -54,6 +55,37 @@ def write_run(folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] |
 def write_samples(folder: Path, records: list[dict[str, Any]], name: str = "rollout_000000") -> None:
     (folder / "samples").mkdir(exist_ok=True)
     (folder / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.mark.parametrize("name", sorted(documented_names()))
+def test_every_documented_metric_has_a_plain_name(name: str) -> None:
+    metric = name.replace("<>", "x")
+    if not metric.startswith(("train/", "rollout/", "eval/", "perf/", "alarm/", "multi_turn/", "passrate/")):
+        return
+    title, _ = plain_name(metric)
+    assert title[0].isupper() and not re.search(r"[_/]|\s\s|^\s|\s$", title), title
+
+
+def test_plain_names_and_units() -> None:
+    for metric, named in {
+        "perf/engines_idle_ratio": ("Engine idle time", "share of the step"),
+        "perf/save_model_time": ("Save model time", "s"),
+        "perf/trainer_memory_gb": ("Trainer memory", "GB"),
+        "rollout/response_len/max": ("Response length, max", "tokens"),
+        "eval/a-b": ("Evaluation: a-b", "reward"),
+        "eval/a-b-pass@2": ("Evaluation: a-b, pass@2", "share"),
+        "train/ppo_kl": ("PPO KL", "nats"),
+        "my/own_metric": ("my/own_metric", ""),
+        "x": ("x", ""),
+    }.items():
+        assert plain_name(metric) == named
+
+
+@given(st.text())
+def test_metrics_of_any_name_have_a_title(name: str) -> None:
+    for metric in (name, f"eval/{name}", f"train/{name}"):
+        title, unit = plain_name(metric)
+        assert isinstance(unit, str) and (title.strip() or not name.strip())
 
 
 def full_rows(count: int = 40) -> list[dict[str, Any]]:
@@ -139,11 +171,11 @@ def test_a_full_run_is_in_the_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo", full_rows(), {"flags": {"lr": 1e-5}, "origins": {"lr": "flag"}})
     data = data_of(write_report(folder))
     (run,), (stage,) = data["runs"]["runs"], data["stages"].values()
-    assert (run["name"], run["step"], run["steps"]) == ("demo", 40, 41)
+    assert (run["name"], run["step"]) == ("demo", 40), "an evaluation before training is no step"
     assert stage["series"]["eval/arith"] == [[0, 40], [0.3, 0.9]] and len(stage["series"]["train/grad_norm"][0]) == 40
     assert stage["settings"] == [{"flag": "lr", "value": "0.00001", "origin": "flag"}]
     assert stage["engines"]["loads"] == {"0": 90, "1": 100}
-    assert [layer["name"] for layer in stage["phases"]] == ["rollout", "actor_train", "other"]
+    assert [layer["name"] for layer in stage["phases"]] == ["generate", "train", "other"]
 
 
 def test_the_file_needs_no_network_and_allows_no_foreign_script(tmp_path: Path) -> None:
@@ -277,7 +309,7 @@ def test_launch_and_evaluation_are_no_part_of_a_step() -> None:
     rows = full_rows(3)
     rows[1] |= {"perf/launch_time": 10.0, "perf/evaluate_time": 264.0}
     layers = phases(Stage("", rows=rows))
-    assert [layer["name"] for layer in layers] == ["rollout", "actor_train", "other"]
+    assert [layer["name"] for layer in layers] == ["generate", "train", "other"]
     assert max(seconds for layer in layers for _, seconds in layer["points"]) <= 3.0
 
 
@@ -425,10 +457,10 @@ def test_dict_rewards_use_the_reward_key() -> None:
 
 def test_a_small_run_is_there_as_a_whole(tmp_path: Path) -> None:
     stage = stage_of(write_report(make_run(tmp_path / "run", rollouts=12)))
-    assert len(stage["samples"]) == 12 * 16 + 3 and stage["rollouts"]["note"] == ""
+    assert len(stage["samples"]) == 12 * 16 + 3 and stage["steps"]["note"] == ""
     assert len({row["id"] for row in stage["samples"]}) == 12 * 16 + 3
-    assert [entry["rollout"] for entry in stage["rollouts"]["rollouts"]] == [-1, *range(12)]
-    assert stage["timeline"]["rollouts"] == [0, 6, 11] and "3 of 12 rollouts" in stage["timeline"]["note"]
+    assert [entry["step"] for entry in stage["steps"]["steps"]] == [*range(13)]
+    assert stage["timeline"]["steps"] == [1, 7, 12] and "3 of 12 steps" in stage["timeline"]["note"]
 
 
 def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,24 +475,24 @@ def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, mon
     monkeypatch.setattr(contents, "SAMPLE_BYTES", 200_000)
     stage = stage_of(write_report(run))
     rollouts = [row for row in stage["samples"] if row["kind"] == "rollout"]
-    numbers = sorted({row["rollout"] for row in rollouts})
-    assert len(numbers) == 8 and (numbers[0], numbers[-1]) == (0, 29)
+    numbers = sorted({row["step"] for row in rollouts})
+    assert len(numbers) == 8 and (numbers[0], numbers[-1]) == (1, 30)
     assert sum(row["length"] for row in stage["samples"]) <= 200_000
     groups: dict[int, list[Any]] = {}
     for row in rollouts:
         groups.setdefault(row["grp"], []).append(row)
     assert all(len(group) == 4 and abs(sum(row["above"] for row in group)) < 1e-9 for group in groups.values())
     assert all(len({row["reward"] for row in group}) == 2 for group in groups.values()), "there are enough that differ"
-    answers = [row for row in stage["samples"] if row["kind"] == "eval" and row["rollout"] == 29]
+    answers = [row for row in stage["samples"] if row["kind"] == "eval" and row["step"] == 30]
     assert {(row["dataset"], row["reward"]) for row in answers} >= {
         ("sums", 1),
         ("sums", 0),
         ("words", 1),
         ("words", 0),
     }
-    note = stage["rollouts"]["note"]
+    note = stage["steps"]["note"]
     assert note.startswith(
-        f"{len(stage['samples'])} samples are in this file, of 8 of 30 rollouts and 2 of 2 evaluations"
+        f"This file contains {len(stage['samples'])} samples from 8 of 30 steps and 2 of 2 evaluations"
     )
     assert f"slime watch {run}" in note
 

@@ -59,44 +59,46 @@ def test_every_view_of_a_run_opens_from_the_file_system(tmp_path: Path) -> None:
         assert await page.run("document.title") == "run · slime report"
         assert {"Reward", "Response length", "KL to the reference", "Time per step"} <= set(await titles(page))
         told = await page.run("document.querySelector('main').innerText")
-        for part in ("tiny", "median", "16 steps", "All other metrics".upper()):
+        for part in ("tiny", "median", "16", "All other metrics".upper()):
             assert part in told
         await page.click("details.fold summary", "All metrics in numbers")
         await page.until(
-            "[...document.querySelectorAll('table.metrics th')].some((e) => e.textContent === 'train/kl_loss')"
+            "[...document.querySelectorAll('table.metrics th')].some((e) => e.textContent === 'KL losstrain/kl_loss')"
         )
         await page.click("#views a", "Timeline")
         await page.until("document.querySelector('canvas')?.height > 100")
-        assert "3 of 16 rollouts" in await page.run("document.querySelector('main').innerText")
+        assert "3 of 16 steps" in await page.run("document.querySelector('main').innerText")
         await page.click("button", "earlier")
-        await page.until("document.querySelector('select').value === '8'")
+        await page.until("document.querySelector('select').value === '9'")
         await page.click("#views a", "Engines")
         await page.until("document.querySelectorAll('.bars li').length === 2")
         await page.click("#views a", "Settings")
         await page.until("document.querySelector('table.config')")
         # a search, groups, best beside worst, a sample with its tokens, its prompt through the steps
         await page.click("#views a", "Samples")
-        await page.until("document.querySelectorAll('tbody tr').length === 50")
+        await page.until("document.querySelectorAll('.groups > details').length === 50")
         await page.click("button.more")
-        await page.until("document.querySelectorAll('tbody tr').length === 100")
+        await page.until("document.querySelectorAll('.groups > details').length === 64")
         await page.write("input[type=search]", "ANTENNA")
         await page.until(
-            "[...document.querySelectorAll('.response-line')].every((e) => e.textContent.includes('search:'))"
+            "[...document.querySelectorAll('.response-line')].length"
+            " && [...document.querySelectorAll('.response-line')].every((e) => e.textContent.includes('search:'))"
         )
         await page.write("input[type=search]", "nowhere at all")
-        await page.until("document.querySelector('main .none')?.textContent === 'Nothing is like that.'")
-        await opened(page, path, "view=samples&list=groups")
-        await page.click("button.open")
+        await page.until("document.querySelector('main .none')?.textContent === 'No sample matches.'")
+        await opened(page, path, "view=samples&sort=spread")
+        await page.click("details.group summary")
         await page.until("document.querySelectorAll('tbody tr').length === 4")
-        await page.click("button", "best beside worst")
+        await page.click("button", "compare best and worst")
         await page.until("document.querySelectorAll('.columns .response').length === 2")
         assert (await texts(page, ".columns .reward")) == ["reward 1", "reward 0"]
         await page.click("button", "← samples")
+        await page.click("details.group summary")
         await page.click("button.open")
         await page.until("document.querySelector('article.sample .response-text .lp')")
-        await page.click("button", "this prompt through the steps")
+        await page.click("button", "this prompt by step")
         await page.until("document.querySelectorAll('del').length && document.querySelectorAll('ins').length")
-        assert "Drawn in 8 steps" in await page.run("document.body.textContent")
+        assert "Sampled in 8 steps" in await page.run("document.body.textContent")
 
     visit(what)
 
@@ -112,11 +114,15 @@ def test_the_file_answers_as_the_server_does(tmp_path: Path) -> None:
     write_lines(one / "samples" / "rollout_000006.jsonl", odd)
     write_lines(one / "metrics.jsonl", [{"step": 3, "train/loss": None}, {"step": 1, "train/loss": 2.5, "eval/a": 1}])
     data = orjson.dumps(contents.contents_of([read_run(one), read_run(two)]), option=orjson.OPT_NON_STR_KEYS).decode()
-    orders = [{"sort": s, "descending": d} for s in ("step", "reward", "advantage", "length", "tools") for d in (0, 1)]
+    orders = [
+        {"sort": s, "descending": d}
+        for s in ("step", "spread", "reward", "advantage", "length", "tools")
+        for d in (0, 1)
+    ]
     queries = [
         *({**order, "limit": 200} for order in orders),
         *({"search": words} for words in ("antenna", "FOGA and", "strasse", "σας", "1", "x")),
-        {"kind": "eval"}, {"rollout": 2, "group": 9}, {"status": "truncated"}, {"offset": 40, "limit": 7},
+        {"kind": "eval"}, {"step": 3, "group": 9}, {"status": "truncated"}, {"offset": 40, "limit": 7},
         {"dataset": "sums", "kind": "eval", "whole": 1},
     ]  # fmt: skip
 
@@ -138,17 +144,18 @@ def test_the_file_answers_as_the_server_does(tmp_path: Path) -> None:
             return live, await page.run(f"inFile({json.dumps(question)}, {json.dumps(frozen)})")
 
         def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return [{k: v for k, v in row.items() if k not in ("id", "length")} for row in rows]
+            return [{k: v for k, v in row.items() if k not in ("id", "length", "short")} for row in rows]
 
         for asked in queries:
             live, frozen = await both("samples", asked)
             assert plain(live["samples"]) == plain(frozen["samples"]) and live["more"] == frozen["more"], asked
-        for asked in ({}, {"rollout": 1}, {"kind": "eval"}, {"status": "truncated"}):
+        for asked in (*queries, {"step": 1, "sort": "spread"}, {"offset": 3, "limit": 2}):
             live, frozen = await both("groups", asked)
-            for group in (*live, *frozen):
+            assert live["more"] == frozen["more"], asked
+            for group in (*live["groups"], *frozen["groups"]):
                 group["rewards"] = sorted(map(float, (group["rewards"] or "").split()))
-                group.pop("record", None)
-            assert live == frozen, asked
+                del group["id"]
+            assert live["groups"] == frozen["groups"], asked
         live, frozen = await both("metrics", {"names": "train/loss,eval/a,nothing", "generation": -1, "since": 0})
         for told in (live, frozen):
             assert told["columns"] == {"train/loss": [2.5, None], "eval/a": [1, None]} and told["steps"] == [1, 3]
@@ -156,12 +163,12 @@ def test_the_file_answers_as_the_server_does(tmp_path: Path) -> None:
         for question in ("phases", "engines", "settings"):
             live, frozen = await both(question, {}, "two")
             assert live == frozen, question
-        live, frozen = await both("timeline", {"rollout": 2}, "two")
-        assert live["timeline"] == frozen["timeline"] and live["rollouts"] == frozen["rollouts"]
-        live, frozen = await both("rollouts", {})
-        for entry in live["rollouts"]:
+        live, frozen = await both("timeline", {"step": 2}, "two")
+        assert live["timeline"] == frozen["timeline"] and live["steps"] == frozen["steps"]
+        live, frozen = await both("steps", {})
+        for entry in live["steps"]:
             del entry["length"]
-        assert live["rollouts"] == frozen["rollouts"]
+        assert live["steps"] == frozen["steps"]
         live = await page.run(f"fetch('/api/differences?runs={served['one']},{served['two']}').then((a) => a.json())")
         assert live["flags"] == (await page.run("inFile('differences', {runs: '0.,1.'})"))["flags"]
 
@@ -264,7 +271,7 @@ def test_what_a_model_wrote_never_runs(tmp_path: Path) -> None:
                 "document.querySelectorAll('script').length === 2 && !document.querySelector('main img')"
             )
         await page.click("#views a", "Samples")
-        await page.click("button.open")
+        await page.click("button.group")
         assert await page.until("document.querySelector('.response-text')?.textContent") == HOSTILE
         await opened(page, path)
         assert HOSTILE in await page.run("document.querySelector('.alarms').textContent")
@@ -317,8 +324,8 @@ def test_a_browser_that_cannot_unpack_it_says_so_and_how_the_run_stands(tmp_path
         await page.send("Page.addScriptToEvaluateOnNewDocument", source="delete window.DecompressionStream")
         await page.open(path.as_uri())
         shown = "document.querySelector('main')?.innerText"
-        told = await page.until(f"{shown}?.includes('cannot open') && {shown}")
-        for part in ("one of 2023 or later can", "4 steps logged", "train/loss"):
+        told = await page.until(f"{shown}?.includes('cannot read') && {shown}")
+        for part in ("one released in 2023 or later can", "Last logged step: 9", "train/loss"):
             assert part in told
         page.errors.clear()
         await page.send("Emulation.setScriptExecutionDisabled", value=True)
@@ -326,8 +333,8 @@ def test_a_browser_that_cannot_unpack_it_says_so_and_how_the_run_stands(tmp_path
         await page.open(path.as_uri())
         await asyncio.sleep(0.3)
         await page.send("Emulation.setScriptExecutionDisabled", value=False)
-        told = await page.until("document.body?.innerText.includes('4 steps logged') && document.body.innerText")
-        assert "draws its views with JavaScript" in told
+        told = await page.until("document.body?.innerText.includes('Last logged step: 9') && document.body.innerText")
+        assert "needs JavaScript" in told
 
     visit(what)
 

@@ -42,7 +42,7 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
         assert before != after
         await page.write("input[type=search]", "engine_load/1")
         await page.until("document.querySelectorAll('figure').length === 1")
-        assert (await texts(page, "figure h4 span")) == ["rollout/engine_load/1"]
+        assert (await texts(page, "figure h4 span")) == ["Engine load, 1"]
         await page.write("input[type=search]", "")
         await page.run("document.querySelector('input[type=search]').dispatchEvent(new Event('input'))")
         await page.click("details.fold summary", "perf")
@@ -52,6 +52,17 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
             await page.send("Input.dispatchKeyEvent", type=kind, key="ArrowLeft", code="ArrowLeft")
         assert await page.until("!document.getElementById('tip').hidden && document.getElementById('tip').innerText")
         await page.run("document.activeElement.blur()")
+        # a chart, enlarged by a click
+        await page.click("figure[data-title=Reward] svg")
+        await page.until("document.querySelector('dialog[open] figure[data-title=Reward]')")
+        small, large = await page.run(
+            "[...document.querySelectorAll('figure[data-title=Reward] svg')].map((e) => e.clientWidth)"
+        )
+        assert large > 2 * small and large > 1000
+        marked = await texts(page, "dialog figure .unit")
+        assert marked == ["reward", "step"], "both axes are named"
+        await page.click("dialog button.close")
+        await page.until("!document.querySelector('dialog')")
         # settings that differ
         await page.click("#views a", "Settings")
         await page.until("document.querySelector('table.diff')")
@@ -60,11 +71,13 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
         await page.click("#runs button", "one")
         await page.click("#views a", "Timeline")
         await page.until("document.querySelector('canvas')?.height > 100")
+        assert await page.run("document.querySelector('select').value") == "16", "counted as metrics count"
+        assert (await texts(page, ".time-axis span"))[:2] == ["0 s", "1 s"], "the driver's bar has an axis"
         await page.click("button", "earlier")
-        await page.until("document.querySelector('select').value === '14'")
+        await page.until("document.querySelector('select').value === '15'")
         await page.click("#views a", "Engines")
         await page.until("document.querySelectorAll('.bars li').length === 2")
-        await page.until("document.querySelector('figure[data-title=\"Prefix cache\"]')")
+        await page.until("document.querySelector('figure[data-title=\"Prefix cache hit rate\"]')")
 
     browse([one, two], what)
 
@@ -83,25 +96,33 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(f"{place}#view=samples")
-        await page.until("document.querySelectorAll('tbody tr').length === 50")
+        # groups are folded: a question, its label and rewards each
+        await page.until("document.querySelectorAll('.groups > details:not([open])').length === 50")
+        shown = (await texts(page, ".groups summary"))[0]
+        assert "step 12" in shown and "Tell me of " in shown and "label" in shown and "mean of 4" in shown
         await page.click("button.more")
-        await page.until("document.querySelectorAll('tbody tr').length === 100")
-        await page.choose("label:nth-of-type(4) select", "reward")
-        await page.until("[...document.querySelectorAll('tbody b')].every((e) => e.textContent === '1')")
+        await page.until("document.querySelectorAll('.groups > details').length === 96")
+        await page.choose("label:nth-of-type(3) select", "spread")
+        await page.until("document.querySelectorAll('.groups > details').length === 50")
+        await page.click("details.group summary")
+        await page.until("document.querySelectorAll('details[open] tbody tr').length === 4")
+        rewards = await texts(page, "details[open] tbody b")
+        assert rewards == sorted(rewards, reverse=True) and {rewards[0], rewards[-1]} == {"0", "1"}
+        await page.click("button", "compare best and worst")
+        await page.until("document.querySelectorAll('.columns .response').length === 2")
+        await page.click("button", "← samples")
+        # a search keeps the groups, and shows in each only what matches
         await page.write("input[type=search]", "antenna")
         await page.until(
-            "[...document.querySelectorAll('.response-line')].every((e) => e.textContent.includes('search:'))"
+            "((lines) => lines.length && lines.every((e) => e.textContent.includes('search:')))"
+            "([...document.querySelectorAll('.groups .response-line')])"
         )
-        assert await page.run("document.querySelectorAll('tbody tr').length") > 0
-        # groups, one of them, one sample
-        await page.choose("label:nth-of-type(3) select", "groups")
-        await page.until("document.querySelector('.rewards')")
-        await page.click("button.open")
-        await page.until("document.querySelectorAll('tbody tr').length === 1")  # the one that searched
+        await page.click("details.group summary")
+        await page.until("document.querySelectorAll('details[open] tbody tr').length === 1")  # the one that searched
         await page.click("button.open")
         await page.until("document.querySelector('article.sample .response-text .lp')")
         assert await page.run(
-            "document.querySelector('.response-text .lp').title.startsWith('token 0, trained on, log-prob -')"
+            "document.querySelector('.response-text .lp').title.startsWith('token 0, trained, log-prob -')"
         )
         # what the tool said is folded, and there
         assert await page.run("document.querySelector('details.tool').open") is False
@@ -119,12 +140,12 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             assert await page.run(f"document.querySelector('.response-text .{kind}') !== null") is (kind != "x")
         # its group, and the same prompt in another step
         await page.click("button", "its group")
-        await page.until("document.querySelector('table.samples')")
+        await page.until("document.querySelectorAll('details.group[open] tbody tr').length > 0")
         await page.run("history.back()")
-        await page.click("button", "this prompt through the steps")
+        await page.click("button", "this prompt by step")
         await page.until("document.querySelectorAll('.columns .response').length === 2")
         assert await page.run("document.querySelectorAll('del').length && document.querySelectorAll('ins').length")
-        assert "Drawn in 6 steps" in await page.run("document.body.textContent")
+        assert "Sampled in 6 steps" in await page.run("document.body.textContent")
         before = await page.run("document.querySelector('.columns').innerText")
         await page.click("tbody button", "right")
         assert before != await page.run("document.querySelector('.columns').innerText")
@@ -145,13 +166,11 @@ def test_what_a_model_wrote_never_runs(tmp_path: Path) -> None:
         for view in ("overview", "timeline", "engines", "settings"):
             await page.open(f"{place}#view={view}")
             await page.until(f"document.querySelector('main')?.dataset.view === '{view}'")
-        await page.open(f"{place}#view=samples&list=groups")
-        await page.until("document.querySelector('.rewards')")
         await page.open(f"{place}#view=samples")
-        await page.click("button.open", HOSTILE.split("\u2028")[0])
+        await page.click("button.group", HOSTILE.split("\u2028")[0])
         shown = await page.until("document.querySelector('.response-text')?.textContent")
         assert shown == HOSTILE
-        await page.click("button", "this prompt through the steps")
+        await page.click("button", "this prompt by step")
         await page.until("document.querySelector('.columns')")
         assert await page.run("document.querySelectorAll('script').length === 1 && !document.querySelector('main img')")
 
@@ -168,10 +187,12 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place, width=390, height=800, dark=True)
         await page.until("document.querySelector('figure[data-title=Reward]')")
+        state = "document.querySelector('#runs summary .state')"
+        assert await page.run(f"{state}.innerText") == "running" and await page.run(f"{state}.getClientRects().length")
         for view in ("overview", "timeline", "engines", "samples", "settings"):
             await page.click(f"#views a[href*={view}]" if view != "overview" else "#views a")
             await page.until(
-                f"document.querySelector('main')?.dataset.view === '{view}' && document.querySelector('h3, table')"
+                f"document.querySelector('main')?.dataset.view === '{view}' && document.querySelector('h3, .group')"
             )
             wide = await page.run("document.documentElement.scrollWidth")
             assert wide <= 390, f"{view} is {wide} wide"
@@ -201,13 +222,13 @@ import('/charts.js').then(({ figure, ticks }) => {
     const line = (color) => ({ name: "a", color, points, bad: stacked ? [] : [count] });
     const chart = { title: "a", lines: [line(1), line(2)], stacked, band: round % 5 ? undefined : [points, points] };
     const drawing = figure(chart, round % 3 ? 0.6 : 0).querySelector("svg");
-    for (const path of drawing.querySelectorAll("path:not(.bad)")) {
+    for (const path of drawing.querySelectorAll("path:not(.bad, .axis)")) {
       for (const [, x, y] of path.getAttribute("d").matchAll(/[ML](-?[\\d.]+) (-?[\\d.]+)/g)) {
-        expect(30 <= x && x <= 440 && -1 <= y && y <= 190, "outside", x, y, points);
+        expect(30 <= x && x <= 440 && -1 <= y && y <= 212, "outside", x, y, points);
       }
     }
     expect(!/NaN|Infinity/.test(drawing.outerHTML), "not finite", points);
-    const ends = [...drawing.querySelectorAll("text")].filter((text) => number(text, "y") < 172);
+    const ends = [...drawing.querySelectorAll("text.tick.y")];
     const labels = ends.map((text) => text.textContent), left = number(drawing.querySelector("line.grid"), "x1");
     expect(new Set(labels).size === labels.length && labels.length >= 2, "labels", labels);
     for (const text of ends) {
@@ -238,3 +259,35 @@ def test_charts_are_inside_their_frame_and_their_labels_too(tmp_path: Path) -> N
         assert await page.run(CHARTS) == []
 
     browse([make_run(tmp_path / "run", rollouts=2)], what)
+
+
+def test_alarms_name_their_runs_and_the_best_and_worst_samples_are_shown(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=3, seed=1)
+    for folder in (one, two):
+        with (folder / "metrics.jsonl").open("ab") as file:
+            row = {
+                "step": 4,
+                "train/loss": None,
+                "nonfinite": ["train/loss"],
+                "train/train_rollout_logprob_abs_diff": 0.5,
+            }
+            file.write(orjson.dumps(row) + b"\n")
+
+    async def what(page: Tab, place: str, runs: Runs) -> None:
+        await page.open(f"{place}#runs={','.join(runs.all())}")
+        await page.until("document.querySelectorAll('.alarms li').length === 4")
+        assert sorted(await texts(page, ".alarms li > code.run")) == ["one", "one", "two", "two"]
+        (picked,) = [key for key, (watch, _) in runs.all().items() if watch.path == one]
+        await page.open("about:blank")
+        await page.open(f"{place}#runs={picked}")
+        await page.until("document.querySelectorAll('.end').length === 2")
+        assert await page.run("document.querySelector('.alarms code.run') === null")
+        best, worst = await texts(page, ".end")
+        assert "Best sample" in best and "reward 1" in best and "Worst sample" in worst and "reward 0" in worst
+        assert "Tell me of " in best and "label" in best
+        assert "Samples of step 3" in await page.run("document.querySelector('.ends').textContent")
+        assert "4" in (await texts(page, ".tile"))[-1]
+        await page.click(".end", "Worst")
+        await page.until("document.querySelector('article.sample .reward')?.textContent === 'reward 0'")
+
+    browse([one, two], what)

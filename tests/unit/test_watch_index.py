@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sqlite3
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from slime.observe.run_data import read_stages
 from slime.observe.watch.index import SampleIndex
 from slime.observe.watch.index import _transaction as transaction
-from slime.observe.watch.rows import SORTS, Query, searched_text
+from slime.observe.watch.rows import SORTS, Query, question_of, searched_text, short_texts
 from tests.support.watched_runs import make_run, write_lines
 
 #: Few letters, so that words are found; with some that fold, end lines, mean something to a search, or have no text.
@@ -118,7 +119,7 @@ def test_a_file_that_grew_in_pieces_is_indexed_as_a_whole_one(
         one, other = found(grown, query), found(whole, query)
         assert [row["record"] for row in one] == [row["record"] for row in other]
         assert [row["above"] for row in one] == [row["above"] for row in other]
-        assert grown.rollouts("") == whole.rollouts("") and grown.groups(query) != [] and len(one) == len(lines)
+        assert grown.steps("") == whole.steps("") and grown.groups(query)[0] != [] and len(one) == len(lines)
     finally:
         grown.close()
         whole.close()
@@ -152,30 +153,30 @@ def test_files_that_are_replaced_cut_short_or_gone_are_noticed(tmp_path: Path) -
     assert responses(index, "no end", "line") == ["no end of the line"]
     path.unlink()
     index.update(read_stages(folder, {}))
-    assert responses(index) == [] and index.rollouts("") == []
+    assert responses(index) == [] and index.steps("") == []
     index.close()
 
 
 def test_an_index_is_kept_and_one_that_is_damaged_or_old_is_made_anew(tmp_path: Path) -> None:
     folder, cache = make_run(tmp_path / "run", rollouts=2), tmp_path / "cache"
     first = index_of(folder, cache)
-    told = first.rollouts("")
+    told = first.steps("")
     first.close()
     again = SampleIndex(folder, cache)  # without a look at the run
-    assert again.rollouts("") == told and again.progress() == {"samples": 35, "texts": 35}
+    assert again.steps("") == told and again.progress() == {"samples": 35, "texts": 35}
     assert not again.update(read_stages(folder, {}))
     again.close()
     (file,) = cache.glob("*.sqlite")
     for damage in (b"no database at all", b""):
         file.write_bytes(damage)
         mended = index_of(folder, cache)
-        assert mended.rollouts("") == told
+        assert mended.steps("") == told
         mended.close()
     with sqlite3.connect(file) as older:
         older.execute("PRAGMA user_version = 99")
     older.close()
     mended = index_of(folder, cache)
-    assert mended.rollouts("") == told
+    assert mended.steps("") == told
     mended.close()
 
 
@@ -228,7 +229,7 @@ def test_samples_are_there_while_the_rest_is_being_indexed(tmp_path: Path) -> No
     index, seen = SampleIndex(folder), []
 
     def look() -> bool:
-        seen.append((index.progress()["samples"], len(index.rollouts(""))))
+        seen.append((index.progress()["samples"], len(index.steps(""))))
         return True
 
     index.update(read_stages(folder, {}), look)
@@ -275,15 +276,15 @@ def test_a_file_of_a_single_group_is_no_more_work_than_one_of_many(tmp_path: Pat
 
 def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path) -> None:
     index = index_of(make_run(tmp_path / "run", rollouts=4, groups=3, size=4))
-    rows = found(index, Query(rollout=1, group=4, sort="advantage", descending=True))
+    rows = found(index, Query(step=2, group=4, sort="advantage", descending=True))
     mean = sum(row["reward"] for row in rows) / 4
     assert len(rows) == 4 and all(row["above"] == pytest.approx(row["reward"] - mean) for row in rows)
-    spreads = [group["greatest"] - group["least"] for group in index.groups(Query())]
+    spreads = [group["greatest"] - group["least"] for group in index.groups(Query(sort="spread", descending=True))[0]]
     assert len(spreads) == 12 and spreads == sorted(spreads, reverse=True)
     same = found(index, Query(prompt=rows[0]["prompt"]))
-    assert [row["rollout"] for row in same] == [1] * 4 + [3] * 4  # it was drawn twice
+    assert [row["step"] for row in same] == [2] * 4 + [4] * 4  # it was drawn twice
     held_out = found(index, Query(kind="eval"))
-    assert [(row["rollout"], row["dataset"]) for row in held_out] == [(-1, "sums")] * 3
+    assert [(row["step"], row["dataset"]) for row in held_out] == [(0, "sums")] * 3
     assert index.sample(held_out[0]["id"]) == held_out[0] and index.sample(10**9) is None
     index.close()
 
@@ -301,7 +302,7 @@ def test_one_and_two_characters_are_found_wherever_they_stand(tmp_path: Path, mo
     index.close()
 
 
-def test_groups_are_those_of_the_samples_however_the_files_change(tmp_path: Path) -> None:
+def test_groups_follow_the_samples_that_are_found_however_the_files_change(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=3, groups=3)
     index = index_of(folder)
     files = sorted((folder / "samples").glob("rollout_*.jsonl"))
@@ -319,17 +320,23 @@ def test_groups_are_those_of_the_samples_however_the_files_change(tmp_path: Path
     for change in changes:
         change()
         index.update(read_stages(folder, {}))
-        for status in (None, "completed", "failed"):
-            rewards: dict[tuple[int, int | None], list[float | None]] = {}
-            for row in found(index, Query(status=status)):
-                rewards.setdefault((row["rollout"], row["grp"]), []).append(row["reward"])
-            told = {(g["rollout"], g["group"]): g for g in index.groups(Query(status=status))}
-            assert told.keys() == rewards.keys()
-            for key, all_of in rewards.items():
-                known = [reward for reward in all_of if reward is not None]
-                numbers = [told[key][name] for name in ("samples", "least", "mean", "greatest")]
-                mean = pytest.approx(sum(known) / len(known)) if known else None
-                assert numbers == [len(all_of), min(known, default=None), mean, max(known, default=None)]
+        everything = found(index, Query())
+        for query in (Query(), Query(status="completed"), Query(status="failed"), Query(words=("antenna",))):
+            for sort, descending in itertools.product(("step", "spread", "reward", "length"), (True, False)):
+                query = dataclasses.replace(query, sort=sort, descending=descending)
+                rows, (groups, more) = found(index, query), index.groups(query, limit=100)
+                first = {(row["step"], row["grp"]): row["id"] for row in reversed(rows)}
+                assert [(g["step"], g["group"], g["id"]) for g in groups] == [
+                    (*key, first[key]) for key in dict.fromkeys((row["step"], row["grp"]) for row in rows)
+                ], "in the order of the samples that were found"
+                assert not more and [index.groups(query, i, 1)[0] for i in range(len(groups))] == [[g] for g in groups]
+                for group in groups:
+                    place = (group["step"], group["group"])
+                    all_of = [row["reward"] for row in everything if (row["step"], row["grp"]) == place]
+                    known = [reward for reward in all_of if reward is not None]
+                    numbers = [group[name] for name in ("samples", "least", "mean", "greatest")]
+                    mean = pytest.approx(sum(known) / len(known)) if known else None
+                    assert numbers == [len(all_of), min(known, default=None), mean, max(known, default=None)]
     index.close()
 
 
@@ -371,3 +378,62 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
     write_lines(trained, [{**line, "log_prob_diffs": [1.0]}])
     assert tokens(rows[0]["id"])["log_prob_diffs"] is None, "of other tokens"
     index.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [
+        ("What is 2 + 2?", "What is 2 + 2?"),
+        ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "What?"),
+        ("<|im_start|>user<|im_sep|>What?<|im_end|><|im_start|>assistant<|im_sep|>", "What?"),
+        (
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nDate<|eot_id|><|start_header_id|>user"
+            "<|end_header_id|>\n\nWhat?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "What?",
+        ),
+        ("<bos><start_of_turn>user\nWhat?<end_of_turn>\n<start_of_turn>model\n", "What?"),
+        ("<s>[INST] First [/INST] Yes.</s>[INST] What? [/INST]", "What?"),
+        ("<｜begin▁of▁sentence｜>System.<｜User｜>What?<｜Assistant｜><think>\n", "What?"),
+        ("<|start|>system<|message|>You<|end|><|start|>user<|message|>What?<|end|><|start|>assistant", "What?"),
+        ("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>", "What?"),
+        ("<|im_user|>user<|im_middle|>What?<|im_end|><|im_assistant|>assistant<|im_middle|>", "What?"),
+        ("[gMASK]<sop><|system|>\nBe kind.<|user|>\nWhat?<|assistant|>\n", "What?"),
+        ("<|system|>\nBe kind.</s>\n<|user|>\nWhat?</s>\n<|assistant|>\n", "What?"),
+        ("<user>What?<end><assistant>", "What?"),
+        ("Human: First\n\nAssistant: Yes.\n\nHuman: What?\n\nAssistant:", "What?"),
+        (
+            "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nf()<|im_end|>\n<|im_start|>user\n"
+            "<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            "What?",
+        ),
+        ("<|im_start|>user\nIs a < b or <b>a</b> > c?<|im_end|>\n<|im_start|>assistant\n", "Is a < b or <b>a</b> > c?"),
+        ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}], "What?"),
+        (
+            [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": "Hm"},
+                {"role": "tool", "content": "4"},
+            ],
+            "What?",
+        ),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image] What?"),
+        ([{"role": "system", "content": None}], ""),
+        (["x"], "x"),
+        ([], ""),
+        (None, ""),
+        ("", ""),
+        ({"a": 1}, '{"a":1}'),
+        ("<|im_start|>user\n<|im_end|>", "<|im_start|>user\n<|im_end|>"),
+    ],
+)
+def test_the_question_of_a_prompt_is_its_last_user_turn(prompt: Any, question: str) -> None:
+    assert question_of(prompt) == question
+    assert short_texts({"prompt": prompt, "label": ["4"]})["label"] == '["4"]'
+
+
+@given(
+    st.text() | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+)
+def test_every_prompt_has_a_question(prompt: Any) -> None:
+    texts = short_texts({"prompt": prompt, "response": prompt, "label": prompt}, 7)
+    assert set(texts) == {"question", "response", "label"} and all(len(text) <= 7 for text in texts.values())

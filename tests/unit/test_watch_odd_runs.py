@@ -89,12 +89,13 @@ def test_a_group_of_an_evaluation_is_of_one_data_set(tmp_path: Path) -> None:
     write_lines(folder / "samples" / "eval_000000.jsonl", rows)
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
-        await page.open(f"{place}#view=samples&kind=eval&at=0&list=groups")
-        await page.click("button.open", "words")
-        await page.until("document.querySelectorAll('.response-line').length === 2")
+        await page.open(f"{place}#view=samples&kind=eval&at=1")
+        await page.click("details.group summary", "words")
+        await page.until("document.querySelectorAll('details[open] .response-line').length === 2")
         await page.click("button.open", "words 1")
         await page.click("button", "its group")
-        await page.until("document.querySelectorAll('.response-line').length === 2")
+        await page.until("document.querySelectorAll('details[open] .response-line').length === 2")
+        assert await page.run("document.querySelectorAll('.group').length") == 1
 
     browse([folder], what)
 
@@ -112,7 +113,7 @@ def test_a_view_that_could_not_be_drawn_is_tried_again_and_a_folded_list_stays_s
         # while the server is away somebody goes to another view
         await page.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('failed to fetch'))")
         await page.click("#views a", "Engines")
-        await page.until("document.querySelector('#pulse').textContent.includes('does not answer')")
+        await page.until("document.querySelector('#pulse').textContent.includes('does not respond')")
         write_lines(folder / "metrics.jsonl", [{"step": 5, "rollout/engine_load/0": 1.0}])
         runs.look()
         await page.run("window.fetch = window.real")

@@ -25,7 +25,7 @@ from slime.cli.watch import address, main
 from slime.errors import UserError
 from slime.host import bind
 from slime.http_access import POLICY, host_of, is_loopback
-from slime.observe.chrome_trace import chrome_trace
+from slime.observe.chrome_trace import SAMPLES, chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
 from slime.observe.watch.folders import runs_below
@@ -73,19 +73,24 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
         assert [part["section"] for part in told["catalog"]] == ["Learning", "Policy", "Speed"]
         metrics = await ask(client, "metrics", run=first, names="rollout/raw_reward,nothing")
         assert metrics["steps"] == [1, 2, 3, 4] and list(metrics["columns"]) == ["rollout/raw_reward"]
-        assert {"train/kl_loss", "perf/step_time"} <= set(metrics["names"])
-        assert (await ask(client, "phases", run=first))[0]["name"] == "rollout"
+        assert {"train/kl_loss", "perf/step_time"} <= {name for name, _, _ in metrics["names"]}
+        assert (await ask(client, "phases", run=first))[0]["name"] == "generate"
         assert list((await ask(client, "engines", run=first))["loads"]) == ["0", "1"]
-        line = await ask(client, "timeline", run=first, rollout=2)
-        assert line["rollouts"] == [0, 1, 2, 3] and len(line["timeline"]["lanes"]) == 16
-        rollouts = await ask(client, "rollouts", run=first)
-        assert len(rollouts["rollouts"]) == 5 and rollouts["samples"] == rollouts["texts"] == 67
+        line = await ask(client, "timeline", run=first, step=2)
+        assert line["steps"] == [1, 2, 3, 4] and len(line["timeline"]["lanes"]) == 16
+        steps = await ask(client, "steps", run=first)
+        assert [(each["kind"], each["step"]) for each in steps["steps"]] == [
+            ("eval", 0),
+            *(("rollout", i) for i in range(1, 5)),
+        ]
+        assert steps["samples"] == steps["texts"] == 67
         page = await ask(client, "samples", run=first, sort="reward", descending=1, limit=10)
         assert page["more"] and [row["reward"] for row in page["samples"]] == [1.0] * 10
         whole = await ask(client, "sample", run=first, id=page["samples"][0]["id"])
         assert len(whole["record"]["tokens"]["text"]) == whole["response_length"]
-        groups = await ask(client, "groups", run=first, rollout=1)
-        assert len(groups) == 4 and all(group["text"].startswith("Tell me of ") for group in groups)
+        groups = await ask(client, "groups", run=first, step=2, limit=3)
+        assert [group["step"] for group in groups["groups"]] == [2, 2, 2] and groups["more"]
+        assert all(group["question"].startswith("Tell me of ") and group["label"] for group in groups["groups"])
         flags = {row["flag"]: row["value"] for row in await ask(client, "settings", run=second)}
         assert float(flags["lr"]) == 1e-05
         differing = await ask(client, "differences", runs=f"{first},{second},none")
@@ -94,7 +99,7 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
         for question, asked in (("metrics", "9."), ("samples", "../x"), ("timeline", "")):
             async with client.get(f"/api/{question}", params={"run": asked}) as answer:
                 assert answer.status == 404
-        for wrong in ({"sort": "id; DROP TABLE rows"}, {"rollout": "x"}, {"rollout": str(1 << 70)}, {"kind": "y"}):
+        for wrong in ({"sort": "id; DROP TABLE rows"}, {"step": "x"}, {"step": str(1 << 70)}, {"kind": "y"}):
             async with client.get("/api/samples", params={"run": first, **wrong}) as answer:
                 assert answer.status == 400
 
@@ -118,7 +123,7 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
         runs.look()
         third = await ask(client, "metrics", run=run_id(folder), **new, since=second["since"])
         assert third["steps"] == [2, 5] and third["columns"] == {"train/loss": [0.0, 7]}
-        assert "eval/late" in third["names"]
+        assert ["eval/late", "Evaluation: late", "reward"] in third["names"]
         write_lines(path, [{"step": 1, "train/loss": 3.0}])  # steps that a resumed run took back
         runs.look()
         fourth = await ask(client, "metrics", run=run_id(folder), **new, since=third["since"])
@@ -234,7 +239,12 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 def test_a_trace_of_the_recorder_becomes_lanes() -> None:
     events = chrome_trace([], [PhaseEvent("rollout", 10.0, 2.0, 0), PhaseEvent("train", 12.0, 1.0, 0)])["traceEvents"]
     told = timeline(events)
-    assert told["length"] == 3000 and told["phases"] == [["rollout", 0, 2000, 1], ["train", 2000, 1000, 2]]
+    assert told["length"] == 3000 and told["phases"] == [["generate", 0, 2000, 1], ["train", 2000, 1000, 2]]
+    assert (told["lanes_from"], told["lanes_to"]) == (0, 0), "no sample"
+    sample = {"ph": "X", "pid": SAMPLES, "tid": 7, "name": "generate_and_rm", "ts": 10.5e6, "dur": 0.5e6}
+    told = timeline([*events, sample, {**sample, "tid": 8, "ts": 10.25e6}])
+    assert (told["lanes_from"], told["lanes_to"]) == (250, 1000), "the lanes fill this time, not the whole step"
+    assert [lane["spans"][0][0] for lane in told["lanes"]] == ["sample", "sample"]
     for broken in ([], [None, 3, {"ph": "X"}, {"ph": "X", "ts": "x"}], [{"ph": "X", "ts": 1, "pid": 1}]):
         timeline(broken)
 

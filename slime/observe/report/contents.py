@@ -14,11 +14,11 @@ from typing import Any
 
 import orjson
 
-from slime.observe.catalog import phases, thin
+from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.run_data import RunData, Stage, config_value
 from slime.observe.watch.files import Place, is_inside, new_lines
-from slime.observe.watch.lanes import timeline_of, traced_rollouts
-from slime.observe.watch.rows import COLUMNS, SORTS, row_of
+from slime.observe.watch.lanes import timeline_of, traced_steps
+from slime.observe.watch.rows import COLUMNS, SORTS, row_of, short_texts
 from slime.observe.watch.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
 from slime.observe.watch.trained import training_of, with_training
 
@@ -71,16 +71,17 @@ def packed(data: dict[str, Any]) -> bytes:
 
 
 def _of_stage(run: Path, stage: Stage, sample_bytes: int) -> dict[str, Any]:
-    samples, rollouts, note = _samples(run, stage, sample_bytes)
+    samples, steps, note = _samples(run, stage, sample_bytes)
     names = stage.keys()
     return {
+        "names": [[name, *plain_name(name)] for name in names],
         "series": {name: _few(stage, name) for name in names},
         "phases": phases(stage),
         "engines": engines(stage),
         "settings": settings(stage),
         "timeline": _timelines(run, stage),
         "samples": samples,
-        "rollouts": {"rollouts": rollouts, "samples": len(samples), "texts": len(samples), "note": note},
+        "steps": {"steps": steps, "samples": len(samples), "texts": len(samples), "note": note},
     }
 
 
@@ -90,11 +91,11 @@ def _few(stage: Stage, name: str) -> tuple[list[float], list[float | None]]:
 
 
 def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
-    there = traced_rollouts(run, stage)
+    there = traced_steps(run, stage)
     kept = spread(there, _MOST_TIMELINES)
-    timelines = {rollout: timeline_of(run, stage, rollout) for rollout in kept}
-    note = f"The timelines of {len(kept)} of {len(there)} rollouts are in this file." if len(kept) < len(there) else ""
-    return {"rollouts": kept, "timelines": timelines, "note": note}
+    timelines = {step: timeline_of(run, stage, step) for step in kept}
+    note = f"This file contains the timelines of {len(kept)} of {len(there)} steps." if len(kept) < len(there) else ""
+    return {"steps": kept, "timelines": timelines, "note": note}
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
@@ -131,15 +132,15 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
         if read:
             told.append(_summary(read))
         rows += read if is_whole else itertools.chain(*_chosen(groups, most_bytes // len(files)))
-    told.sort(key=lambda entry: (entry["rollout"], entry["kind"]))
+    told.sort(key=lambda entry: (entry["step"], entry["kind"]))
     for number, row in enumerate(rows, 1):
         row["id"] = number
     note = ""
     if not is_whole:
         note = (
-            f"{len(rows):,} samples are in this file, of {len(kept['rollout'])} of {len(there['rollout'])} rollouts and"
-            f" {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, those whose rewards differ most"
-            f" first, then the best and the worst in turns. All that were recorded: slime watch {run}"
+            f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of {len(there['rollout'])} steps"
+            f" and {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, largest reward spread first."
+            f" For all recorded samples, run: slime watch {run}"
         )
     return rows, told, note
 
@@ -163,11 +164,12 @@ def _rows(path: Path, stage: Stage, kind: str) -> Iterator[Row]:
         return
     for line in lines:
         _, _, length, *values = row_of(0, line, stage.name, kind, path.stem, reward_key)
-        yield {**dict(zip(COLUMNS, values, strict=True)), "record": line.value, "length": length}
+        row = {**dict(zip(COLUMNS, values, strict=True)), "record": line.value, "length": length}
+        yield row | {"short": short_texts(line.value)}
 
 
 def _add_training(rows: Sequence[Row], path: Path, run: Path) -> None:
-    known = training_of(path, rows[0]["rollout"], run)
+    known = training_of(path, rows[0]["step"] - 1, run)
     for row in rows:
         record = with_training(row["record"], known)
         if record is not row["record"]:
@@ -182,17 +184,19 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
         groups.setdefault((row["dataset"], row["grp"]), []).append(row)
     for group in groups.values():
         mean = _mean(group)
+        rewards = [row["reward"] for row in group if row["reward"] is not None]
         for row in group:
+            row["spread"] = max(rewards) - min(rewards) if rewards else None
             row["above"] = None if row["reward"] is None or mean is None else row["reward"] - mean
     return list(groups.values())
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the page's list of rollouts says of a file, of all its samples."""
+    """What the page's list of steps says about a file, over all its samples."""
     first = rows[0]
     return {
         "kind": first["kind"],
-        "rollout": first["rollout"],
+        "step": first["step"],
         "samples": len(rows),
         "groups": len({row["grp"] for row in rows} - {None}),
         "reward": _mean(rows),

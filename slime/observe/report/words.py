@@ -1,4 +1,4 @@
-"""A run in words: what its report says where the page's script does not run."""
+"""A run as plain HTML: what its report shows where the page's script does not run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def words_html(runs: Iterable[dict[str, Any]]) -> str:
-    """How each run stands, what is wrong with it, and where else to look.
+    """State, crash and alarms of each run, and where to find the numbers.
 
     Args:
         runs: as `stages.describe` has them.
     """
-    needs = "This page draws its views with JavaScript, in a browser of 2023 or later."
-    needs += " The numbers are in metrics.jsonl, the samples in samples/ of the run folder."
+    needs = "This page needs JavaScript and a browser released in 2023 or later. The run folder holds the same data:"
+    needs += " metrics in metrics.jsonl, samples in samples/."
     parts = [f'<p class="none">{needs}</p>']
     for run in runs:
         state = f'<span class="state">{_text(run["state"])}</span>' if run["state"] else ""
@@ -24,8 +24,8 @@ def words_html(runs: Iterable[dict[str, Any]]) -> str:
             parts.append(f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p><pre>{_text(said)}</pre>")
         alarms = [f"<li><b>{_text(a['title'])}.</b> {_text(a['detail'])}</li>" for a in run["alarms"]]
         parts.append(f'<ul class="alarms">{"".join(alarms)}</ul>' if alarms else "")
-        if run["steps"]:
-            parts.append(f"<p>{run['steps']} steps logged, the last one is {_text(run['step'])}.</p>")
+        if run["step"] is not None:
+            parts.append(f"<p>Last logged step: {_text(run['step'])}.</p>")
     return "".join(parts)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
+from slime.observe.catalog import plain_name
 from slime.observe.run_data import Stage, merge_rows, read_stages
 from slime.observe.run_folder import config_files
 from slime.observe.watch.files import Place, is_inside, is_unchanged, new_lines
@@ -82,7 +83,7 @@ class RunWatch:
 
         Returns:
             ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]}, "bad": {name: [steps
-            with a value that was no finite number]}, "names": [all there are]}``.
+            with a value that was no finite number]}, "names": [[name, title, unit] of all there are]}``.
         """
         with self._lock:
             since = since if generation == self.generation else 0
@@ -97,7 +98,7 @@ class RunWatch:
                 "steps": steps,
                 "columns": {name: [rows[step].get(name) for step in steps] for name in wanted},
                 "bad": {name: of_name for name, of_name in bad.items() if of_name},
-                "names": known,
+                "names": [[name, *plain_name(name)] for name in known],
             }
 
     def alarms(self, stage: Stage) -> list[dict[str, str]]:

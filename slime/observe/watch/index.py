@@ -30,7 +30,7 @@ from slime.observe.watch.trained import training_of, with_training
 logger = get_logger(__name__)
 
 #: The version changes with the tables: a database of another one is made anew.
-_VERSION, _BATCH, _CHUNK = 3, 1000, 100
+_VERSION, _BATCH, _CHUNK = 4, 1000, 100
 #: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough;
 #: lines of a walk in the order asked for, after which the rest is narrowed down.
 _FEW, _LATE, _PATIENCE = 3000, 25_000, 500
@@ -46,23 +46,19 @@ CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inod
 CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
                    {", ".join(COLUMNS)});
 CREATE INDEX of_file ON rows (file, grp);
-CREATE INDEX of_rollout ON rows (stage, kind, rollout, dataset, grp, reward, response_length, status);
+CREATE INDEX by_step ON rows (stage, kind, step, dataset, grp, reward, response_length, status);
 CREATE INDEX of_prompt ON rows (stage, prompt);
-CREATE INDEX by_reward ON rows (stage, kind, reward, rollout);
-CREATE INDEX by_advantage ON rows (stage, kind, above, rollout);
-CREATE INDEX by_length ON rows (stage, kind, response_length, rollout);
-CREATE TABLE groups (file INTEGER, stage, kind, rollout, dataset, grp, first INTEGER, samples INTEGER, least, mean,
-                     greatest, spread, rewards);
-CREATE INDEX groups_of_file ON groups (file);
-CREATE INDEX by_spread ON groups (stage, kind, spread DESC, rollout DESC, grp);
+CREATE INDEX by_reward ON rows (stage, kind, reward, step);
+CREATE INDEX by_advantage ON rows (stage, kind, above, step);
+CREATE INDEX by_spread ON rows (stage, kind, spread, step);
+CREATE INDEX by_length ON rows (stage, kind, response_length, step);
 CREATE TABLE progress (texts INTEGER);
 INSERT INTO progress VALUES (0);
 """
-#: The table above, of the rows that a condition names.
-_GROUPED = (
-    "SELECT file, stage, kind, rollout, dataset, grp, min(id) AS first, count(*) AS samples, min(reward) AS least,"
-    " avg(reward) AS mean, max(reward) AS greatest, max(reward) - min(reward) AS spread,"
-    " group_concat(reward, ' ') AS rewards FROM rows WHERE {} GROUP BY rollout, dataset, grp"
+#: The rewards of a group, or of a sample without one.
+_SUMMARY = (
+    "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS greatest,"
+    " group_concat(reward, ' ') AS rewards FROM rows WHERE "
 )
 
 
@@ -193,7 +189,6 @@ class SampleIndex:
 
     def _forget(self, file: int) -> None:
         self._writer.execute("DELETE FROM rows WHERE file = ?", (file,))
-        self._writer.execute("DELETE FROM groups WHERE file = ?", (file,))
         self._writer.execute("DELETE FROM files WHERE id = ?", (file,))
 
     def _read(self, name: str, path: Path, stage: Stage, kind: str) -> None:
@@ -219,13 +214,15 @@ class SampleIndex:
                 "UPDATE files SET inode = ?, size = ?, mtime = ?, tail = ? WHERE id = ?",
                 (new.inode, new.size, new.mtime, new.tail, file),
             )
-            by_group = "SELECT avg(reward), file, grp, dataset FROM rows WHERE file = ? GROUP BY grp, dataset"
-            means = self._writer.execute(by_group, (file,)).fetchall()
-            self._writer.executemany(
-                "UPDATE rows SET above = reward - ? WHERE file = ? AND grp IS ? AND dataset IS ?", map(tuple, means)
+            by_group = (
+                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows WHERE file = ?"
+                " GROUP BY grp, dataset"
             )
-            self._writer.execute("DELETE FROM groups WHERE file = ?", (file,))
-            self._writer.execute(f"INSERT INTO groups {_GROUPED.format('file = ?')}", (file,))
+            groups = self._writer.execute(by_group, (file,)).fetchall()
+            self._writer.executemany(
+                "UPDATE rows SET above = reward - ?, spread = ? WHERE file = ? AND grp IS ? AND dataset IS ?",
+                map(tuple, groups),
+            )
 
     def _add_texts(self, goes_on: Callable[[], bool]) -> bool:
         if not self.has_trigrams:
@@ -271,41 +268,45 @@ class SampleIndex:
         with contextlib.closing(self._connect()) as connection:
             yield connection
 
-    def rollouts(self, stage: str) -> list[dict[str, Any]]:
-        """One entry per rollout and evaluation: ``{"kind", "rollout", "samples", "groups", "reward", "length"}``."""
+    def steps(self, stage: str) -> list[dict[str, Any]]:
+        """One entry per step with samples and per evaluation: ``{"kind", "step", "samples", "groups", "reward",
+        "length"}``; reward and length are means."""
         cached = self._cached
-        if stage not in cached.setdefault("rollouts", {}):
+        if stage not in cached.setdefault("steps", {}):
             with self._reader() as reader:
                 rows = reader.execute(
-                    "SELECT kind, rollout, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
-                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, rollout"
-                    " ORDER BY rollout, kind",
+                    "SELECT kind, step, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
+                    " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, step"
+                    " ORDER BY step, kind",
                     (stage,),
                 )
-                cached["rollouts"][stage] = [dict(row) for row in rows]
-        return list(cached["rollouts"][stage])
+                cached["steps"][stage] = [dict(row) for row in rows]
+        return list(cached["steps"][stage])
 
-    def groups(self, query: Query, limit: int = 100) -> list[dict[str, Any]]:
-        """The groups of the samples that `query` means, those with the largest difference in reward first:
-        ``{"rollout", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}``, and ``record``, one of
-        their lines."""
-        condition, values = condition_of(query)
+    def groups(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
+        """A page of the groups that have a sample which `query` finds, in the order of these samples.
+
+        Returns:
+            (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of the whole group,
+            with ``id`` and ``record`` of the sample that was found first; whether there are more). A sample without a
+            group is a group of its own.
+        """
         with self._reader() as reader:
-            kept = (
-                f"groups WHERE {condition}"
-                if query.status is None and query.prompt is None
-                else f"({_GROUPED.format(condition)})"
-            )
-            found = reader.execute(
-                "SELECT rollout, dataset, grp AS 'group', first, samples, least, mean, greatest, rewards"
-                f" FROM {kept} ORDER BY spread DESC, rollout DESC, grp LIMIT {int(limit)}",
-                values,
-            ).fetchall()
-            lines = self._rows(reader, (row["first"] for row in found))
-            groups = [{**dict(row), "record": record} for row, (_, record) in zip(found, lines)]
-        for group in groups:
-            del group["first"]
-        return groups
+            first: dict[Any, sqlite3.Row] = {}
+            for row in self._found(reader, query):
+                first.setdefault((row["file"], row["dataset"], row["grp"], row["grp"] is None and row["id"]), row)
+                if len(first) > offset + limit:
+                    break
+            page = list(first.values())[offset : offset + limit]
+            groups = []
+            for row, record in self._rows(reader, (row["id"] for row in page)):
+                where, values = "id = ?", [row["id"]]
+                if row["grp"] is not None:
+                    where, values = "file = ? AND grp IS ? AND dataset IS ?", [row["file"], row["grp"], row["dataset"]]
+                summary = dict(reader.execute(_SUMMARY + where, values).fetchone())
+                place = {"id": row["id"], "step": row["step"], "dataset": row["dataset"], "group": row["grp"]}
+                groups.append(place | summary | {"record": record})
+        return groups, len(first) > offset + limit
 
     def find(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
         """A page of samples.
@@ -313,25 +314,25 @@ class SampleIndex:
         Returns:
             (rows with their numbers and ``record``, the line itself; whether there are more).
         """
-        words = tuple(word.casefold() for word in query.words)
         with self._reader() as reader:
-            found: list[dict[str, Any]] = []
-            ids = (
-                self._likely(reader, query, words)
-                if words
-                else _ids(reader, query, f" LIMIT {limit + 1} OFFSET {offset}")
+            ids = [row["id"] for row in itertools.islice(self._found(reader, query), offset, offset + limit + 1)]
+            found = [_shown(row, record) for row, record in self._rows(reader, iter(ids[:limit]))]
+        return found, len(ids) > limit
+
+    def _found(self, reader: sqlite3.Connection, query: Query) -> Iterator[sqlite3.Row]:
+        """The rows that a query means, words included, in its order."""
+        words = tuple(word.casefold() for word in query.words)
+        if not words:
+            condition, values = condition_of(query)
+            columns = "id, file, dataset, grp"
+            yield from reader.execute(
+                f"SELECT {columns} FROM rows WHERE {condition} ORDER BY {order_of(query)}", values
             )
-            for row, record in self._rows(reader, ids):
-                text = searched_text(record) if words else ""
-                if not all(word in text for word in words):
-                    continue
-                if words and offset:
-                    offset -= 1
-                    continue
-                if len(found) == limit:
-                    return found, True
-                found.append(_shown(row, record))
-        return found, False
+            return
+        for row, record in self._rows(reader, self._likely(reader, query, words)):
+            text = searched_text(record)
+            if all(word in text for word in words):
+                yield row
 
     def sample(self, number: int) -> dict[str, Any] | None:
         """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None when it is no
@@ -340,7 +341,7 @@ class SampleIndex:
             for row, record in self._rows(reader, iter([number])):
                 named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
                 if row["kind"] == "rollout" and named is not None:
-                    known = training_of(self.run / named["name"], row["rollout"], self.run)
+                    known = training_of(self.run / named["name"], row["step"] - 1, self.run)
                     record = with_training(record, known)
                 return _shown(row, record)
         return None
@@ -421,13 +422,13 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _ids(reader: sqlite3.Connection, query: Query, page: str = "", among: Iterable[int] | None = None) -> Iterator[int]:
+def _ids(reader: sqlite3.Connection, query: Query, among: Iterable[int] | None = None) -> Iterator[int]:
     """The rows that a query means by their numbers, in its order; its words do not count."""
     condition, values = condition_of(query)
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
         values.append(orjson.dumps(list(among)).decode())
-    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}{page}", values)
+    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}", values)
     return (row["id"] for row in found)
 
 

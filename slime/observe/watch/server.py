@@ -22,15 +22,15 @@ from slime.observe.catalog import phases
 from slime.observe.run_data import Stage
 from slime.observe.watch import stages
 from slime.observe.watch.folders import RunWatch, runs_below
-from slime.observe.watch.lanes import timeline_of, traced_rollouts
+from slime.observe.watch.lanes import timeline_of, traced_steps
 from slime.observe.watch.page_files import PAGE
-from slime.observe.watch.rows import SORTS, Query
+from slime.observe.watch.rows import SORTS, Query, short_texts
 
 logger = get_logger(__name__)
 
 #: Between looks at the run folders.
 _LOOK_SECONDS = 2.0
-_MOST_SAMPLES, _MOST_GROUPS, _SNIPPET = 200, 100, 240
+_MOST_SAMPLES, _MOST_GROUPS = 200, 100
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 62
 
@@ -141,7 +141,7 @@ class Pages:
             "phases": self._phases,
             "engines": self._engines,
             "timeline": self._timeline,
-            "rollouts": self._rollouts,
+            "steps": self._steps,
             "groups": self._groups,
             "samples": self._samples,
             "sample": self._sample,
@@ -194,13 +194,13 @@ class Pages:
 
     def _timeline(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        rollouts = traced_rollouts(watch.path, stage)
-        rollout = _number(request, "rollout", rollouts[-1] if rollouts else 0)
-        return {"rollouts": rollouts, "rollout": rollout, "timeline": timeline_of(watch.path, stage, rollout)}
+        steps = traced_steps(watch.path, stage)
+        step = _number(request, "step", steps[-1] if steps else 0)
+        return {"steps": steps, "step": step, "timeline": timeline_of(watch.path, stage, step)}
 
-    def _rollouts(self, request: web.Request) -> dict[str, Any]:
+    def _steps(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        return {"rollouts": watch.index.rollouts(stage.name), **watch.index.progress()}
+        return {"steps": watch.index.steps(stage.name), **watch.index.progress()}
 
     def _query(self, request: web.Request, stage: Stage) -> Query:
         asked = request.query
@@ -210,7 +210,7 @@ class Pages:
         return Query(
             stage=stage.name,
             kind=asked.get("kind", "rollout"),
-            rollout=_number(request, "rollout", None),
+            step=_number(request, "step", None),
             group=_number(request, "group", None),
             dataset=asked.get("dataset"),
             status=asked.get("status"),
@@ -220,16 +220,14 @@ class Pages:
             descending=asked.get("descending") == "1",
         )
 
-    def _groups(self, request: web.Request) -> list[dict[str, Any]]:
+    def _groups(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        groups = watch.index.groups(self._query(request, stage), _MOST_GROUPS)
-        return [{**group, "text": _short(group)["prompt"], "record": None} for group in groups]
+        groups, more = watch.index.groups(self._query(request, stage), *_page(request, _MOST_GROUPS))
+        return {"groups": [_short(group) for group in groups], "more": more}
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        offset = max(0, _number(request, "offset", 0))
-        limit = min(_MOST_SAMPLES, max(1, _number(request, "limit", 50)))
-        rows, more = watch.index.find(self._query(request, stage), offset, limit)
+        rows, more = watch.index.find(self._query(request, stage), *_page(request, _MOST_SAMPLES))
         whole = request.query.get("whole") == "1"
         return {"samples": rows if whole else [_short(row) for row in rows], "more": more}
 
@@ -262,20 +260,14 @@ def _number(request: web.Request, name: str, default: Any) -> Any:
     return value
 
 
+def _page(request: web.Request, most: int) -> tuple[int, int]:
+    """Offset and limit."""
+    return max(0, _number(request, "offset", 0)), min(most, max(1, _number(request, "limit", 50)))
+
+
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for a list: the beginnings of its texts."""
-    record = row["record"]
-    prompt = record.get("prompt")
-    if isinstance(prompt, list):
-        last = prompt[-1] if prompt else ""
-        prompt = last.get("content") if isinstance(last, dict) else last
-    texts = {"prompt": prompt, "response": record.get("response"), "label": record.get("label")}
-    shown = {name: value if isinstance(value, str) else _json(value) for name, value in texts.items()}
-    return {**{k: v for k, v in row.items() if k != "record"}, **{k: v[:_SNIPPET] for k, v in shown.items()}}
-
-
-def _json(value: Any) -> str:
-    return "" if value is None else orjson.dumps(value).decode()
+    """A row for a list: the beginnings of its texts in place of its line."""
+    return {**{k: v for k, v in row.items() if k != "record"}, **short_texts(row["record"])}
 
 
 def application(runs: Runs, token: str | None, cookie: str = "slime_watch") -> web.Application:

@@ -60,7 +60,7 @@ def describe(run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], in
         "started": stage.summary.get("started") or last.get("time"),
         "elapsed": elapsed(stage),
         "step": last.get("step"),
-        "steps": len(stage.rows),
+        "length": config_value(stage.config, "num_rollout"),
         "supervised": is_supervised(stage),
         "facts": facts(stage),
         "alarms": alarms,

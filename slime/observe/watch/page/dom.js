@@ -1,4 +1,4 @@
-// Elements from values. Text goes in as text alone: nothing that a model wrote is ever parsed as HTML.
+// Elements from values. Text is only ever inserted as text: nothing that a model wrote is parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -36,7 +36,7 @@ export function duration(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
-// A labelled control: what it is called stands before it, for eyes and for screen readers.
+// A control with its label before it.
 export const labelled = (text, control) => h("label", { class: "control" }, h("span", {}, text), control);
 
 export function select(options, chosen, onchange) {
@@ -46,18 +46,24 @@ export function select(options, chosen, onchange) {
 
 export const chip = (text, kind = "") => h("span", { class: `chip ${kind}` }, text);
 export const none = (text) => h("p", { class: "none" }, text);
+const STATES = { interrupted: "killed", "": "unknown" };
+export const stateChip = (run) => h("span", { class: `state ${run.state}` }, STATES[run.state] ?? run.state);
 
 const tip = () => document.getElementById("tip");
 
-// Shows lines of [color class, name, value] at a place of the window.
+// Shows lines of [color class, name, value] at a place of the window, above an open dialog too.
 export function showTip(title, lines, x, y) {
   const box = tip();
+  (document.querySelector("dialog[open]") ?? document.body).append(box);
   box.replaceChildren(h("header", {}, title), ...lines.map(([color, name, value]) =>
     h("div", {}, color ? h("i", { class: color }) : null, h("span", {}, name), h("b", {}, value))));
   box.hidden = false;
   const right = x + 16 + box.offsetWidth > document.documentElement.clientWidth;
-  box.style.left = `${Math.max(4, (right ? x - 16 - box.offsetWidth : x + 16) + window.scrollX)}px`;
-  box.style.top = `${y + 12 + window.scrollY}px`;
+  box.style.left = `${Math.max(4, right ? x - 16 - box.offsetWidth : x + 16)}px`;
+  box.style.top = `${y + 12}px`;
 }
 
-export const hideTip = () => { tip().hidden = true; };
+export const hideTip = () => {
+  tip().hidden = true;
+  document.body.append(tip());
+};

@@ -1,15 +1,8 @@
-// Load of each engine, what they found in their caches, and how long they had nothing to do.
+// Load of each engine, prefix caches, and idle time.
 import { h, none, number } from "/dom.js";
 import { figure } from "/charts.js";
 import { ask, current, metricsOf, series } from "/store.js";
 import { requestsFigure } from "/timeline.js";
-
-const TITLES = {
-  "rollout/prefix_cache_hit_rate": ["Prefix cache", "share of prompt tokens found in the engines' caches"],
-  "rollout/avg_cached_tokens_per_sample": ["Cached tokens", "prompt tokens per sample that were not computed again"],
-  "perf/engines_idle_ratio": ["Idle together", "share of the time without any request"],
-  "rollout/engine_load/idle_ratio": ["Idle alone", "share of the time that an engine had no request while others had"],
-};
 
 export async function engines(root) {
   async function draw() {
@@ -23,15 +16,15 @@ export async function engines(root) {
       return h("li", {}, h("span", {}, `engine ${name}`), bar, h("b", {}, number(load)));
     });
     const charts = told.names.filter((name) => !/engine_load\/\d+$/.test(name) && series(known, name).length).map((name) => {
-      const [title, note] = TITLES[name] ?? [name, ""];
-      return { title, note, unit: "", key: TITLES[name] ? name : "", lines: [{ name: title, color: 5, points: series(known, name) }] };
+      const [title, unit] = known.titles.get(name) ?? [name, ""];
+      return { title, note: "", unit, key: name, lines: [{ name: title, color: 5, points: series(known, name) }] };
     });
-    if (each.length) charts.unshift({ title: "Load", note: "requests in flight, mean over the rollout", unit: "", key: "rollout/engine_load/…", lines: each, exact: true });
-    const { timeline } = await ask("timeline", { run: run.id }), requests = timeline && requestsFigure(timeline);
+    if (each.length) charts.unshift({ title: "Load", note: "mean of each step", unit: "requests in flight", key: "rollout/engine_load/…", lines: each, exact: true });
+    const { timeline, step } = await ask("timeline", { run: run.id }), requests = timeline && requestsFigure(timeline, step);
     root.replaceChildren(...[
-      bars.length ? [h("h3", {}, "Mean load of each engine"), h("ul", { class: "bars" }, bars)] : [],
-      charts.length || requests ? [h("h3", {}, "Through the steps"), h("div", { class: "charts" }, charts.map((chart) => figure(chart)), requests)] : [],
-      bars.length || charts.length || requests ? [] : [none("Nothing has been logged about engines.")],
+      bars.length ? [h("h3", {}, "Requests in flight, mean of the run"), h("ul", { class: "bars" }, bars)] : [],
+      charts.length || requests ? [h("h3", {}, "By step"), h("div", { class: "charts" }, charts.map((chart) => figure(chart)), requests)] : [],
+      bars.length || charts.length || requests ? [] : [none("This run has no engine metrics yet.")],
     ].flat());
   }
   await draw();

@@ -1,5 +1,5 @@
-// Puts the page together: the list of runs, the views, and a look at what is new every few seconds.
-import { chip, duration, h, none } from "/dom.js";
+// Puts the page together: the list of runs, the views, and a refresh every few seconds.
+import { chip, duration, h, labelled, none, select, stateChip } from "/dom.js";
 import { engines } from "/engines.js";
 import { isFrozen } from "/frozen.js";
 import { overview } from "/overview.js";
@@ -9,7 +9,7 @@ import { address, chosen, colorOf, current, go, loadRuns, state } from "/store.j
 import { timeline } from "/timeline.js";
 
 const VIEWS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], engines: ["Engines", engines], samples: ["Samples", samples], settings: ["Settings", settings] };
-const WORDS = { interrupted: "killed" }, EVERY = 3000, EVERY_AT_REST = 15000, EVERY_FILE = 10000;
+const OF_ONE_RUN = ["timeline", "engines", "samples"], EVERY = 3000, EVERY_AT_REST = 15000, EVERY_FILE = 10000;
 const root = document.getElementById("view"), pulse = document.getElementById("pulse");
 let update = null, shown = "", drawnRuns = "";
 
@@ -28,35 +28,40 @@ function drawRuns() {
   drawnRuns = key;
   const pick = (run, on) => {
     const ids = on ? [...picked, run] : picked.filter((other) => other !== run);
-    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
+    go({ runs: (ids.length ? ids : [run]).map((r) => r.id).join(","), run: on ? run.id : "", sample: "", prompt: "", beside: "", step: "", at: "", group: "", dataset: "" });
   };
-  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", beside: "", rollout: "", group: "", dataset: "" });
+  const only = (run) => go({ runs: run.id, run: "", sample: "", prompt: "", beside: "", step: "", at: "", group: "", dataset: "" });
   const items = state.runs.map((run) => {
     const on = picked.includes(run);
     return h("li", { class: run === one ? "current" : "" },
       h("input", { type: "checkbox", checked: on, "aria-label": `show ${run.name} with the others`, onchange: (event) => pick(run, event.target.checked) }),
       h("i", { class: `mark ${on ? `b${colorOf(run)}` : ""}` }),
       h("button", { type: "button", title: run.path, onclick: () => only(run) }, run.name),
-      h("small", {}, h("span", { class: `state ${run.state}` }, WORDS[run.state] ?? (run.state || "?")), ` step ${run.step ?? 0}`,
-        run.elapsed ? ` · ${duration(run.elapsed)}` : "", run.alarms.length ? [" ", chip(`${run.alarms.length} alarm${run.alarms.length > 1 ? "s" : ""}`, "warn")] : null));
+      h("small", {}, stateChip(run), ` step ${run.step ?? 0}`, run.elapsed ? ` · ${duration(run.elapsed)}` : "", alarmChip(run)));
   });
+  // how the chosen runs stand, also where the list is folded, as on a phone
+  const brief = picked.map((run) => h("span", { class: "brief" }, h("i", { class: `mark b${colorOf(run)}` }), run.name, " ", stateChip(run), ` step ${run.step ?? 0}`, alarmChip(run)));
   const list = document.getElementById("runs"), open = list.querySelector("details")?.open ?? window.innerWidth > 900;
-  list.replaceChildren(h("details", { open }, h("summary", {}, "Runs ", chip(state.runs.length)), h("ul", {}, items)));
+  list.replaceChildren(h("details", { open }, h("summary", {}, "Runs ", chip(state.runs.length), brief), h("ul", {}, items)));
 }
+
+const alarmChip = (run) => run.alarms.length ? [" ", chip(`${run.alarms.length} alarm${run.alarms.length > 1 ? "s" : ""}`, "warn")] : null;
 
 async function show() {
   const at = address(), view = VIEWS[at.view] ? at.view : "overview";
   const key = JSON.stringify([view, at.runs, at.run]);
   drawViews();
   drawRuns();
-  if (!state.runs.length) return root.replaceChildren(none("There is no run yet."));
+  if (!state.runs.length) return root.replaceChildren(none("No run has started yet."));
   document.title = `${current().name} · ${document.querySelector(".bar strong").textContent}`;
   if (key !== shown) {
     shown = key;
     root.dataset.view = view;
     update = null;
     const place = h("div", {});
-    root.replaceChildren(place);
+    const several = chosen().length > 1 && OF_ONE_RUN.includes(view);
+    const run = several && labelled("Run", select(chosen().map(({ id, name }) => [id, name]), current().id, (id) => go({ run: id, step: "", at: "", group: "", dataset: "", sample: "", prompt: "", beside: "" })));
+    root.replaceChildren(...[run && h("div", { class: "controls" }, run), place].filter(Boolean));
     try {
       const next = await VIEWS[view][1](place);
       if (shown === key) update = next;
@@ -76,7 +81,7 @@ async function guarded(action) {
   } catch (error) {
     const lost = error instanceof TypeError && /fetch/i.test(error.message);
     if (!lost) console.error(error);
-    pulse.textContent = lost ? "the server does not answer" : error.message;
+    pulse.textContent = lost ? "the server does not respond" : error.message;
     pulse.className = "lost";
   }
 }
@@ -100,11 +105,11 @@ addEventListener("keydown", (event) => {
   if (view && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) go({ view, sample: "", prompt: "", beside: "" });
 });
 
-// The file of a run that goes on is written anew: it is loaded again, and what is unfolded, and where one reads, stays.
+// The file of a running run is rewritten: it reloads, and keeps open folds and the scroll position.
 async function showFile() {
   const words = [...root.childNodes];
   await guarded(async () => { await loadRuns(); await show(); });
-  if (!state.runs.length) return root.replaceChildren(none("This browser cannot open the data in the file; one of 2023 or later can. In words:"), ...words);
+  if (!state.runs.length) return root.replaceChildren(none("This browser cannot read the data in this file; one released in 2023 or later can. Summary:"), ...words);
   const { open = [], top = 0 } = history.state ?? {};
   [...document.querySelectorAll("details")].forEach((fold, i) => { fold.open = open[i] ?? fold.open; });
   scrollTo(0, top);

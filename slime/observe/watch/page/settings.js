@@ -1,4 +1,4 @@
-// Settings of a run, and those in which the chosen runs differ.
+// The settings of a run, and those that differ between the chosen runs.
 import { chip, h, labelled, none } from "/dom.js";
 import { address, ask, chosen, colorOf, current, go } from "/store.js";
 
@@ -19,7 +19,7 @@ export async function settings(root) {
       const rows = differing.flags.filter(({ flag, values }) => matches(flag, ...values))
         .map(({ flag, values }) => h("tr", {}, h("th", { scope: "row" }, flag), values.map((value) => h("td", {}, value))));
       const head = h("tr", {}, h("th", { scope: "col" }, "setting"), runs.map((r) => h("th", { scope: "col" }, h("i", { class: `mark b${colorOf(r)}` }), r.name)));
-      parts.push(h("h3", {}, "Settings that differ"), rows.length ? h("div", { class: "card scroll" }, h("table", { class: "config diff" }, head, rows)) : none("The settings are the same."));
+      parts.push(h("h3", {}, "Settings that differ"), rows.length ? h("div", { class: "card scroll" }, h("table", { class: "config diff" }, head, rows)) : none("These runs have the same settings."));
     }
     parts.push(h("h3", {}, runs.length > 1 ? `Settings of ${run.name}` : "Settings"));
     for (const kind of ["Set by the user", "Derived", "Defaults"]) {
@@ -29,7 +29,7 @@ export async function settings(root) {
       const toggled = (event) => { if (event.target.open) open.add(kind); else open.delete(kind); };
       parts.push(h("details", { class: "fold", open: open.has(kind) || Boolean(words), ontoggle: toggled }, h("summary", {}, kind, " ", chip(rows.length)), h("table", { class: "config" }, rows)));
     }
-    if (!flags.length) parts.push(none("There is no config.json."));
+    if (!flags.length) parts.push(none("This run folder has no config.json."));
     body.replaceChildren(...parts);
   }
   draw();

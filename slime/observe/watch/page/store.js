@@ -1,22 +1,22 @@
-// What the page knows: the address says what is shown; what there is says the server, or the file that the page is.
+// State of the page: the address says what is shown; data comes from the server, or from the file that the page is.
 import { answering, isFrozen, unpacked } from "/frozen.js";
 
 export const state = { runs: [], catalog: [], sorts: [], version: "", shown: "", written: "" };
-const metrics = new Map(); // run → {generation, since, steps, columns, names, asked}
+const metrics = new Map(); // run → {generation, since, steps, columns, bad, names, titles, asked}
 const DEFAULTS = { view: "overview", smooth: "0.6", sort: "step", descending: "1" };
 
-const LARGEST = 1e300; // so that the difference of two is a number
+const LARGEST = 1e300; // the difference of two such values is finite
 
 export class Gone extends Error {}
 
-let inFile = null; // answers from the file, once it is unpacked
+let inFile = null; // answers from the file, once unpacked
 
 export async function ask(question, parameters = {}) {
   const kept = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
   if (isFrozen) {
     inFile ??= unpacked().then(answering);
     const told = (await inFile)(question, Object.fromEntries(kept));
-    if (told === undefined) throw new Gone("the file does not hold it");
+    if (told === undefined) throw new Gone("this file does not contain it");
     return told;
   }
   const answer = await fetch(`/api/${question}?${new URLSearchParams(kept)}`);
@@ -29,7 +29,7 @@ export function address() {
   return { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
 }
 
-// Changes the address; a change of what is shown is a step that "back" undoes, one of how is none.
+// Changes the address. "Back" undoes a change of what is shown; a quiet change only replaces the address.
 export function go(changes, { quiet = false } = {}) {
   const next = Object.entries({ ...address(), ...changes });
   const kept = next.filter(([name, value]) => value !== undefined && value !== null && value !== "" && DEFAULTS[name] !== value);
@@ -49,19 +49,19 @@ export function chosen() {
   return found.length ? found : state.runs.slice(0, 1);
 }
 
-// The run that views of one run show: the first of those that are chosen.
+// The run that views of a single run show.
 export const current = () => chosen().find((run) => run.id === address().run) ?? chosen()[0];
 
 export const colorOf = (run) => (chosen().indexOf(run) % 8) + 1;
 
-// Metrics may be called anything: commas stand between names, and no name is one that objects are born with.
+// Metrics may have any name: commas separate names, and lookups ignore inherited properties.
 const listed = (names) => names.map(encodeURIComponent).join(",");
 const nothing = () => ({ steps: [], columns: Object.create(null), bad: Object.create(null) });
 const own = (object, name) => (Object.hasOwn(object, name) ? object[name] : undefined);
 
-// The metrics of a run, brought up to date: only the steps since the last time come over the wire.
+// The metrics of a run, brought up to date: only steps since the last call are transferred.
 export async function metricsOf(run, names) {
-  let known = metrics.get(run.id) ?? { generation: -1, since: 0, ...nothing(), names: [], asked: new Set() };
+  let known = metrics.get(run.id) ?? { generation: -1, since: 0, ...nothing(), names: [], titles: new Map(), asked: new Set() };
   const missing = names.filter((name) => !known.asked.has(name));
   if (missing.length && known.since) {
     const answer = await ask("metrics", { run: run.id, names: listed(missing) });
@@ -73,7 +73,8 @@ export async function metricsOf(run, names) {
   const news = await ask("metrics", { run: run.id, names: asked, generation: known.generation, since: known.since });
   if (news.generation !== known.generation) Object.assign(known, nothing());
   merge(known, news, [...known.asked]);
-  Object.assign(known, { generation: news.generation, since: news.since, names: news.names });
+  const titles = new Map(news.names.map(([name, ...title]) => [name, title]));
+  Object.assign(known, { generation: news.generation, since: news.since, names: [...titles.keys()], titles });
   metrics.set(run.id, known);
   return known;
 }
@@ -95,7 +96,7 @@ function merge(known, answer, names) {
   }
 }
 
-// [step, value] in order; steps that did not log the metric are left out.
+// [step, value] in order, without steps that did not log the metric.
 export function series(known, name) {
   const column = known.columns[name];
   if (!column) return [];

@@ -1,10 +1,10 @@
-// A response as text that shows what training saw of it: mask, log-probs, versions of the weights, and what tools said.
+// A response with what training saw of it: loss mask, log-probs, weight versions, and tool output.
 import { h, number } from "/dom.js";
 
 const LEVELS = 8, DEEPEST = -6, FOLDED = 160;
 
-export const COLORINGS = { none: "plain", mask: "trained or not", log_prob: "log-prob", advantage: "reward against its group", token_advantage: "advantage of each token", difference: "trainer − engine log-prob", version: "weights" };
-// Colourings of what training knew of each token: of a piece, of the recorded tokens, and from where on a colour is full.
+export const COLORINGS = { none: "plain", mask: "loss mask", log_prob: "log-prob", advantage: "reward vs. group mean", token_advantage: "advantage of each token", difference: "trainer − engine log-prob", version: "weight version" };
+// Colorings by values from training: key of a piece, key of the recorded tokens, value of the full color.
 const TRAINED = { token_advantage: ["advantage", "advantages", 1], difference: ["difference", "log_prob_diffs", 0.5] };
 
 const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
@@ -19,7 +19,7 @@ export function roles(prompt) {
   });
 }
 
-// 0 for a token that was certain, up to LEVELS - 1 for one that was hardly possible.
+// 0 for a certain token, LEVELS - 1 for a very unlikely one.
 const levelOf = (value) => Math.min(LEVELS - 1, Math.max(0, Math.round((Math.min(0, value) / DEEPEST) * (LEVELS - 1))));
 
 function flat(runs, length) {
@@ -32,8 +32,8 @@ function flat(runs, length) {
   return values;
 }
 
-// The response in pieces: {text, trained, version, log_prob}. Of tokens where they were recorded, else as far as is known.
-// A token may be a part of a character, so that the text as it is comes from the response itself.
+// The response in pieces {text, trained, version, log_prob}: tokens where they were recorded, else segments.
+// A token may be part of a character, so plain text comes from the response itself.
 function pieces(record, byToken) {
   const tokens = record.tokens;
   if (byToken && tokens && Array.isArray(tokens.text)) {
@@ -58,7 +58,7 @@ function classOf(piece, coloring, above, versions) {
   return "";
 }
 
-// Up or down, in four steps of strength.
+// Up or down, in four strengths.
 function toneOf(value, trained, full) {
   if (value === null || !trained) return value === null ? "unknown" : "untrained";
   const step = Math.min(4, Math.ceil((4 * Math.abs(value)) / full - 1e-3));
@@ -66,16 +66,16 @@ function toneOf(value, trained, full) {
 }
 
 function titleOf(piece) {
-  const parts = [piece.trained ? "trained on" : "not trained on (loss mask 0)"];
+  const parts = [piece.trained ? "trained" : "not trained (loss mask 0)"];
   if (piece.token !== undefined) parts.unshift(`token ${piece.token}`);
   if (piece.log_prob !== null) parts.push(`log-prob ${number(piece.log_prob)}`);
   if (typeof piece.advantage === "number") parts.push(`advantage ${number(piece.advantage)}`);
   if (typeof piece.difference === "number") parts.push(`trainer − engine ${number(piece.difference)}`);
-  if (piece.version !== null && piece.version !== undefined) parts.push(`weights ${piece.version}`);
+  if (piece.version !== null && piece.version !== undefined) parts.push(`weight version ${piece.version}`);
   return parts.join(", ");
 }
 
-// What is not trained on within a response is what a tool or the environment said: folded when it is long.
+// Untrained text within a response came from a tool or the environment; long text is folded.
 export function response(sample, coloring) {
   const record = sample.record, all = pieces(record, coloring !== "none"), versions = [...new Set(all.map((piece) => piece.version))];
   if (!all.length) return h("pre", { class: "response-text" }, h("span", { class: "empty" }, "(empty response)"));
@@ -88,7 +88,7 @@ export function response(sample, coloring) {
     const spans = run.map((piece) => h("span", { class: classOf(piece, coloring, sample.above, versions), title: titleOf(piece) }, piece.text));
     const text = run.map((piece) => piece.text).join("");
     const folds = mixed && !all[i].trained && text.length > FOLDED;
-    out.push(folds ? h("details", { class: "tool" }, h("summary", {}, `not generated, ${text.length.toLocaleString("en")} characters: `, h("q", {}, text.trim().slice(0, 60), "…")), spans) : spans);
+    out.push(folds ? h("details", { class: "tool" }, h("summary", {}, `tool output, ${text.length.toLocaleString("en")} characters: `, h("q", {}, text.trim().slice(0, 60), "…")), spans) : spans);
     i = end;
   }
   return h("pre", { class: "response-text", tabindex: 0, "aria-label": "response" }, out);
@@ -97,25 +97,25 @@ export function response(sample, coloring) {
 export const hasTokens = (record) => Array.isArray(record.tokens?.text);
 
 export function legend(coloring, record) {
-  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample are not here: of a rollout the first ones are recorded, see docs/run-folder.md.");
-  if (TRAINED[coloring] && !Array.isArray(record.tokens?.[TRAINED[coloring][1]])) return h("p", { class: "hint" }, "Not known of this sample: only of recorded tokens that were trained on, and a difference only where the engine gave log-probs; see docs/run-folder.md.");
-  const tones = (up, down) => [["up tone4", up], ["up tone2", " "], ["down tone2", " "], ["down tone4", down], ["untrained", "not trained on"]];
+  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample were not recorded: each step records its first 65,536 tokens.");
+  if (TRAINED[coloring] && !Array.isArray(record.tokens?.[TRAINED[coloring][1]])) return h("p", { class: "hint" }, "Not available for this sample: this needs recorded tokens that were trained, and for the difference log-probs from the engine.");
+  const tones = (up, down) => [["up tone4", up], ["up tone2", " "], ["down tone2", " "], ["down tone4", down], ["untrained", "not trained"]];
   const entries = {
-    token_advantage: tones(`${TRAINED.token_advantage[2]} and more: made likelier`, `−${TRAINED.token_advantage[2]} and less: made less likely`),
-    difference: tones(`the trainer holds it likelier, by ${TRAINED.difference[2]} and more`, "the engine does"),
-    mask: [["trained", "trained on"], ["untrained", "not trained on"]],
-    log_prob: [...Array(LEVELS).keys()].map((i) => [`lp lp${i}`, i === 0 ? "certain" : i === LEVELS - 1 ? `${DEEPEST} and below` : " "]),
-    advantage: [["up", "above its group: made likelier"], ["down", "below: made less likely"], ["untrained", "neither"]],
+    token_advantage: tones(`${TRAINED.token_advantage[2]} or more: made more likely`, `−${TRAINED.token_advantage[2]} or less: made less likely`),
+    difference: tones(`more likely in the trainer, by ${TRAINED.difference[2]} or more`, "more likely in the engine"),
+    mask: [["trained", "trained"], ["untrained", "not trained"]],
+    log_prob: [...Array(LEVELS).keys()].map((i) => [`lp lp${i}`, i === 0 ? "certain" : i === LEVELS - 1 ? `${DEEPEST} or less` : " "]),
+    advantage: [["up", "above the group mean: made more likely"], ["down", "below: made less likely"], ["untrained", "neither"]],
   }[coloring];
   return entries ? h("ul", { class: "legend" }, entries.map(([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}` }, "a"), text))) : null;
 }
 
-// -- two texts beside each other ------------------------------------------------------------------------------------
+// -- two texts side by side ------------------------------------------------------------------------------------
 
 const MOST_WORDS = 1500;
 const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 
-// Words of both texts as [text, is in both], by their longest common subsequence; null for texts that are too long.
+// The words of both texts as [text, is in both], by their longest common subsequence; null for very long texts.
 export function compared(left, right) {
   const a = words(left), b = words(right);
   let head = 0, tail = 0;
