@@ -388,6 +388,17 @@ class ModelProvider(Protocol):
     def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...
 
 
+class LayerSpec(Protocol):
+    """``--spec MODULE NAME``: megatron-core's layer specification of this pipeline stage.
+
+    Returns ``TransformerBlockSubmodules``, or the ``ModuleSpec`` that all layers share; start from
+    ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments. ``config`` is Megatron's
+    ``TransformerConfig``.
+    """
+
+    def __call__(self, args: Any, config: Any, vp_stage: int | None, /) -> Any: ...
+
+
 class MegatronInit(Protocol):
     """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the model is built."""
 
@@ -456,6 +467,8 @@ def check_hooks(args: Any) -> None:
         for path in paths if flag in HOOKS else ():
             if path:
                 check_signature(load_function(path), HOOKS[flag], path)
+    if spec := vars(args).get("spec"):
+        check_signature(load_function(":".join(spec)), LayerSpec, ":".join(spec))
     source_path = vars(args).get("data_source_path")
     if source_path:
         check_class(load_function(source_path), DataSource, source_path)

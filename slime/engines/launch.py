@@ -102,9 +102,13 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """One group of engines that are all alike, on all GPUs of the rollout; no model where it has none."""
+    """The policy's servers on all GPUs of the rollout: alike, or with ``--prefill-num-servers`` so many that prefill and
+    others that decode. No model where the rollout has no GPUs."""
     total, per_engine = config.cluster.rollout_num_gpus, config.cluster.rollout_num_gpus_per_engine
-    groups = (ServerGroup("regular", total, per_engine),)
+    groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
+    if config.engine.prefill_num_servers and config.engine.rollout_engine == "sglang":
+        prefill = config.engine.prefill_num_servers * per_engine
+        groups = (ServerGroup("prefill", prefill, per_engine), ServerGroup("decode", total - prefill, per_engine))
     return [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, groups)] if total else []
 
 

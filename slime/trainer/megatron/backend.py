@@ -47,6 +47,7 @@ from slime.trainer.megatron.replay import RoutingGuide, guide_for  # noqa: E402
 from slime.trainer.memory import PhaseMemory  # noqa: E402
 from slime.trainer.non_finite import FailedStep  # noqa: E402
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
+from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
 from slime.trainer.update import update  # noqa: E402
 from slime.trainer.user_functions import UserFunctions  # noqa: E402
 
@@ -192,6 +193,9 @@ class MegatronBackend:
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
         metrics, self.step_metrics = update(self, batch)
+        if self.ranks.has_output:
+            check_rollout(self.config, batch.rollout_id, metrics, self.step_metrics)
+            check_grad_norms(self.config, batch.rollout_id, self.step_metrics, writes=self.ranks.is_reporting)
         optimizer.gather_parameters(self.model_chunks)
         if self.routing is not None:
             self.routing.forget()
