@@ -246,4 +246,15 @@ def _ci_test(draft: Draft) -> None:
 
 
 #: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes through them.
-STEPS = (parallel, _precision, _batches, _algorithm, _trained, _deterministic, _expressions, _loss_scale, _schedule, _ci_test)
+STEPS = (
+    parallel,
+    _precision,
+    _batches,
+    _algorithm,
+    _trained,
+    _deterministic,
+    _expressions,
+    _loss_scale,
+    _schedule,
+    _ci_test,
+)

@@ -102,8 +102,8 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """The policy's servers on all GPUs of the rollout: alike, or with ``--prefill-num-servers`` so many that prefill and
-    others that decode. No model where the rollout has no GPUs."""
+    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike, or with
+    ``--prefill-num-servers`` so many prefill and the others decode."""
     total, per_engine = config.cluster.rollout_num_gpus, config.cluster.rollout_num_gpus_per_engine
     groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
     if config.engine.prefill_num_servers and config.engine.rollout_engine == "sglang":

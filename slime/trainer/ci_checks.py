@@ -53,13 +53,14 @@ def check_rollout(
                     fix=bound.fix,
                 )
     old, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
-    if _starts_as_reference(config, rollout_id) and old is not None and reference is not None:
-        if not abs(old - reference) <= _ZERO:
-            raise UserError(
-                f"--ci-test: the mean log-prob is {old:.9g} of the policy and {reference:.9g} of the reference",
-                why="before the first step of a run both have the same weights",
-                fix="pass --ci-disable-kl-checker if --load and --ref-load name different weights",
-            )
+    if old is None or reference is None or not _starts_as_reference(config, rollout_id):
+        return
+    if not abs(old - reference) <= _ZERO:
+        raise UserError(
+            f"--ci-test: the mean log-prob is {old:.9g} of the policy and {reference:.9g} of the reference",
+            why="before the first step of a run both have the same weights",
+            fix="pass --ci-disable-kl-checker if --load and --ref-load name different weights",
+        )
 
 
 def _starts_as_reference(config: Config, rollout_id: int) -> bool:
@@ -88,9 +89,7 @@ def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:
         yield _Bound("train/kl_loss", _ZERO, "the run starts from the reference policy", off)
 
 
-def check_grad_norms(
-    config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]], *, writes: bool
-) -> None:
+def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]], *, writes: bool) -> None:
     """Write the gradient norm of each step, or compare it with the one that was written.
 
     Args:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.checkpoints.megatron_names import global_parameters
 from slime.errors import UserError
-from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.attention import PackedSelfAttention
+from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.provider import default_layer_spec, default_model
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import trainer
@@ -221,7 +221,9 @@ def test_a_layer_spec_is_given_the_run_and_takes_effect() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(spec_scores("silent_layers"), expected, strict=True))
 
 
-@pytest.mark.parametrize(("name", "expected"), [("no_layers", "gave a Linear"), ("too_few_layers", r"gave \d+ layers?")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("no_layers", "gave a Linear"), ("too_few_layers", r"gave \d+ layers?")]
+)
 def test_a_spec_of_something_else_is_refused(name: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         trainer(spec=[__name__, name])

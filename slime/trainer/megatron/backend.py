@@ -36,6 +36,7 @@ from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.path_patterns import fill  # noqa: E402
+from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.trainer.megatron.engine_weights import EngineWeights  # noqa: E402
 from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
@@ -47,7 +48,6 @@ from slime.trainer.megatron.replay import RoutingGuide, guide_for  # noqa: E402
 from slime.trainer.memory import PhaseMemory  # noqa: E402
 from slime.trainer.non_finite import FailedStep  # noqa: E402
 from slime.trainer.records import LossInputs, MicroBatchResult, StepOutcome, TokenScores  # noqa: E402
-from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
 from slime.trainer.update import update  # noqa: E402
 from slime.trainer.user_functions import UserFunctions  # noqa: E402
 
