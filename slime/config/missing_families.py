@@ -73,16 +73,16 @@ def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
     Args:
         set_flags: dests with another value than their default.
     """
-    module = given.values.get("spec", ("",))[0]
+    module = next(iter(given.values.get("spec", ())), "")
     plugin = module.removeprefix(_PLUGINS).split(".")[0] if module.startswith(_PLUGINS) else ""
+    if plugin and module not in BUILT_IN and not any(plugin in family.modules for family in MISSING_FAMILIES):
+        return _refusal(f"the family of {module}", "its layers", [f"--spec {module}"])
     for family in MISSING_FAMILIES:
         named = sorted("--" + dest.replace("_", "-") for dest in family.flags & set_flags)
         if plugin and plugin in family.modules:
             named = [f"--spec {' '.join(given.values['spec'])}"]
         if named:
             return _refusal(family.name, family.lacks, named)
-    if plugin and module not in BUILT_IN:
-        return _refusal(f"the family of {module}", "its layers", [f"--spec {module}"])
     return None
 
 

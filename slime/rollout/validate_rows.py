@@ -52,7 +52,7 @@ from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.rewards.row_checks import RewardJudge
-from slime.rollout.sft import sft_encoding, sft_limits
+from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
 logger = get_logger(__name__)
 
@@ -231,7 +231,7 @@ class SftJudge:
         self._templates_text = config.data.apply_chat_template
         self._limit, self._prompt_limit = sft_limits(config)
         self._context = model_context(config) if self._limit is None else None
-        self._rule = config.rollout.loss_mask_type
+        self._rule = compared_rule(config)
         self._tokenizer = tokenizer
         self._to_compare = _MOST_COMPARED if self._rule else 0
 

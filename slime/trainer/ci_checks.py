@@ -64,12 +64,7 @@ def check_rollout(
 
 
 def _starts_as_reference(config: Config, rollout_id: int) -> bool:
-    return (
-        rollout_id == 0
-        and not config.debug.ci_disable_kl_checker
-        and not config.train.use_rollout_routing_replay
-        and config.rollout.rollout_top_p == 1
-    )
+    return rollout_id == 0 and not config.debug.ci_disable_kl_checker and not config.train.use_rollout_routing_replay
 
 
 def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:

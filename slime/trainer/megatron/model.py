@@ -327,7 +327,8 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """
     given = config.megatron.transformer
     described = merge_transformer(spec.transformer_kwargs(), given)
-    arguments = {**described, **_trainer_arguments(spec, config, initialise), **given}
+    acting = {name: described[name] for name in given if name in described}
+    arguments = {**described, **_trainer_arguments(spec, config, initialise), **acting}
     if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
