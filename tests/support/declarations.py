@@ -68,8 +68,7 @@ LOOKS_AHEAD = (
 WORKING = {
     dest: spec
     for dest, spec in own_flags().items()
-    if not spec.meta.refused
-    and not spec.meta.no_effect
+    if not (spec.meta.refused or spec.meta.no_effect)
     and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
 }
 ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta.refused and not spec.meta.no_effect}

@@ -188,9 +188,8 @@ def test_what_is_refused_is_refused_by_name() -> None:
             value = next(choice for choice in spec.choices if choice not in taken)
         with pytest.raises(UserError) as caught:
             make_config(**{dest: value})
-        reason = (
-            f"{caught.value.what}; {caught.value.fix}" if "in this version" in spec.meta.refused else caught.value.why
-        )
+        is_missing = "in this version" in spec.meta.refused
+        reason = f"{caught.value.what}; {caught.value.fix}" if is_missing else caught.value.why
         is_family = "docs/model-families.md" in caught.value.fix
         assert spec.option in str(caught.value) and (is_family or reason.startswith(spec.meta.refused))
 
