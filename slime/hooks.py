@@ -14,10 +14,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
-from slime.hook_loading import check_class, check_signature, load_function
+from slime.hook_loading import check_class, check_signature, file_of, load_function
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -472,3 +473,13 @@ def check_hooks(args: Any) -> None:
     source_path = vars(args).get("data_source_path")
     if source_path:
         check_class(load_function(source_path), DataSource, source_path)
+
+
+def hook_files(args: Any) -> list[Path]:
+    """The source files of every function and class of the user's that is set in ``args``, each once."""
+    paths = [args.data_source_path, ":".join(args.spec)]
+    for flag in HOOKS:
+        value = vars(args)[flag]
+        paths += value if isinstance(value, (list, tuple)) else [value]
+    found = [file_of(path) for path in paths if path]
+    return list(dict.fromkeys(file for file in found if file is not None and file.suffix == ".py"))
