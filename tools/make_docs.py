@@ -15,6 +15,10 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.flags import Spelling
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,38 +165,37 @@ _FLAGS_END = "<!-- end of the generated table -->"
 def coming_from_page() -> str:
     """docs/coming-from.md with its table of the reference system's flags made anew."""
     before, _, rest = _read_page("docs/coming-from.md").partition(_FLAGS_BEGIN)
-    table, _, after = rest.partition(_FLAGS_END)
+    _, _, after = rest.partition(_FLAGS_END)
     return f"{before}{_FLAGS_BEGIN}\n{_reference_flags()}\n{_FLAGS_END}{after}"
 
 
 def _reference_flags() -> str:
     """A row for each flag of the reference system that is not taken as it is there."""
     from slime.config.flags import spellings
-    from slime.config.help import status_text
 
     listed = _read_page("tests/support/reference_flags.txt").splitlines()
     names = [line for line in listed if line and not line.startswith("#")]
-    rows, same = [], 0
-    for name in names:
-        found = spellings()[name]
-        if found.spec is None:
-            sets = ", ".join(f"`{dest}` {value}" for dest, value in found.sets)
-            rows.append(f"| `--{name}` | renamed | sets {sets} |")
-            continue
-        status = status_text(found.spec)
-        renamed = "" if found.negated or found.spec.dest == name.replace("-", "_") else f"`{found.spec.option}`"
-        if status == "works" and not renamed:
-            same += 1
-            continue
-        kind = (
-            "refused" if status.startswith("refused: ") else "no effect" if status.startswith("no effect") else "same"
-        )
-        remark = status.removeprefix("works; ").removeprefix("refused: ").removeprefix("no effect: ")
-        remark = "" if remark == "works" else remark
-        words = " ".join(filter(None, [f"is {renamed}" if renamed else "", _with_code(remark)]))
-        rows.append(f"| `--{name}` | {'renamed' if renamed else kind} | {words} |")
-    head = f"Of its {len(names)} flags {same} are the same; the others:\n\n| flag | here | remark |\n|---|---|---|"
-    return "\n".join([head, *rows])
+    rows = [row for name in names if (row := _difference(name, spellings()[name]))]
+    head = f"Of its {len(names)} flags {len(names) - len(rows)} are the same; the others:\n"
+    return "\n".join([head, "| flag | here | remark |", "|---|---|---|", *rows])
+
+
+def _difference(name: str, found: Spelling) -> str:
+    """The row of a flag of the reference system; "" where it is taken as it is there."""
+    if found.spec is None:
+        remark = ", ".join(f"`{dest}` {value}" for dest, value in found.sets)
+        return f"| `--{name}` | renamed | sets {remark} |"
+    meta = found.spec.meta
+    if meta.refused:
+        return f"| `--{name}` | refused | {_with_code(meta.refused)} |"
+    if meta.no_effect:
+        return f"| `--{name}` | no effect | {_with_code(meta.no_effect)} |"
+    remarks = [f"`{value}` is refused: {reason}" for value, reason in meta.refused_values.items()]
+    remarks += [f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in meta.instead.items()]
+    if remarks:
+        return f"| `--{name}` | same but for a value | {_with_code('; '.join(remarks))} |"
+    is_same = found.negated or found.spec.dest == name.replace("-", "_")
+    return "" if is_same else f"| `--{name}` | renamed | is `{found.spec.option}`; the old name is accepted |"
 
 
 def _read_page(name: str) -> str:
