@@ -212,7 +212,8 @@ def _placement(draft: Draft) -> None:
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
         )
     prefill = draft["prefill_num_servers"]
-    if has_engines and prefill is not None and draft["rollout_engine"] == "sglang" and prefill * per_engine >= gpus:
+    splits = prefill is not None and ENGINE_OPTIONS[draft["rollout_engine"]].splits_prefill
+    if has_engines and splits and prefill * per_engine >= gpus:
         raise UserError(
             f"--prefill-num-servers {prefill} leaves no engine that decodes",
             why=f"--rollout-num-gpus {gpus} is {gpus // per_engine} engines of {per_engine} GPUs",

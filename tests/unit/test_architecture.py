@@ -62,6 +62,7 @@ FLOORS = (
         "weights",
         "trainer",
         "cluster",
+        "plugin_imports",
         "preflight",
         "diagnosis",
         "pushes",
