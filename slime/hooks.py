@@ -14,10 +14,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.errors import UserError
-from slime.hook_loading import check_class, check_signature, load_function
+from slime.hook_loading import check_class, check_signature, file_of, load_function
 from slime.samples.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -388,6 +389,17 @@ class ModelProvider(Protocol):
     def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...
 
 
+class LayerSpec(Protocol):
+    """``--spec MODULE NAME``: megatron-core's layer specification of this pipeline stage.
+
+    Returns ``TransformerBlockSubmodules``, or the ``ModuleSpec`` that all layers share; start from
+    ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments. ``config`` is Megatron's
+    ``TransformerConfig``.
+    """
+
+    def __call__(self, args: Any, config: Any, vp_stage: int | None, /) -> Any: ...
+
+
 class MegatronInit(Protocol):
     """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the model is built."""
 
@@ -456,6 +468,18 @@ def check_hooks(args: Any) -> None:
         for path in paths if flag in HOOKS else ():
             if path:
                 check_signature(load_function(path), HOOKS[flag], path)
+    if spec := vars(args).get("spec"):
+        check_signature(load_function(":".join(spec)), LayerSpec, ":".join(spec))
     source_path = vars(args).get("data_source_path")
     if source_path:
         check_class(load_function(source_path), DataSource, source_path)
+
+
+def hook_files(args: Any) -> list[Path]:
+    """The source files of every function and class of the user's that is set in ``args``, each once."""
+    paths = [args.data_source_path, ":".join(args.spec)]
+    for flag in HOOKS:
+        value = vars(args)[flag]
+        paths += value if isinstance(value, (list, tuple)) else [value]
+    found = [file_of(path) for path in paths if path]
+    return list(dict.fromkeys(file for file in found if file is not None and file.suffix == ".py"))

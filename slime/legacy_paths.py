@@ -43,6 +43,7 @@ _TYPES = "slime.samples.types"
 _OLD = "slime.rollout.old_paths"
 _GENERATING, _GRADING, _DATA = f"{_OLD}.generating", f"{_OLD}.grading", f"{_OLD}.data"
 _CALLS, _TENSORS, _METRICS = f"{_OLD}.calls", f"{_OLD}.tensors", f"{_OLD}.metrics"
+_CONTEXT, _ACCELERATOR = f"{_OLD}.context_parallel", f"{_OLD}.accelerator"
 
 
 def _same(module: str, *names: str) -> dict[str, str]:
@@ -57,6 +58,10 @@ _FILTERING = {
     **_same(_HOOKS, "DynamicFilterOutput"),
     **_same(_FILTERS, "MetricGatherer", "should_drop_dynamic_filter_output"),
     **_same(_CALLS, "call_dynamic_filter"),
+}
+_METRIC_UTILS = {
+    **_same(_METRICS, "compute_rollout_step", "compute_statistics", "dict_add_prefix", "compute_pass_rate"),
+    "has_repetition": "slime.rollout.metrics:is_repetitive",
 }
 _BOXES = _same(_GRADING, "last_boxed_only_string", "remove_boxed")
 
@@ -83,15 +88,29 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         *("compute_approx_kl", "compute_policy_loss", "compute_cispo_loss", "compute_gspo_kl", "compute_opsm_mask"),
         *("get_grpo_returns", "get_reinforce_plus_plus_returns", "get_reinforce_plus_plus_baseline_advantages"),
         *("get_advantages_and_returns", "get_advantages_and_returns_batch", "vanilla_gae", "chunked_gae"),
+        "chunked_discounted_returns",
     ),
     "slime.utils.dp_schedule": _same(_TENSORS, "build_dp_schedule"),
     "slime.utils.logging_utils": _same(_METRICS, "log"),
     "slime.utils.tracking_utils": _same(_METRICS, "log"),
-    "slime.utils.metric_utils": {
-        **_same(_METRICS, "compute_rollout_step", "compute_statistics", "dict_add_prefix", "compute_pass_rate"),
-        "has_repetition": "slime.rollout.metrics:is_repetitive",
-    },
+    "slime.utils.metric_utils": _METRIC_UTILS,
     "slime.utils.trace_utils": _same(_CALLS, "trace_span", "trace_function"),
+    "slime.utils.accelerator": _same(
+        _ACCELERATOR,
+        *("device_type", "current_device", "device", "device_name", "device_count", "set_device", "synchronize"),
+        *("empty_cache", "mem_get_info", "memory_allocated", "memory_reserved", "manual_seed", "autocast"),
+        "process_group_backend",
+    ),
+    "slime.observability": {},
+    "slime.observability.logging_utils": _same(_METRICS, "log"),
+    "slime.observability.tracking_utils": _same(_METRICS, "log"),
+    "slime.observability.metric_utils": _METRIC_UTILS,
+    "slime.observability.trace_utils": _same(_CALLS, "trace_span", "trace_function"),
+    "slime.backends": {},
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.cp_utils": _same(
+        _CONTEXT, "all_gather_with_cp", "slice_log_prob_with_cp", "get_sum_of_sample_mean"
+    ),
     "slime.rollout.base_types": {**_OUTPUTS, **_same(_CALLS, "call_rollout_fn")},
     "slime.rollout.data_source": {
         **_same(_HOOKS, "DataSource"),
@@ -102,9 +121,9 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         **_same(
             _GENERATING,
             *("GenerateState", "generate", "abort", "generate_rollout_async"),
-            *("eval_rollout", "eval_rollout_single_dataset"),
+            *("generate_and_rm", "generate_and_rm_group", "eval_rollout", "eval_rollout_single_dataset"),
         ),
-        **_same(_PLUGIN, "generate_and_rm", "generate_and_rm_group", "get_model_url"),
+        **_same(_PLUGIN, "get_model_url"),
         **_same(_LOOP, "generate_rollout"),
         **_REWARDS,
         **_HTTP,
@@ -153,6 +172,7 @@ _NO_LOGITS = (
     "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient and over the whole "
     "vocabulary"
 )
+_WHOLE_SAMPLES = "functions of losses see whole samples here, under context parallelism too"
 _TRACKERS = "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) reaches them"
 _NO_WORKER = "rollouts overlap with training by themselves in train_async.py (docs/asynchronous.md)"
 
@@ -193,7 +213,34 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.memory_utils": "peaks of each phase are metrics by themselves (docs/memory.md)",
     "slime.utils.health_monitor": "--use-fault-tolerance",
     "slime.ray": "processes are started by slime.cluster (docs/architecture.md)",
-    "slime.backends": "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
+    **{
+        f"slime.backends.megatron_utils.cp_utils:{name}": _WHOLE_SAMPLES
+        for name in ("get_logits_and_tokens_offset_with_cp", "get_chunked_loss_masks", "slice_with_cp")
+    },
+    **dict.fromkeys(
+        (
+            *(f"slime.backends.megatron_utils.{name}" for name in ("actor", "arguments", "checkpoint", "data", "loss")),
+            *(f"slime.backends.megatron_utils.{name}" for name in ("initialize", "model", "model_provider", "server")),
+            *("slime.backends.megatron_utils.update_weight", "slime.backends.megatron_utils.megatron_to_hf"),
+            *("slime.backends.sglang_utils", "slime.backends.fsdp_utils"),
+        ),
+        "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
+    ),
+    **dict.fromkeys(
+        (f"slime.observability.{name}" for name in ("communication_timeline", "profile_utils", "weight_sync_trace")),
+        "spans of every phase are in the run's trace (docs/watching.md); py-spy works on every process",
+    ),
+    **dict.fromkeys(
+        (f"slime.observability.{name}" for name in ("rollout_metrics", "train_metric_utils", "train_data_utils")),
+        "metrics of rollouts and of training are logged by themselves (docs/metrics.md)",
+    ),
+    "slime.observability.rollout_data_utils": "--save-debug-rollout-data and --load-debug-rollout-data",
+    "slime.observability.wandb_utils": _TRACKERS,
+    "slime.utils.disk_delta": "delta weight updates are not in this version; --update-weight-transport disk writes all",
+    **{
+        f"slime.utils.accelerator:{name}": "the accelerator is CUDA, or the CPU where there is no GPU"
+        for name in ("get_accelerator", "set_accelerator", "register_accelerator", "initialize_accelerator")
+    },
     "slime.agent": "agents that speak an API get an endpoint per sample: docs/agents.md",
 }
 
@@ -277,6 +324,10 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
     _replaced[target] = value
 
 
+#: Packages that are here for old paths alone, so that whatever else is asked of them is an old path, too.
+_OLD_PACKAGES = ("slime.utils.", "slime.observability.", "slime.backends.", "slime.rollout.rm_hub.")
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -285,6 +336,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             # without a name: with its own, "from package import module" would drop it for "cannot import name"
             raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}")
         if fullname not in OLD_MODULES:
+            if fullname.startswith(_OLD_PACKAGES):
+                raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; see docs/import-paths.md")
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)
         return importlib.machinery.ModuleSpec(fullname, self, origin="slime.legacy_paths", is_package=is_package)

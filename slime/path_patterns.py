@@ -21,12 +21,15 @@ from pathlib import Path
 from slime.errors import UserError
 
 ROLLOUT, RANK = "rollout_id", "rank"
+_OF_STEP = ("role", ROLLOUT, "step_id")
 #: Flags that take a pattern → the fields that it may have.
 FIELDS: dict[str, tuple[str, ...]] = {
     "save_debug_rollout_data": (ROLLOUT,),
     "load_debug_rollout_data": (ROLLOUT,),
     "save_debug_train_data": (ROLLOUT, RANK),
     "save_hf": (ROLLOUT,),
+    "ci_save_grad_norm": _OF_STEP,
+    "ci_load_grad_norm": _OF_STEP,
 }
 #: Rollouts whose paths are compared with each other at launch.
 _MOST_COMPARED = 1000
@@ -47,13 +50,14 @@ class Evaluation:
     __repr__ = __str__
 
 
-def fill(pattern: str, rollout_id: int | Evaluation) -> Path:
-    """The path of a rollout.
+def fill(pattern: str, rollout_id: int | Evaluation, step_id: int = 0, role: str = "actor") -> Path:
+    """The path of a rollout, or of one of its optimizer steps.
 
     Raises:
         KeyError, IndexError, ValueError: what `check` refuses.
     """
-    return Path(pattern.format(**{ROLLOUT: rollout_id, RANK: 0}))  # one file for all ranks, written by the first
+    # one file for all ranks, written by the first
+    return Path(pattern.format(**{ROLLOUT: rollout_id, RANK: 0, "step_id": step_id, "role": role}))
 
 
 def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_rollout: int = 1) -> None:
@@ -66,7 +70,8 @@ def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_
     Raises:
         UserError: names what is wrong with the pattern.
     """
-    told = "the only field is {rollout_id}" if len(fields) == 1 else "the fields are {rollout_id} and {rank}"
+    named = " and ".join(f"{{{name}}}" for name in fields)
+    told = f"the only field is {named}" if len(fields) == 1 else f"the fields are {named}"
     fix = "write it like {rollout_id} or {rollout_id:04d}, and {{ and }} for braces that are meant"
     try:
         unknown = [name for name in _fields(pattern) if name not in fields]

@@ -23,7 +23,7 @@ from slime.config.te_flags import is_installed, missing
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
-from slime.hooks import check_hooks
+from slime.hooks import check_hooks, hook_files
 from slime.host import num_cpus, num_gpus
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.legacy_paths import follows_old_plugin, old_plugin
@@ -34,6 +34,7 @@ from slime.models.quantised import Quantisation
 from slime.observe.run_folder import RunFolder, check_no_run_writes
 from slime.path_patterns import FIELDS, fill, fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.plugin_imports import check_plugin_imports
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
 from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
@@ -114,6 +115,7 @@ def from_the_hub(config: Config) -> Config:
 def check_flags(config: Config) -> None:
     """What flags name besides models and data: hooks, rewards, output directories."""
     check_hooks(config.flat())
+    check_plugin_imports(hook_files(config.flat()))
     warn_of_old_plugins(config)
     check_rewards(config)
     check_outputs(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slime import path_patterns
 from slime.config import checks_train
@@ -18,30 +19,60 @@ from slime.config.draft import Draft, Given
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import GENERATES, FlagSpec, option_of
+from slime.config.missing_families import BUILT_IN, described_by, missing_family
 from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
 from slime.host import num_gpus
 
+#: How the reasons of what is not there yet end.
+_MISSING = "in this version"
+
 
 def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
-    """Stop at the first value that asks for what this version does not do.
+    """Stop where values ask for what this version does not do. Flags that ask for the same thing are told together.
 
     Raises:
-        UserError: names the flag and the reason.
+        UserError: names everything that is missing, and the flags that ask for it.
     """
+    differing = frozenset(dest for dest, value in given.values.items() if value != specs[dest].default)
+    family = missing_family(given, differing)
+    by_reason: dict[str, list[str]] = {}
     for dest, value in given.values.items():
-        spec = specs[dest]
-        reason = spec.meta.refused if value != spec.default or spec.meta.is_reserved else ""
-        for item in value if isinstance(value, tuple) else (value,):
-            reason = reason or (spec.meta.refused_values.get(item, "") if isinstance(item, str) else "")
-        if reason:
-            shown = "" if spec.meta.refused else f" {value}"
+        reason, shown = _refusal(specs[dest], value)
+        if reason and not described_by(family, dest):
             origin = given.origins[dest]
             where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
-            missing = spec.origin == "slime" or "this version" in reason
-            verdict = "is not supported in this version" if missing else "cannot be set"
-            raise UserError(f"{where}{spec.option}{shown} {verdict}", why=reason)
+            by_reason.setdefault(reason, []).append(where + shown)
+    errors = [] if family is None else [family]
+    errors += [_unsupported(reason, flags, specs) for reason, flags in by_reason.items()]
+    if len(errors) > 1:
+        raise UserError(
+            "; ".join(error.what for error in errors),
+            why="; ".join(error.why for error in errors if error.why),
+            fix="; ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
+        )
+    for error in errors:
+        raise error
+
+
+def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
+    """Why a value is refused, and the flag as it is told; empty where it is not."""
+    if spec.meta.refused and (value != spec.default or spec.meta.is_reserved):
+        return spec.meta.refused, spec.option
+    for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, str) and item in spec.meta.refused_values:
+            return spec.meta.refused_values[item], f"{spec.option} {value}"
+    return "", ""
+
+
+def _unsupported(reason: str, flags: list[str], specs: Mapping[str, FlagSpec]) -> UserError:
+    """The refusal of flags that have one reason."""
+    named = ", ".join(flags)
+    if _MISSING in reason:
+        feature, _, rest = reason.partition(_MISSING)
+        return UserError(f"{feature}{_MISSING}", why=f"asked for by {named}", fix=rest.lstrip(";, "))
+    return UserError(f"{named} cannot be set", why=reason)
 
 
 def check(draft: Draft) -> None:
@@ -58,7 +89,7 @@ def violations(draft: Draft) -> Iterator[UserError]:
     """All contradictions, one after the other; where the numbers make no layout at all, the rest is not looked at."""
     for step in (
         _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _external_engines, _lengths, _sampling,
-        _evaluation, _debug, _names, *checks_train.STEPS,
+        _evaluation, _debug, _names, _layer_spec, *checks_train.STEPS,
     ):  # fmt: skip
         try:
             step(draft)
@@ -181,6 +212,14 @@ def _placement(draft: Draft) -> None:
             f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
         )
+    prefill = draft["prefill_num_servers"]
+    splits = prefill is not None and ENGINE_OPTIONS[draft["rollout_engine"]].splits_prefill
+    if has_engines and splits and prefill * per_engine >= gpus:
+        raise UserError(
+            f"--prefill-num-servers {prefill} leaves no engine that decodes",
+            why=f"--rollout-num-gpus {gpus} is {gpus // per_engine} engines of {per_engine} GPUs",
+            fix=f"pass --rollout-num-gpus {(prefill + 1) * per_engine} or more, or fewer prefill servers",
+        )
     per_node = draft["num_gpus_per_node"]
     if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
         if not ENGINE_OPTIONS[draft["rollout_engine"]].spans_nodes:
@@ -260,6 +299,22 @@ def _evaluation(draft: Draft) -> None:
         )
 
 
+def _layer_spec(draft: Draft) -> None:
+    spec = draft["spec"]
+    if not spec:
+        return
+    if len(spec) != 2:
+        raise UserError(
+            f"--spec takes a module and a name, but {len(spec)} words were given: {' '.join(spec)}",
+            fix="write --spec my_package.layers my_spec",
+        )
+    if family := BUILT_IN.get(spec[0]):
+        draft.values["spec"] = ()
+        draft.warnings.append(
+            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by the table of its family"
+        )
+
+
 def _names(draft: Draft) -> None:
     if (stage := draft["stage"]) is not None and re.search(r"[\s()~]|^.{101}", stage):
         why = "the settings of a stage are config.<stage>.json, apart from the copies that file managers make"
@@ -293,8 +348,9 @@ def _debug(draft: Draft) -> None:
 
 
 def _compared(draft: Draft, dest: str) -> int:
-    """Rollouts that must have paths of their own; each export may replace the last one."""
-    one_for_all = dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
+    """Rollouts that must have paths of their own; each export may replace the last one, and what is read may be one
+    file."""
+    one_for_all = dest == "ci_load_grad_norm" or (dest == "save_hf" and not path_patterns.names_rollout(draft[dest]))
     return 1 if one_for_all else draft["num_rollout"] or 1
 
 

@@ -229,5 +229,32 @@ def _schedule(draft: Draft) -> None:
         )
 
 
+def _ci_test(draft: Draft) -> None:
+    """Name what ``--ci-test`` asserts in the reference system and cannot assert of this run."""
+    if not draft["ci_test"]:
+        return
+    left_out = []
+    if not draft["ci_disable_kl_checker"]:
+        if draft["use_rollout_logprobs"]:
+            left_out.append("the KL to the old policy, as --use-rollout-logprobs takes the engine's log-probs for it")
+        if draft["use_kl_loss"] and draft["use_rollout_routing_replay"]:
+            left_out.append("the KL to the reference, as --use-rollout-routing-replay routes the policy's tokens alone")
+    if draft["use_fault_tolerance"]:
+        left_out.append("the recovery from engines that the CI itself kills, as nothing is killed here")
+    if left_out:
+        draft.warnings.append(f"--ci-test does not check {'; nor '.join(left_out)}")
+
+
 #: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes through them.
-STEPS = (parallel, _precision, _batches, _algorithm, _trained, _deterministic, _expressions, _loss_scale, _schedule)
+STEPS = (
+    parallel,
+    _precision,
+    _batches,
+    _algorithm,
+    _trained,
+    _deterministic,
+    _expressions,
+    _loss_scale,
+    _schedule,
+    _ci_test,
+)

@@ -28,14 +28,16 @@ class EngineOptions:
     Attributes:
         section: of the flags that are its own options; "" where its options are flags like all others.
         spans_nodes: one engine may have GPUs of several nodes.
+        splits_prefill: some engines may prefill for others that decode.
     """
 
     section: str = ""
     spans_nodes: bool = False
+    splits_prefill: bool = False
 
 
 #: By the name of ``--rollout-engine``.
-ENGINE_OPTIONS = {"embedded": EngineOptions(), "sglang": EngineOptions("sglang", spans_nodes=True)}
+ENGINE_OPTIONS = {"embedded": EngineOptions(), "sglang": EngineOptions("sglang", spans_nodes=True, splits_prefill=True)}
 
 _PORTS = "ports are reserved for each engine"
 _OWN_KEY = "each run makes a key of its own, which its engines and routers ask for (docs/security.md)"

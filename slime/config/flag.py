@@ -188,8 +188,11 @@ def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
     return Need((Setting(dest, values, negated=True),), why, warns)
 
 
+NO_MTP = "training of multi-token-prediction layers is not in this version"
 #: There is something to evaluate.
 EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
+#: The same of how it is evaluated: scripts that evaluate at times keep these flags, so that it is a warning.
+EVALUATION_SETTING = dataclasses.replace(EVALUATES, warns=True)
 #: Samples are drawn and trained on.
 SAMPLES = unless("loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers")
 #: Engines generate something, if only for an evaluation.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from slime.config.flag import (
     ENGINES,
     EVALUATES,
+    EVALUATION_SETTING,
     FRACTION,
     GENERATES,
     NONE_OR_SOME,
@@ -193,12 +194,17 @@ class RolloutConfig:
     """Function that logs an evaluation; returns true to skip the default log."""
     rollout_data_postprocess_path: str | None = flag(None, serves="training")
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
-    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
-        "qwen", refused="the loss mask of chat data is found through the model's own chat template"
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] | None = flag(
+        None,
+        needs=on("loss_type", "sft_loss", why="only supervised conversations have such masks", warns=True),
+        serves="collection",
     )
-    """How the loss mask of multi-turn SFT data is found."""
+    """The reference system's rule for the loss mask of conversations. Masks always come from the chat template; where
+    the named rule would train on other text, the first turn that differs is shown."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
-        "object-store", refused_values={"nixl": "training data travels through Ray's object store"}, serves="config"
+        "object-store",
+        instead={"nixl": ("object-store", "ways of transport differ in speed alone")},
+        serves="config",
     )
     """How training data gets from rollout to trainer."""
     rollout_buffer_url: str | None = flag(None, refused=_NO_AGENTS)
@@ -232,7 +238,7 @@ class RewardConfig:
     """Call the reward function once per group, with the list of its samples."""
     reward_key: str | None = flag(None, needs=GENERATES, serves=("generation", "samples"))
     """Key of the number to train on, when rewards are dicts; the means of their other numbers are metrics."""
-    eval_reward_key: str | None = derived("reward_key", needs=EVALUATES)
+    eval_reward_key: str | None = derived("reward_key", needs=EVALUATION_SETTING)
     """The same for evaluation."""
     rm_url: str | None = flag(
         None,
@@ -277,35 +283,35 @@ class EvalConfig:
     that is called after its file. A data set without a named split gives test, else validation."""
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
     """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
-    skip_eval_before_train: bool = flag(False, needs=EVALUATES)
+    skip_eval_before_train: bool = flag(False, needs=EVALUATION_SETTING)
     """No evaluation before the first step."""
-    eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATES)
+    eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATION_SETTING)
     """Function that replaces the whole evaluation."""
-    eval_input_key: str = derived("input_key", needs=EVALUATES)
+    eval_input_key: str = derived("input_key", needs=EVALUATION_SETTING)
     """Column of the prompt."""
-    eval_label_key: str | None = derived("label_key", needs=EVALUATES)
+    eval_label_key: str | None = derived("label_key", needs=EVALUATION_SETTING)
     """Column of the expected answer."""
-    eval_tool_key: str = derived("tool_key", needs=EVALUATES)
+    eval_tool_key: str = derived("tool_key", needs=EVALUATION_SETTING)
     """Column of the tool schemas."""
-    n_samples_per_eval_prompt: int = flag(1, range=SOME, needs=EVALUATES)
+    n_samples_per_eval_prompt: int = flag(1, range=SOME, needs=EVALUATION_SETTING)
     """Samples per prompt in evaluation."""
-    eval_pass_k: tuple[int, ...] = flag((), range=SOME, needs=EVALUATES)
+    eval_pass_k: tuple[int, ...] = flag((), range=SOME, needs=EVALUATION_SETTING)
     """Values of k for which pass@k is reported; unset: powers of two up to the samples per prompt."""
-    eval_temperature: float = derived("rollout_temperature", range=finite(0, "0 is greedy"), needs=EVALUATES)
+    eval_temperature: float = derived("rollout_temperature", range=finite(0, "0 is greedy"), needs=EVALUATION_SETTING)
     """Sampling temperature of evaluation; 0: greedy."""
-    eval_top_p: float = derived("rollout_top_p", range=PROBABILITY, needs=EVALUATES)
+    eval_top_p: float = derived("rollout_top_p", range=PROBABILITY, needs=EVALUATION_SETTING)
     """Nucleus sampling in evaluation."""
-    eval_top_k: int = derived("rollout_top_k", range=TOP_K, needs=EVALUATES)
+    eval_top_k: int = derived("rollout_top_k", range=TOP_K, needs=EVALUATION_SETTING)
     """Top-k sampling in evaluation."""
-    eval_max_response_len: int = derived("rollout_max_response_len", range=SOME, needs=EVALUATES)
+    eval_max_response_len: int = derived("rollout_max_response_len", range=SOME, needs=EVALUATION_SETTING)
     """Most new tokens per sample in evaluation."""
-    eval_max_prompt_len: int | None = derived("rollout_max_prompt_len", range=SOME, needs=EVALUATES)
+    eval_max_prompt_len: int | None = derived("rollout_max_prompt_len", range=SOME, needs=EVALUATION_SETTING)
     """Longer prompts are left out of evaluation."""
     eval_max_context_len: int | None = derived(
-        "rollout_max_context_len", range=at_least(2, "a prompt token and a response token"), needs=EVALUATES
+        "rollout_max_context_len", range=at_least(2, "a prompt token and a response token"), needs=EVALUATION_SETTING
     )
     """Most tokens of prompt plus response in evaluation."""
-    eval_min_new_tokens: int = flag(0, range=NONE_OR_SOME, needs=EVALUATES)
+    eval_min_new_tokens: int = flag(0, range=NONE_OR_SOME, needs=EVALUATION_SETTING)
     """Least new tokens per sample in evaluation."""
 
 
@@ -343,8 +349,13 @@ class EngineConfig:
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(None, needs=ENGINES)
     """YAML file of server groups, and of models beside the policy; also for embedded engines."""
-    prefill_num_servers: int | None = flag(None, refused="prefill and decode servers are groups of --sglang-config")
-    """Number of prefill servers."""
+    prefill_num_servers: int | None = flag(
+        None,
+        range=SOME,
+        needs=on("rollout_engine", "sglang", why="the embedded engine has no prefill servers", warns=True)
+        & unless("sglang_config", why="that file names the server groups"),
+    )
+    """Engines that only prefill; the others only decode. The same as two server groups in --sglang-config."""
     sglang_custom_pull_weights_pre_read_hook: str | None = flag(None, refused="needs a patched SGLang")
     """Engine-side hook before weights are read from disk."""
     sglang: dict[str, Any] = field(default_factory=dict)

@@ -94,7 +94,10 @@ class ClusterConfig:
     """HTTP proxy for requests to engines."""
     use_distributed_post: bool = flag(False, refused="one HTTP client drives all engines; it is not the bottleneck")
     """Send requests to engines from several nodes."""
-    release_train: bool = flag(False, refused="trainer processes stay; use --offload-train to free their GPU memory")
+    release_train: bool = flag(
+        False,
+        refused="ending trainer processes in a rollout is not in this version; --offload-train frees their GPU memory",
+    )
     """End the trainer's processes during rollout and start them again from a checkpoint."""
     train_backend: Literal["megatron"] = flag("megatron", serves="config")
     """Training backend."""
@@ -213,7 +216,9 @@ class DebugConfig:
         None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="samples"
     )
     """Fraction of the loaded samples to keep."""
-    load_forge_rollout_data: str | None = flag(None, refused="replaying dumps while engines live is not supported")
+    load_forge_rollout_data: str | None = flag(
+        None, refused="replaying dumps beside live engines is not in this version"
+    )
     """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived(
         "<dump_details>/train_data/{rollout_id}.pt with --dump-details", serves="training"
@@ -244,13 +249,20 @@ class DebugConfig:
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True, serves="push")
     """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""
-    ci_test: bool = flag(False, refused="assertions live in the test suite, not in the product")
-    """Assertions of the reference system's CI."""
-    ci_disable_kl_checker: bool = flag(False, refused="see --ci-test")
-    """Part of --ci-test."""
-    ci_train_rollout_logprob_abs_diff_threshold: float = flag(0.1, refused="see --ci-test")
-    """Part of --ci-test."""
-    ci_save_grad_norm: str | None = flag(None, refused="see --ci-test")
-    """Part of --ci-test."""
-    ci_load_grad_norm: str | None = flag(None, refused="see --ci-test")
-    """Part of --ci-test."""
+    ci_test: bool = flag(False, serves="training")
+    """Check what the reference system's CI asserts of a step, and stop where it does not hold: the KL to the old policy
+    is 0 in the first step of a rollout, that to the reference in the first step of the run, and trainer and engine
+    agree to --ci-train-rollout-logprob-abs-diff-threshold."""
+    ci_disable_kl_checker: bool = flag(False, needs=on("ci_test"), serves="training")
+    """Leave the checks of the KL out of --ci-test."""
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, range=finite(0), needs=on("ci_test"), serves="training"
+    )
+    """Largest mean difference between the log-probs of trainer and engine that --ci-test accepts."""
+    ci_save_grad_norm: str | None = flag(None, serves="training")
+    """Write the gradient norm of each step to this path, which may have {role}, {rollout_id} and {step_id} in it."""
+    ci_load_grad_norm: str | None = flag(
+        None, needs=unless("ci_save_grad_norm", why="the norm is written"), serves="training"
+    )
+    """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this path, to 1 % or 0.01,
+    and stop where it differs."""

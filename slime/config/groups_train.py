@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from slime.config.flag import (
     GENERATES,
+    NO_MTP,
     NONE_OR_SOME,
     SAMPLES,
     SEED,
@@ -52,6 +53,10 @@ class TrainConfig:
     """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
     max_tokens_per_gpu: int | None = flag(None, range=SOME, needs=on("use_dynamic_batch_size"), serves="samples")
     """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
+    ref_micro_batch_size: int | None = flag(
+        None, no_effect="one packing serves all passes over a batch; see --micro-batch-size and --max-tokens-per-gpu"
+    )
+    """Samples per micro-batch of the reference policy's pass."""
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
     )
@@ -89,6 +94,10 @@ class TrainConfig:
     flash-attn-4 where it is installed (SGLang brings it) and knows the GPU, else, like flash, torch's packed kernel."""
     custom_model_provider_path: str | None = flag(None, serves="trainer")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
+    spec: tuple[str, ...] = flag((), serves="trainer")
+    """Module and name of a function (args, config, vp_stage) that returns megatron-core's layer specification of a
+    pipeline stage: --spec my_package.layers my_spec. The reference system's modules for families that are built in
+    stand for their tables."""
     custom_megatron_init_path: str | None = flag(None, serves="trainer")
     """Function (args) run after Megatron is initialised."""
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
@@ -100,7 +109,7 @@ class TrainConfig:
     use_rollout_routing_replay: bool = flag(False, needs=SAMPLES, serves=("generation", "training", "engine"))
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
     training; implies --use-routing-replay."""
-    enable_mtp_training: bool = flag(False, refused="training of multi-token-prediction layers is not here")
+    enable_mtp_training: bool = flag(False, refused=NO_MTP)
     """Train the multi-token-prediction layers."""
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", refused="Qwen3-Next layers are not in this version")
     """Kernels of Gated DeltaNet layers."""
@@ -108,7 +117,7 @@ class TrainConfig:
     """Freeze the indexer of DeepSeek sparse attention."""
     allgather_cp: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
     """Contiguous context parallelism for DeepSeek sparse attention."""
-    megatron_config_path: str | None = flag(None, refused=NO_CRITIC + ", and so are role files")
+    megatron_config_path: str | None = flag(None, refused=NO_CRITIC)
     """YAML file of settings per role."""
     megatron_deepgemm_forward_layers: tuple[int, ...] = flag((), refused=_NO_DEEPGEMM)
     """Layers that use DeepGEMM in the forward pass."""
@@ -289,5 +298,7 @@ class SyncConfig:
     """Checksum of deltas."""
     update_weight_local_checkpoint_dir: str | None = flag(None, refused=_NO_DELTA)
     """Local directory on engine hosts to which deltas are applied."""
-    custom_update_weight_post_write_path: str | None = flag(None, refused="this hook is not in this version")
+    custom_update_weight_post_write_path: str | None = flag(
+        None, refused="a hook behind the files of a push is not in this version"
+    )
     """Function (args, version_dir, rollout_engines) run on every rank after a disk push is written."""

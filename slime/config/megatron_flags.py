@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.config.flag import (
     FRACTION,
+    NO_MTP,
     POSITIVE,
     SOME,
     WEIGHT,
@@ -59,7 +60,6 @@ _NOT_READ = "Megatron does not read it any more"
 _NO_DEEPEP = "DeepEP's exchange is not in this version"
 _DROPS_TOKENS = "tokens are never dropped here, so that a token's log-prob depends on its own sample alone"
 _ANY_ROWS = "the products of experts take any number of rows"
-_MTP = "training of multi-token-prediction layers is not in this version"
 
 _STAGES = on("num_virtual_stages_per_pipeline_rank") | on("num_layers_per_virtual_pipeline_stage")
 _FP8 = on("fp8_format")
@@ -130,6 +130,10 @@ FIELDS: dict[str, FlagMeta] = {
         "moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms",
         no_effect=f"it is about speed alone: {_NO_DEEPEP}",
     ),
+    **_fields(
+        "mtp_num_layers mtp_loss_scaling_factor",
+        no_effect="layers for multi-token prediction are not trained; engines keep those of --hf-checkpoint",
+    ),
     **_fields("barrier_with_L1_time", no_effect="Megatron's timers are not used; times are logged as perf/…"),
     **_fields("init_method_std embedding_init_method_std", no_effect=_LOADED),
     **_fields(
@@ -139,7 +143,7 @@ FIELDS: dict[str, FlagMeta] = {
     # refused
     **_fields("variable_seq_lengths", refused=f"it is always on: {_PACKED}"),
     **_fields("params_dtype pipeline_dtype autocast_dtype enable_autocast", refused=_PRECISION),
-    **_fields("mtp_num_layers mtp_loss_scaling_factor mtp_standalone", refused=_MTP),
+    **_fields("mtp_standalone", refused=NO_MTP),
     **_fields("moe_enable_routing_replay", refused="use --use-routing-replay or --use-rollout-routing-replay"),
     **_fields(
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
@@ -203,7 +207,10 @@ FIELDS: dict[str, FlagMeta] = {
     ),
     **_fields("fp32_residual_connection", refused="the residual stream has the precision of the weights"),
     **_fields("bias_activation_fusion", refused="SwiGLU is one kernel anyway"),
-    **_fields("batch_invariant_mode", refused="its kernels are not in this version; see --deterministic-mode"),
+    **_fields(
+        "batch_invariant_mode",
+        refused="a set of batch-invariant kernels is not in this version; see --deterministic-mode",
+    ),
     **_fields(
         "num_microbatches_with_partial_activation_checkpoints",
         refused="all micro-batches are recomputed alike",
@@ -222,7 +229,10 @@ FIELDS: dict[str, FlagMeta] = {
         "overlap_param_gather_with_optimizer_step",
         refused="parameters are gathered with the forward pass; see --overlap-param-gather",
     ),
-    **_fields("log_num_zeros_in_grad", refused="not in this version; the gradient norm is logged as train/grad_norm"),
+    **_fields(
+        "log_num_zeros_in_grad",
+        refused="counting zeros of gradients is not in this version; their norm is logged as train/grad_norm",
+    ),
     **_fields(
         "muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
         "muon_tp_mode muon_extra_scale_factor",
@@ -352,7 +362,7 @@ REFUSED_NAMES: dict[str, str] = {
     "tensorboard_dir": _OBSERVE,
     "log_interval": "every step is logged",
     "log_throughput": "throughput is always logged, as perf/…",
-    "log_params_norm": "not in this version; the gradient norm is logged as train/grad_norm",
+    "log_params_norm": "the norm of parameters is not in this version; that of gradients is logged as train/grad_norm",
     "use_checkpoint_args": "the architecture is that of --hf-checkpoint",
     "pretrained_checkpoint": "use --load",
     "non_persistent_save_interval": "use --save-interval",
@@ -361,6 +371,8 @@ REFUSED_NAMES: dict[str, str] = {
     "virtual_pipeline_model_parallel_size": "use --num-layers-per-virtual-pipeline-stage",
     "cuda_graph_warmup": "CUDA graphs need fixed shapes",
     "use_torch_fsdp2": _FSDP,
+    "use_gated_attention": _NO_FAMILY,
+    "enable_experimental": _NO_FAMILY,
     "profile": "profiling is not in this version; py-spy works on every process",
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime.config.draft import Draft
-from slime.config.flag import EVALUATES, GENERATES, SAMPLES, FlagSpec, Part
+from slime.config.flag import EVALUATES, EVALUATION_SETTING, GENERATES, SAMPLES, FlagSpec, Part
 
 _ENGINES: tuple[Part, ...] = ("generation", "engine", "router", "push")
 #: What samples were generated with is asked for by these too, also where they are loaded.
@@ -81,7 +81,7 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     if SAMPLES in needs and "collection" in missing and "samples" in missing:
         return missing["samples"]
     takes_samples = any(part in spec.meta.serves and part not in missing for part in _TAKE_SAMPLES)
-    if (GENERATES in needs or EVALUATES in needs) and "generation" in missing and not takes_samples:
+    if {GENERATES, EVALUATES, EVALUATION_SETTING} & set(needs) and "generation" in missing and not takes_samples:
         return missing["generation"]
     readers = [part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves]
     readers = [part for part in readers if part != "config"]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slime.config.engine_flags import ENGINE_OPTIONS
+
 if TYPE_CHECKING:
     from slime.config.config import Config
 
@@ -102,9 +104,13 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """One group of engines that are all alike, on all GPUs of the rollout; no model where it has none."""
+    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike, or with
+    ``--prefill-num-servers`` so many prefill and the others decode."""
     total, per_engine = config.cluster.rollout_num_gpus, config.cluster.rollout_num_gpus_per_engine
-    groups = (ServerGroup("regular", total, per_engine),)
+    groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
+    if config.engine.prefill_num_servers and ENGINE_OPTIONS[config.engine.rollout_engine].splits_prefill:
+        prefill = config.engine.prefill_num_servers * per_engine
+        groups = (ServerGroup("prefill", prefill, per_engine), ServerGroup("decode", total - prefill, per_engine))
     return [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, groups)] if total else []
 
 

@@ -289,7 +289,7 @@ def _mistral(text: str, tools: Tools) -> Iterator[Call]:
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 #: Where the marks of several are in a template, the first of them is meant.
 FORMATS: dict[str, ToolFormat] = {
-    "glm45": ToolFormat(("<tool_call>",), _glm45, ("<tool_call>", "<arg_key>"), ("glm4_moe",), "glm45"),
+    "glm45": ToolFormat(("<tool_call>",), _glm45, ("<tool_call>", "<arg_key>"), ("glm4_moe", "glm4_moe_lite"), "glm45"),
     "qwen3_coder": ToolFormat(
         ("<tool_call>",), _qwen3_coder, ("<tool_call>", "<function="), (), "qwen3_coder"
     ),

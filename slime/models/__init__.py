@@ -14,6 +14,7 @@ from slime.models.decoder import EXPERT_COUNTS
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
+from slime.models.glm4_moe_lite import GLM4_MOE_LITE
 from slime.models.llama import LLAMA
 from slime.models.mistral import MISTRAL
 from slime.models.qwen2 import QWEN2
@@ -22,7 +23,9 @@ from slime.models.qwen3_moe import QWEN3_MOE
 from slime.models.spec import HfConfig, ModelSpec, read_hf_config
 from slime.models.table import Match, ModelFamily, Rule
 
-FAMILIES: tuple[ModelFamily, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3)
+FAMILIES: tuple[ModelFamily, ...] = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3),
+)
 
 __all__ = [
     "FAMILIES",

@@ -1,5 +1,5 @@
-"""DeepSeek-V3, R1 and Moonlight (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then layers
-of shared and routed experts.
+"""DeepSeek-V3, R1, Moonlight and Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then
+layers of shared and routed experts.
 
     hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without q_lora_rank: one q_proj
     hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per head [key without position | value]
@@ -75,13 +75,17 @@ _ATTENTION_RULES = (
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    config = {**_DEFAULTS, **config}
+    return latent_spec({**_DEFAULTS, **config}, "deepseek_v3")
+
+
+def latent_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """The spec of a family with this attention and router; ``config`` has its defaults filled in."""
     _refuse_other_models(config)
     layers, freq = range(int(require(config, "num_hidden_layers"))), int(config.get("moe_layer_freq") or 1)
     first = int(config["first_k_dense_replace"])
     spec = decoder_spec(
         {**config, "num_key_value_heads": config.get("num_attention_heads"), "head_dim": None},
-        "deepseek_v3",
+        family,
         qk_layernorm=True,
         moe_layer_freq=moe_layer_freq([layer >= first and layer % freq == 0 for layer in layers]),
         **sigmoid_router(config),
@@ -145,7 +149,7 @@ _FUSED_DOWN_PROJECTIONS = FusedLoad(
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
-    model_types=("deepseek_v3",),
+    model_types=("deepseek_v3", "kimi_k2"),
     architectures=("DeepseekV3ForCausalLM",),
     rules=OUTER_RULES + _ATTENTION_RULES + MLP_RULES + MOE_RULES,
     make_spec=_spec,

@@ -12,7 +12,10 @@ from typing import Any
 from slime.config.flags import all_flags
 from slime.config.groups_megatron import MegatronConfig
 from slime.errors import UserError
+from slime.log import get_logger
 from slime.models.spec import ModelSpec
+
+logger = get_logger(__name__)
 
 
 def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
@@ -22,8 +25,15 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
         UserError: lists every one of them, with both values.
     """
     described = _beside_transformer(spec)
-    given = {dest: value for dest, value in flags.model.items() if dest in described and value is not None}
-    wrong = list(_of_transformer(spec.transformer, flags.transformer))
+    idle = _without_effect(flags, described, spec)
+    for dest, why in idle.items():
+        logger.warning("%s has no effect: %s", all_flags()[dest].option, why)
+    given = {
+        dest: value
+        for dest, value in flags.model.items()
+        if dest in described and dest not in idle and value is not None
+    }
+    wrong = list(_of_transformer(spec.transformer, _acting(spec.transformer, flags.transformer)))
     wrong += [
         _said(dest, value, described[dest]) for dest, value in given.items() if not _equal(value, described[dest])
     ]
@@ -31,6 +41,18 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
     if longest is not None and longest > spec.max_position_embeddings:
         wrong.append(f"--max-position-embeddings {longest}, but it is made for {spec.max_position_embeddings}")
     _refuse(wrong)
+
+
+def _without_effect(flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
+    """Flags by dest that Megatron reads for other models than this one, and why they change nothing here."""
+    idle = {}
+    for name in flags.transformer.keys() - _acting(spec.transformer, flags.transformer).keys():
+        idle[name] = "multi-latent attention has no biases"
+    if described["mscale"] is None and flags.model.get("rotary_scaling_factor", 1) == 1:
+        for dest in ("mscale", "mscale_all_dim"):
+            if flags.model.get(dest) == 1.0:
+                idle[dest] = "positions are not scaled, so that attention is not either"
+    return idle
 
 
 def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +73,15 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
           why: --num-layers 36, but it is 28
           fix: leave the flags that describe the model out (they are read from --hf-checkpoint), or correct them
     """
-    _refuse(list(_of_transformer(described, given)))
-    return {**described, **given}
+    acting = _acting(described, given)
+    _refuse(list(_of_transformer(described, acting)))
+    return {**described, **acting}
+
+
+def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given fields without those that Megatron does not read for this kind of attention."""
+    idle = ("add_qkv_bias",) if described.get("multi_latent_attention") else ()
+    return {name: value for name, value in given.items() if name not in idle}
 
 
 def _refuse(wrong: list[str]) -> None:

@@ -219,6 +219,15 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
         yield {**defaults, **entry, "path": local_data(str(entry["path"]), download=False)}
 
 
+def check_keys(given: dict[str, Any], where: str) -> None:
+    """Refuse what is no key of an evaluation set.
+
+    Raises:
+        UserError: the first one, with the nearest that there is.
+    """
+    _refuse_unknown(given, _KEYS, where)
+
+
 def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
     for key in given:
         if key in known:

@@ -118,6 +118,11 @@ def sft_limits(config: Config) -> tuple[int | None, int | None]:
     return min(limits, default=None), config.data.rollout_max_prompt_len
 
 
+def compared_rule(config: Config) -> str | None:
+    """The reference system's rule for loss masks that ours are compared with (``--loss-mask-type``)."""
+    return config.rollout.loss_mask_type
+
+
 def _fits(length: int, limit: int | None) -> bool:
     return limit is None or length <= limit
 

@@ -30,6 +30,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes import follow_parent
+from slime.prompts.conversation import read_messages
 from slime.prompts.dataset_folders import EVALUATION, TRAINING
 from slime.prompts.prepare import (
     ALL_ROWS,
@@ -43,6 +44,7 @@ from slime.prompts.prepare import (
 )
 from slime.prompts.problems import Problems, RowProblem
 from slime.prompts.readers import Row, Rows, iter_rows, open_rows
+from slime.prompts.reference_masks import mask_difference
 from slime.prompts.row_format import Prompt
 from slime.prompts.sft_encoding import Encoded
 from slime.prompts.source import model_context, prompt_checker
@@ -50,12 +52,14 @@ from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.evaluate import eval_checker
 from slime.rollout.rewards.row_checks import RewardJudge
-from slime.rollout.sft import sft_encoding, sft_limits
+from slime.rollout.sft import compared_rule, sft_encoding, sft_limits
 
 logger = get_logger(__name__)
 
 #: Share of rows from which on a remark refuses a run: there is none.
 _NEVER = 2.0
+#: Conversations that are compared with what another rule for loss masks would train.
+_MOST_COMPARED = 100
 #: Rows that the process beside a run checks between two reports.
 _REPORTED_ROWS = 2_000
 
@@ -227,6 +231,9 @@ class SftJudge:
         self._templates_text = config.data.apply_chat_template
         self._limit, self._prompt_limit = sft_limits(config)
         self._context = model_context(config) if self._limit is None else None
+        self._rule = compared_rule(config)
+        self._tokenizer = tokenizer
+        self._to_compare = _MOST_COMPARED if self._rule else 0
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         if not self._templates_text:
@@ -244,7 +251,21 @@ class SftJudge:
             yield RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
             return
         yield from _remarks(encoded)
+        yield from self._other_mask(prompt, encoded)
         yield from self._too_long([(len(one.tokens), one.prompt_length) for one in encoded.sequences])
+
+    def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
+        """Where the rule of ``--loss-mask-type`` would train on other text, in the first rows."""
+        if self._rule is None or not self._to_compare or not isinstance(prompt.text, list):
+            return
+        self._to_compare -= 1
+        tools = prompt.metadata.get("tools")
+        messages = read_messages(prompt.text, tools=tools)
+        if not any(message["role"] == "assistant" for message in messages):
+            messages.append({"role": "assistant", "content": str(prompt.label)})
+        if difference := mask_difference(self._rule, self._tokenizer, messages, tools, encoded.sequences):
+            kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
+            yield RowProblem(kind, difference, "leave the flag out; docs/conversations.md tells why", refuse_at=_NEVER)
 
     def _too_long(self, lengths: list[tuple[int, int]]) -> Iterator[RowProblem]:
         """

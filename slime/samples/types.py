@@ -19,7 +19,7 @@ from slime.errors import UserError
 from slime.hook_loading import shown
 from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import decode_routed_experts
-from slime.samples.sample_fields import kind_problem, number_problem
+from slime.samples.sample_fields import as_list, kind_problem, number_problem
 
 
 class SampleStatus(StrEnum):
@@ -215,8 +215,8 @@ class Sample:
         self,
         args: Any = None,
         *,
-        tokens: list[int],
-        log_probs: list[float] | None = None,
+        tokens: Any = (),
+        log_probs: Any = None,
         trainable: bool = True,
         meta_info: dict[str, Any] | None = None,
         text: str | None = None,
@@ -224,7 +224,8 @@ class Sample:
     ) -> None:
         """Append sampled tokens (``trainable``) or tool/environment tokens to the response.
 
-        Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and mask 0).
+        Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and mask 0). Both may be
+        lists, arrays or tensors of one axis; without tokens only what ``meta_info`` says is noted.
         ``meta_info`` is the engine's, from which status, weight version and cache counters are taken. An engine whose
         weights changed during the call says so in ``token_weight_versions``: ``[[start, version], ...]``, counted from
         the call's first token.
@@ -232,7 +233,9 @@ class Sample:
         Raises:
             UserError: log-probs missing, surplus, or not one per token.
         """
-        if trainable and (log_probs is None or len(log_probs) != len(tokens)):
+        tokens = as_list(tokens) or []
+        log_probs = as_list(log_probs)
+        if trainable and len(log_probs or ()) != len(tokens):
             given = "none" if log_probs is None else str(len(log_probs))
             raise UserError(
                 f"{len(tokens)} sampled tokens were appended with {given} log-probs",

@@ -1,4 +1,5 @@
-"""A whole launch as users of the reference system write theirs: conversion, ``ray start``, ``ray job submit``."""
+"""A whole launch as users of the reference system write theirs: conversion, ``ray start``, ``ray job submit``, and the
+conversion back."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime.host import free_port
 from tests.support import toy
@@ -44,10 +47,25 @@ def _of(folder: Path) -> set[psutil.Process]:
     return found - {psutil.Process()}
 
 
-def test_a_launch_script_of_the_reference_system_trains(tmp_path: Path, ray_folder: Path) -> None:
+SHAPE = """--swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --use-rotary-position-embeddings --disable-bias-linear
+    --normalization "RMSNorm" --rotary-base 10000 --vocab-size 32 --kv-channels 16"""
+#: Family of `toy` → its MODEL_ARGS.
+MODELS = {
+    "glm4": f"""--spec "slime_plugins.models.glm4" "get_glm_spec" {SHAPE} --norm-epsilon 1.5625e-07 --rotary-percent 0.5
+        --rotary-interleaved --no-rope-fusion --post-self-attn-layernorm --post-mlp-layernorm""",
+    "qwen3": f"{SHAPE} --norm-epsilon 1e-6 --qk-layernorm",
+}
+
+
+@pytest.mark.parametrize("family", ["glm4", pytest.param("qwen3", marks=pytest.mark.full)])
+def test_a_launch_script_of_the_reference_system_trains(family: str, tmp_path: Path, ray_folder: Path) -> None:
     """Its own arguments, but for what needs a GPU: their number, and flash attention."""
-    toy.write_answering_model(tmp_path / "Llama-tiny")
+    model = f"{family}-tiny"
+    toy.write_model(tmp_path / model, family)
     toy.write_data(tmp_path / "sums.jsonl")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / f"{model}.sh").write_text(f"MODEL_ARGS=(\n{MODELS[family]}\n)\n")
     for name in ("train.py", "tools"):  # it stands in its repository, and outputs/ comes to be here
         (tmp_path / name).symlink_to(ROOT / name)
     ports = [
@@ -55,6 +73,7 @@ def test_a_launch_script_of_the_reference_system_trains(tmp_path: Path, ray_fold
     ]
     given = {
         "HERE": str(tmp_path),
+        "MODEL": model,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "GPUS": "0",
@@ -75,12 +94,15 @@ def test_a_launch_script_of_the_reference_system_trains(tmp_path: Path, ray_fold
         )
     assert done.returncode == 0, log.read_text()[-8000:]
 
-    [run] = (tmp_path / "outputs").glob("Llama-tiny-*")
+    [run] = (tmp_path / "outputs").glob(f"{model}-*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "rollout/raw_reward" in row]
     assert [row["step"] for row in trained] == [1, 2] and any(row["train/grad_norm"] > 0 for row in trained)
     assert [row["step"] for row in rows if "eval/sums" in row] == [0, 2]
-    assert (tmp_path / "Llama-tiny_torch_dist" / "release").is_dir(), "what --ref-load reads"
-    assert (tmp_path / "Llama-tiny_slime" / "iter_0000001").is_dir()
+    assert (tmp_path / f"{model}_torch_dist" / "release").is_dir(), "what --ref-load reads"
+    assert (tmp_path / f"{model}_slime" / "iter_0000001").is_dir()
     config = json.loads((run / "config.json").read_text())
-    assert config["checkpoint"]["ref_load"].endswith("Llama-tiny_torch_dist")
+    assert config["checkpoint"]["ref_load"].endswith(f"{model}_torch_dist")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in (model, f"{model}_hf"))
+    assert before.keys() == after.keys(), "what the last command has written"
+    assert any(not torch.equal(before[name], after[name].to(before[name])) for name in before)

@@ -68,7 +68,8 @@ LOOKS_AHEAD = (
 WORKING = {
     dest: spec
     for dest, spec in own_flags().items()
-    if not spec.meta.refused and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
+    if not (spec.meta.refused or spec.meta.no_effect)
+    and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
 }
 ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta.refused and not spec.meta.no_effect}
 
@@ -188,6 +189,8 @@ def other_than_default(spec: FlagSpec) -> Any:
         return (value,) if spec.many else value
     if spec.dest == "rollout_external_engine_addrs":
         return ("host:7",)
+    if spec.dest in ("spec", "prefill_num_servers"):
+        return {"spec": ("my.layers", "layers"), "prefill_num_servers": 1}[spec.dest]
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
     numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]

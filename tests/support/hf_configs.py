@@ -18,6 +18,7 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_
 EXTRA: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {**DENSE_FIRST, **LATENT},
     "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 1, "topk_group": 1},
 }
 

@@ -1,36 +1,21 @@
 #!/bin/bash
-# A launch as users of the reference system write theirs, on a model of 70 thousand parameters. $HERE has it, and the
-# data; ports and Ray's folder are the caller's, as are the processes that a script of one's own would kill by name.
+# A launch as users of the reference system write theirs, on a model of 70 thousand parameters: $HERE/$MODEL, described
+# in $HERE/models/$MODEL.sh. Ports and Ray's folder are the caller's, as are the processes that a script of one's own
+# would kill by name.
 
 set -ex
 
 # Ray buffers neither stdout nor stderr
 export PYTHONBUFFERED=16
 
-MODEL_ARGS=(
-   --swiglu
-   --num-layers 2
-   --hidden-size 64
-   --ffn-hidden-size 128
-   --num-attention-heads 4
-   --group-query-attention
-   --num-query-groups 2
-   --use-rotary-position-embeddings
-   --disable-bias-linear
-   --normalization "RMSNorm"
-   --norm-epsilon 1e-6
-   --rotary-base 10000
-   --vocab-size 32
-   --kv-channels 16
-   --untie-embeddings-and-output-weights
-)
+source "${HERE}/models/${MODEL}.sh"
 
 CKPT_ARGS=(
-   --hf-checkpoint ${HERE}/Llama-tiny
-   # --hf-checkpoint ${HERE}/Llama-tiny-FP8
-   --ref-load ${HERE}/Llama-tiny_torch_dist
-   --load ${HERE}/Llama-tiny_slime/
-   --save ${HERE}/Llama-tiny_slime/
+   --hf-checkpoint ${HERE}/${MODEL}
+   # --hf-checkpoint ${HERE}/${MODEL}-FP8
+   --ref-load ${HERE}/${MODEL}_torch_dist
+   --load ${HERE}/${MODEL}_slime/
+   --save ${HERE}/${MODEL}_slime/
    --save-interval 2
 )
 
@@ -113,12 +98,13 @@ MISC_ARGS=(
    --accumulate-allreduce-grads-in-fp32
    --attention-softmax-in-fp32
    --attention-backend ${ATTENTION:-flash}
+   --ci-test
 )
 
 PYTHONPATH=/root/Megatron-LM python3 tools/convert_hf_to_torch_dist.py \
    ${MODEL_ARGS[@]} \
-   --hf-checkpoint ${HERE}/Llama-tiny \
-   --save ${HERE}/Llama-tiny_torch_dist
+   --hf-checkpoint ${HERE}/${MODEL} \
+   --save ${HERE}/${MODEL}_torch_dist
 
 export MASTER_ADDR=${MASTER_ADDR:-"127.0.0.1"}
 ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus ${GPUS:-8} --disable-usage-stats \
@@ -148,3 +134,8 @@ ray job submit --address="http://127.0.0.1:${DASHBOARD_PORT:-8265}" \
    ${EVAL_ARGS[@]} \
    ${SGLANG_ARGS[@]} \
    ${MISC_ARGS[@]}
+
+PYTHONPATH=/root/Megatron-LM python3 tools/convert_torch_dist_to_hf.py \
+   --input-dir ${HERE}/${MODEL}_slime/iter_0000001 \
+   --output-dir ${HERE}/${MODEL}_hf \
+   --origin-hf-dir ${HERE}/${MODEL}

@@ -140,6 +140,17 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        {
+            **LATENT,
+            "v_head_dim": 12,  # as long as a key
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.8,
+            "mlp_layer_types": ["dense", *["sparse"] * (SHAPE["num_hidden_layers"] - 1)],
+        },
+    ),
     "deepseek_v3, as Moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None}),
     "deepseek_v3, tied, mscale": (
         transformers.DeepseekV3Config,

@@ -64,6 +64,7 @@ FLOORS = (
         "weights",
         "trainer",
         "cluster",
+        "plugin_imports",
         "preflight",
         "diagnosis",
         "pushes",

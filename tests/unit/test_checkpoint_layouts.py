@@ -58,7 +58,7 @@ LAYOUTS = {
     "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2),
     "PP2 x EP2": Layout(4, 2, PP2 | EP2),
 }
-EXPERTS = {"qwen3_moe", "glm4_moe", "deepseek_v3"}
+EXPERTS = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
 #: The first has tied embeddings and a vocabulary of 97 rows, which two tensor-parallel ranks pad to 98.
 FAMILIES = ["qwen3", "llama", "qwen2", "glm4", *sorted(EXPERTS)]
 #: What `make test` tries, in this order: few saves, every kind of resharding.

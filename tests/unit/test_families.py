@@ -225,7 +225,7 @@ def test_rotary_settings_that_go_into_the_attention() -> None:
         config = PUBLISHED[model]["config"]
         spec = family_of(config).model_spec(config)
         assert spec.transformer["rotary_interleaved"] == (spec.family == "glm4")
-        assert spec.rotary_percent == (0.5 if "GLM" in model else 1.0)
+        assert spec.rotary_percent == (0.5 if spec.family in ("glm4", "glm4_moe") else 1.0)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -62,8 +62,8 @@ LAYOUTS = {
     "TP2+SP x EP2": Layout(4, 2, TP2 | SP | EP2 | ETP1, rare=True),
 }
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"]
-MOE = {"qwen3_moe", "glm4_moe", "deepseek_v3"}
+FAMILIES = [*DENSE, "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"]
+MOE = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
 #: Variants with parameters of their own, at the layouts that cut or sum these.
 VARIANTS = ["llama, biases"]
 

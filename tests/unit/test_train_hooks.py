@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from slime.checkpoints.megatron_names import global_parameters
 from slime.errors import UserError
+from slime.trainer.megatron.attention import PackedSelfAttention
 from slime.trainer.megatron.backend import MegatronBackend
-from slime.trainer.megatron.provider import default_model
+from slime.trainer.megatron.provider import default_layer_spec, default_model
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import trainer
 
@@ -161,6 +163,75 @@ def test_a_provider_of_something_else_is_refused(name: str, expected: str) -> No
 def test_the_default_model_is_for_providers() -> None:
     with pytest.raises(UserError, match="outside of a model provider"):
         default_model(True, True)
+
+
+# -- layer specification -----------------------------------------------------------------------------------------------
+
+
+class Silent(PackedSelfAttention):
+    """Attention that adds nothing to the residual stream."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        output, bias = super().forward(*args, **kwargs)
+        return output * 0, bias
+
+
+def same_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    seen.append(("spec", args.lr, config.num_layers, vp_stage))
+    return default_layer_spec(args, config, vp_stage)
+
+
+def silent_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    block = default_layer_spec(args, config, vp_stage)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.module = Silent
+    return block
+
+
+def one_layer_for_all(args: Any, config: Any, vp_stage: int | None) -> Any:
+    return default_layer_spec(args, config, vp_stage).layer_specs[0]
+
+
+def too_few_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    block = default_layer_spec(args, config, vp_stage)
+    return dataclasses.replace(block, layer_specs=block.layer_specs[1:])
+
+
+def no_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    return torch.nn.Linear(2, 2)
+
+
+def spec_scores(name: str | None) -> list[torch.Tensor]:
+    flags = {} if name is None else {"spec": [__name__, name]}
+    backend = trainer(lr=0.02, **flags)
+    try:
+        scores = backend.log_probs(make_batch())
+    finally:
+        backend.close()
+    assert scores is not None
+    return scores
+
+
+def test_a_layer_spec_is_given_the_run_and_takes_effect() -> None:
+    seen.clear()
+    expected = spec_scores(None)
+    for name in ("same_layers", "one_layer_for_all"):
+        assert all(torch.equal(a, b) for a, b in zip(spec_scores(name), expected, strict=True))
+    assert seen[0][:2] == ("spec", 0.02) and seen[0][3] is None
+    assert not any(torch.equal(a, b) for a, b in zip(spec_scores("silent_layers"), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("no_layers", "gave a Linear"), ("too_few_layers", r"gave \d+ layers?")]
+)
+def test_a_spec_of_something_else_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        trainer(spec=[__name__, name])
+
+
+def test_the_default_layer_spec_is_for_specs() -> None:
+    with pytest.raises(UserError, match="outside of a layer specification"):
+        default_layer_spec(None, None)  # type: ignore[arg-type]
 
 
 # -- functions around the phases -------------------------------------------------------------------------------------

@@ -265,11 +265,13 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
 
     from slime.trainer.megatron.attention import PackedAttention
     from slime.trainer.megatron.layers import RMSNorm
-    from slime.trainer.megatron.model import block_spec
+    from slime.trainer.megatron.model import local_layers, put_in_parts
 
     backend = trainer()
     try:
-        block = block_spec(backend.model_chunks[0].module.config, None, backend.spec)
+        config = backend.model_chunks[0].module.config
+        block = local_layers(config, None)
+        put_in_parts(block, config, backend.spec)
     finally:
         backend.close()
     parts = {kind: type(f"TE{kind.__name__}", (), {}) for kind in (ColumnParallelLinear, RowParallelLinear)}

@@ -159,7 +159,8 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         "sliding_window",
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     )
-    moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.DeepseekV3Config)
+    moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.Glm4MoeLiteConfig,
+           transformers.DeepseekV3Config)  # fmt: skip
     dense = (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config,
              transformers.Glm4Config)  # fmt: skip
     assert {cls.model_type for cls in (*moe, *dense)} == {family.name for family in FAMILIES}

@@ -14,9 +14,10 @@ from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat
 from slime.prompts.sft_encoding import SftEncoding
-from slime.rollout.eval_datasets import EvalDataset, resolved
+from slime.rollout.eval_datasets import EvalDataset, check_keys, resolved
 from slime.rollout.generate import is_in_run
 from slime.rollout.loop import current_loop
+from slime.rollout.old_paths.without_run import token_ids
 from slime.samples.types import Sample
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ def filter_long_prompt(
         return origin_samples
 
     def fits(prompt: Any) -> bool:
-        return not isinstance(prompt, str) or len(tokenizer.encode(prompt, add_special_tokens=False)) <= max_length
+        return not isinstance(prompt, str) or len(token_ids(tokenizer, prompt)) <= max_length
 
     return [sample for sample in origin_samples if fits(sample.prompt)]
 
@@ -188,13 +189,14 @@ class EvalDatasetConfig(EvalDataset):
     the run's flags, or from their defaults where there is no run.
 
     Raises:
-        UserError: a number that makes no sense.
+        UserError: a key that there is not, or a number that makes no sense.
     """
 
     def __init__(self, name: str, path: str, *, args: Any = None, **values: Any) -> None:
         flags = {"eval_prompt_data": [name, path]}
         config = current_loop().config if is_in_run() and args is None else config_of(args, _EVALUATION, **flags)
         given = {key: value for key, value in values.items() if value is not None}
+        check_keys(given, f"evaluation set {name}")
         super().__init__(**resolved({"name": name, "path": path, **given}, config))
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from slime.hook_loading import check_signature, load_function, named
 from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, SampleHook
 from slime.rollout import generate as own
+from slime.rollout import plugin_api
 from slime.rollout.collect import ABORT_SECONDS
 from slime.rollout.loop import current_loop
+from slime.rollout.old_paths import without_run
 from slime.rollout.plugin_api import on_the_runs_loop
 from slime.rollout.sample_steps import apply_sample_hook
 from slime.samples.types import Sample
@@ -22,6 +24,8 @@ Tasks = set[asyncio.Task[Any]]
 
 class GenerateState:
     """``GenerateState(args)``: one object per run, for all functions of plugins, which may set attributes on it.
+
+    Without a run, as in a plugin's own unit tests, it is made of ``args`` (`slime.rollout.old_paths.without_run`).
 
     What it has not itself is that of the rollout under way (`slime.rollout.generate.GenerateState`): ``tokenizer``,
     ``processor``, ``semaphore``, ``sampling_params`` (which may be changed, for the rollouts to come, too), ``args``.
@@ -37,7 +41,9 @@ class GenerateState:
     remaining_batch_size: int
     dp_rank = 0
 
-    def __new__(cls, args: Any = None) -> GenerateState:
+    def __new__(cls, args: Any = None) -> Any:
+        if not own.is_in_run():
+            return _lone_state(args)
         loop = current_loop()
         known: GenerateState | None = vars(loop).get("plugin_state")
         if known is None:
@@ -74,10 +80,40 @@ class GenerateState:
         self.remaining_batch_size += len(samples)
 
 
+_lone: list[tuple[Any, without_run.LoneState]] = []
+"""The last one, and the args that it was made of."""
+
+
+def _lone_state(args: Any) -> without_run.LoneState:
+    """One per namespace of flags, as long as the next one is not asked for."""
+    if not _lone or _lone[0][0] is not args:
+        _lone[:] = [(args, without_run.LoneState(args))]
+    return _lone[0][1]
+
+
 @on_the_runs_loop
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """`slime.rollout.generate.generate`."""
-    return await own.generate(args, sample, sampling_params)
+    """`slime.rollout.generate.generate`; without a run a single request."""
+    answer = own.generate if own.is_in_run() else without_run.generate
+    return await answer(args, sample, sampling_params)
+
+
+@on_the_runs_loop
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """`slime.rollout.plugin_api.generate_and_rm`, or what it does without a run."""
+    work = plugin_api.generate_and_rm if own.is_in_run() else without_run.generate_and_rm
+    return await work(args, sample, sampling_params, evaluation=evaluation)
+
+
+@on_the_runs_loop
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """`slime.rollout.plugin_api.generate_and_rm_group`, or what it does without a run."""
+    work = plugin_api.generate_and_rm_group if own.is_in_run() else without_run.generate_and_rm_group
+    return await work(args, group, sampling_params, evaluation=evaluation)
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:

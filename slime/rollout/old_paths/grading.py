@@ -30,25 +30,25 @@ _TAIL = 100
 # -- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def extract_answer(passage: str) -> str | None:
+def extract_answer(passage: str | None) -> str | None:
     r"""The content of the last ``\boxed{…}``, None without one."""
-    return last_boxed(passage)
+    return last_boxed(passage or "")
 
 
-def extract_boxed_answer(solution: str) -> str | None:
+def extract_boxed_answer(solution: str | None) -> str | None:
     """The same."""
-    return last_boxed(solution)
+    return last_boxed(solution or "")
 
 
-def last_boxed_only_string(string: str) -> str | None:
+def last_boxed_only_string(string: str | None) -> str | None:
     r"""The last ``\boxed{…}`` itself, None without one."""
-    content = last_boxed(string)
+    content = last_boxed(string or "")
     return None if content is None else f"\\boxed{{{content}}}"
 
 
-def remove_boxed(s: str) -> str | None:
-    r"""The content of ``\boxed{…}``."""
-    return last_boxed(s)
+def remove_boxed(s: str | None) -> str | None:
+    r"""The content of ``\boxed{…}``; None of None, which `last_boxed_only_string` gives where there is no box."""
+    return None if s is None else last_boxed(s)
 
 
 # -- expressions -----------------------------------------------------------------------------------------------------
@@ -111,19 +111,21 @@ def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] |
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def normalize_answer(s: str) -> str:
-    """`slime.rollout.rewards.text.normalise_answer`."""
-    return normalise_answer(s)
+def normalize_answer(s: str | None) -> str:
+    """`slime.rollout.rewards.text.normalise_answer`; None is no text."""
+    return normalise_answer(str(s or ""))
 
 
-def normalize_final_answer(final_answer: str) -> str:
-    """`slime.rollout.rewards.text.normalise_final_answer`."""
-    return normalise_final_answer(str(final_answer))
+def normalize_final_answer(final_answer: str | None) -> str:
+    """`slime.rollout.rewards.text.normalise_final_answer`; None is no text."""
+    return normalise_final_answer("" if final_answer is None else str(final_answer))
 
 
-def f1_score(prediction: str, ground_truth: Any) -> tuple[float, float, float]:
-    """(F1, precision, recall) of the words."""
-    return f1_of_words(prediction, ground_truth)
+def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+    """(F1, precision, recall) of the words; 0 where there is no prediction, or nothing to compare it with."""
+    if prediction is None or ground_truth is None:
+        return 0.0, 0.0, 0.0
+    return f1_of_words(str(prediction), ground_truth)
 
 
 def is_correct_minerva(

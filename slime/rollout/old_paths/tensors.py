@@ -124,6 +124,11 @@ def _generalised(rewards: Tensor, values: Tensor, gamma: float, lambd: float) ->
     return advantages, advantages + values
 
 
+def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
+    """Returns [B, T] of rewards [B, T]; they are computed in chunks of a fixed size anyway."""
+    return torch.stack([discounted_returns(row, discount) for row in rewards])
+
+
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """(advantages, returns), each [B, T] as ``rewards`` and ``values``."""
     rows = [_generalised(*row, gamma, lambd) for row in zip(rewards, values)]

@@ -119,6 +119,8 @@ _DAPO_DROPPED = re.compile(
     r"\\mathrm\{\s*th\s*\}|"
     r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
 )
+#: Special tokens that end an answer, where the response kept them.
+_END_TOKENS = re.compile(r"(?:\s*(?:<\|[^<>|]{1,40}\|>|<[｜|][^<>]{1,40}[｜|]>|</s>|<eos>|<end_of_turn>))+\s*$")
 _DAPO_LOOKALIKES = str.maketrans(
     {"−": "-", "–": "-", "°": "", "×": r"\times", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty"}
 )
@@ -134,7 +136,7 @@ def normalise_final_answer(answer: str) -> str:
         >>> normalise_final_answer(r"20\text{ cm}^3"), normalise_final_answer(r"\sqrt 3")
         ('20', '\\sqrt{3}')
     """
-    text = answer.split("=")[-1].translate(_DAPO_LOOKALIKES).replace("mbox", "text")
+    text = _END_TOKENS.sub("", answer).split("=")[-1].translate(_DAPO_LOOKALIKES).replace("mbox", "text")
     boxed = last_boxed(text)
     text = text if boxed is None else boxed
     text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})", "", text)

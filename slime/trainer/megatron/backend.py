@@ -36,6 +36,7 @@ from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
 from slime.path_patterns import fill  # noqa: E402
+from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.trainer.megatron.engine_weights import EngineWeights  # noqa: E402
 from slime.trainer.megatron.model import build_model_chunks  # noqa: E402
@@ -192,6 +193,9 @@ class MegatronBackend:
         if self.config.checkpoint.reset_optimizer_states:
             optimizer.reset_moments(self.optimizer)
         metrics, self.step_metrics = update(self, batch)
+        if self.ranks.has_output:
+            check_rollout(self.config, batch.rollout_id, metrics, self.step_metrics)
+            check_grad_norms(self.config, batch.rollout_id, self.step_metrics, writes=self.ranks.is_reporting)
         optimizer.gather_parameters(self.model_chunks)
         if self.routing is not None:
             self.routing.forget()

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -48,9 +49,11 @@ from slime.trainer.megatron.layers import (
 from slime.trainer.megatron.mla import LatentNorm, PackedMLASelfAttention
 from slime.trainer.megatron.moe_layer import connect, expert_arguments, expert_layer_spec
 from slime.trainer.megatron.packed import PackedMicroBatch
-from slime.trainer.megatron.provider import provided
+from slime.trainer.megatron.provider import provided, specified_layers
 from slime.trainer.megatron.rotary import RotaryAngles
 from slime.trainer.records import TokenScores
+
+_MEGATRON_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 
 
 class PolicyModel(GPTModel):
@@ -197,7 +200,11 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         core = ModuleSpec(module=PackedAttention, params={"torch_only": True})
 
     def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
-        layers = block_spec(transformer, vp_stage, spec, core_attention=core)
+        if config.train.spec:
+            layers = specified_layers(config.train.spec, config.flat(), transformer, vp_stage, local_layers)
+        else:
+            layers = local_layers(transformer, vp_stage)
+        put_in_parts(layers, transformer, spec, core_attention=core)
         return PolicyModel(
             spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
         )
@@ -253,36 +260,48 @@ def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) 
         embedded.requires_grad_()
 
 
-def block_spec(
+def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """megatron-core's layers of a pipeline stage, without Transformer Engine."""
+    plain = copy.copy(config)
+    plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
+    return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def put_in_parts(
+    block: TransformerBlockSubmodules,
     config: TransformerConfig,
-    vp_stage: int | None,
     spec: ModelSpec,
     *,
     core_attention: type | ModuleSpec = PackedAttention,
-) -> TransformerBlockSubmodules:
-    """megatron-core's local layers with our norm, attention, activation and biases in their places."""
-    plain = copy.copy(config)
-    plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
-    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
-    block.layer_norm = RMSNorm
+) -> None:
+    """Put our norm, attention, activation and biases in the places of megatron-core's, which take no packed sequences.
+
+    What a ``--spec`` of the user's has in these places stays.
+    """
+    if block.layer_norm is None or block.layer_norm in _MEGATRON_NORMS:
+        block.layer_norm = RMSNorm
     done: set[int] = set()
     for layer in block.layer_specs:
         if id(layer) in done:  # layers of one kind share their spec
             continue
         done.add(id(layer))
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        for name in ("input_layernorm", "pre_mlp_layernorm"):
+            if getattr(parts, name) in _MEGATRON_NORMS:
+                setattr(parts, name, RMSNorm)
         attention = parts.self_attention
         if attention.module is SelfAttention:
             attention.module = PackedSelfAttention
+        if issubclass(attention.module, PackedSelfAttention):
             attention.submodules.core_attention = core_attention
             if spec.output_bias:
                 attention.submodules.linear_proj = with_bias(attention.submodules.linear_proj)
             for name in ("q_layernorm", "k_layernorm"):
-                if getattr(attention.submodules, name) is not IdentityOp:
+                if getattr(attention.submodules, name) in _MEGATRON_NORMS:
                     setattr(attention.submodules, name, RMSNorm)
-        elif attention.module is MLASelfAttention:
+        if attention.module is MLASelfAttention:
             attention.module = PackedMLASelfAttention
+        if issubclass(attention.module, PackedMLASelfAttention):
             attention.submodules.core_attention = core_attention
             attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MLP:
@@ -298,7 +317,6 @@ def block_spec(
         add_post_norms(block)
     if config.transformer_impl == "transformer_engine":
         te_layers.replace_parts(block)
-    return block
 
 
 def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = False) -> TransformerConfig:
@@ -309,7 +327,8 @@ def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = Fa
     """
     given = config.megatron.transformer
     described = merge_transformer(spec.transformer_kwargs(), given)
-    arguments = {**described, **_trainer_arguments(spec, config, initialise), **given}
+    acting = {name: described[name] for name in given if name in described}
+    arguments = {**described, **_trainer_arguments(spec, config, initialise), **acting}
     if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))

@@ -1,4 +1,6 @@
-"""``--custom-model-provider-path``: a function of the user's own builds the model of a pipeline stage.
+"""Users' functions that build the model of a pipeline stage, or that say which layers it has.
+
+``--custom-model-provider-path``:
 
     from slime.trainer.megatron.provider import default_model
 
@@ -11,20 +13,41 @@
 What it returns must be a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes packed micro-batches and
 gives log-probs); start from `default_model`, or derive a class from it. Parameters keep their names, or conversion from
 and to Hugging Face, which knows the model family's, refuses what it cannot place.
+
+``--spec MODULE NAME``:
+
+    from slime.trainer.megatron.provider import default_layer_spec
+
+    def my_spec(args, config, vp_stage):
+        block = default_layer_spec(args, config, vp_stage)            # as it would be without --spec
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = MyAttention
+        return block
+
+Megatron's own attention, norms and experts in a specification are replaced by the trainer's, which take packed
+sequences; other modules are left as they are. Attention of the user's own derives from ``PackedSelfAttention`` or
+``PackedMLASelfAttention``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.errors import UserError
 from slime.hook_loading import user_function
 
 Build = Callable[[bool, bool, int | None], Any]
+Layers = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
 
 _building: list[Build] = []
+_specifying: list[Layers] = []
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
@@ -48,7 +71,7 @@ def provided(path: str, build: Build, wanted: type, first: bool, last: bool, vp_
     Raises:
         UserError: it returned something else than a ``wanted``, or one for another place in the pipeline.
     """
-    with _offering(build):
+    with _offering(_building, build):
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
@@ -66,10 +89,62 @@ def provided(path: str, build: Build, wanted: type, first: bool, last: bool, vp_
     return model
 
 
+def default_layer_spec(args: Any, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers as they are without ``--spec``; for its functions, while the trainer builds its model.
+
+    Raises:
+        UserError: called at another time.
+    """
+    if not _specifying:
+        raise UserError(
+            "default_layer_spec was called outside of a layer specification",
+            why="it specifies the layers of the trainer that is being set up",
+            fix="call it inside the function of --spec",
+        )
+    return _specifying[-1](config, vp_stage)
+
+
+def specified_layers(
+    spec: tuple[str, ...], args: SimpleNamespace, config: TransformerConfig, vp_stage: int | None, default: Layers
+) -> TransformerBlockSubmodules:
+    """The layers that the function or object of ``--spec`` gives for this stage.
+
+    Raises:
+        UserError: it gave something else than layers, or another number of them than the stage has.
+    """
+    path = ":".join(spec)
+    found = user_function(path, "--spec")
+    if callable(found) and not isinstance(found, ModuleSpec):
+        with _offering(_specifying, default):
+            found = found(args, config, vp_stage)
+    wanted = get_num_layers_to_build(config, vp_stage)
+    if isinstance(found, ModuleSpec):
+        layers = found.submodules
+        found = layers if isinstance(layers, TransformerBlockSubmodules) else _repeated(found, wanted)
+    if not isinstance(found, TransformerBlockSubmodules):
+        raise UserError(
+            f"--spec {' '.join(spec)} gave a {type(found).__name__}",
+            why="the trainer needs TransformerBlockSubmodules, or a ModuleSpec that all layers share",
+            fix="start from slime.trainer.megatron.provider.default_layer_spec(args, config, vp_stage)",
+        )
+    if len(found.layer_specs or ()) != wanted:
+        raise UserError(
+            f"--spec {' '.join(spec)} gave {len(found.layer_specs or ())} layers",
+            why=f"this pipeline stage has {wanted} of the model's {config.num_layers}",
+            fix="give those of the stage; get_num_layers_to_build and get_transformer_layer_offset of megatron-core say"
+            " which they are",
+        )
+    return found
+
+
+def _repeated(layer: ModuleSpec, count: int) -> TransformerBlockSubmodules:
+    return TransformerBlockSubmodules(layer_specs=[layer] * count)
+
+
 @contextmanager
-def _offering(build: Build) -> Iterator[None]:
-    _building.append(build)
+def _offering(stack: list[Any], built: Any) -> Iterator[None]:
+    stack.append(built)
     try:
         yield
     finally:
-        _building.pop()
+        stack.pop()

@@ -1,0 +1,100 @@
+"""Families of models that scripts of the reference system launch and this version cannot train.
+
+Such a script describes the model in a dozen flags. They are refused once, by the family's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.draft import Given
+from slime.errors import UserError
+
+_PLUGINS = "slime_plugins.models."
+
+
+@dataclass(frozen=True)
+class MissingFamily:
+    """A family without a table.
+
+    Attributes:
+        name: as its users call it.
+        lacks: the part of it that is not in this version.
+        modules: where the reference system keeps its layers, below ``slime_plugins.models``.
+        flags: dests that only a model of this family, or of one named before it, sets.
+    """
+
+    name: str
+    lacks: str
+    modules: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
+
+
+_GATED = frozenset({"attention_output_gate", "use_gated_attention", "apply_layernorm_1p"})
+_DELTA_NET = frozenset(
+    {
+        "qwen_gdn_backend",
+        *(f"linear_{name}" for name in ("attention_freq", "conv_kernel_dim", "key_head_dim", "value_head_dim")),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    }
+)
+_SPARSE = frozenset(
+    {
+        *("allgather_cp", "freeze_indexer", "enable_experimental", "experimental_attention_variant"),
+        *(f"dsa_indexer_{name}" for name in ("n_heads", "head_dim", "topk", "loss_coeff", "use_sparse_loss")),
+    }
+)
+
+#: The first one that a line names is told.
+MISSING_FAMILIES: tuple[MissingFamily, ...] = (
+    MissingFamily("Qwen3.5 and Qwen3.6", "Gated DeltaNet layers", ("qwen3_5",)),
+    MissingFamily("Qwen3-Next", "Gated DeltaNet layers", ("qwen3_next",)),
+    MissingFamily("GLM-5", "DeepSeek sparse attention", ("glm5",)),
+    MissingFamily("MiniMax-M2", "its attention and router", ("minimax_m2",)),
+    MissingFamily("gpt-oss", "attention sinks and sliding windows", ("gptoss", "gpt_oss")),
+    MissingFamily("Gemma", "sliding windows and per-layer rotary embeddings", ("gemma3", "gemma4", "gemma4_provider")),
+    MissingFamily(
+        "Qwen3.5, Qwen3.6 and Qwen3-Next",
+        "Gated DeltaNet layers and gated attention",
+        ("gated_delta_net",),
+        _GATED | _DELTA_NET | {"moe_shared_expert_gate"},
+    ),
+    MissingFamily("GLM-5 and DeepSeek-V3.2", "DeepSeek sparse attention", flags=_SPARSE),
+    MissingFamily("gpt-oss", "attention sinks and sliding windows", flags=frozenset({"softmax_type", "window_size"})),
+)
+
+#: Modules of the reference system → the family here whose table takes their place.
+BUILT_IN: dict[str, str] = {_PLUGINS + "glm4": "GLM-4"}
+
+
+def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
+    """The refusal of the family that a command line is about; None where there is a table for it.
+
+    Args:
+        set_flags: dests with another value than their default.
+    """
+    module = next(iter(given.values.get("spec", ())), "")
+    plugin = module.removeprefix(_PLUGINS).split(".")[0] if module.startswith(_PLUGINS) else ""
+    if plugin and module not in BUILT_IN and not any(plugin in family.modules for family in MISSING_FAMILIES):
+        return _refusal(f"the family of {module}", "its layers", [f"--spec {module}"])
+    for family in MISSING_FAMILIES:
+        named = sorted("--" + dest.replace("_", "-") for dest in family.flags & set_flags)
+        if plugin and plugin in family.modules:
+            named = [f"--spec {' '.join(given.values['spec'])}"]
+        if named:
+            return _refusal(family.name, family.lacks, named)
+    return None
+
+
+def described_by(family_error: UserError | None, dest: str) -> bool:
+    """Whether the refusal of a family covers a flag: one that describes a model of some missing family."""
+    return family_error is not None and any(dest in family.flags for family in MISSING_FAMILIES)
+
+
+def _refusal(name: str, lacks: str, named: list[str]) -> UserError:
+    plural = "are" if " and " in name else "is"
+    return UserError(
+        f"{name} {plural} not in this version",
+        why=f"{lacks} {'are' if lacks.endswith('s') else 'is'} missing; asked for by {', '.join(named)}",
+        fix="docs/model-families.md lists the families that can be trained",
+    )

@@ -1,0 +1,107 @@
+"""``--loss-mask-type``: which text the reference system's rules for loss masks train, to compare it with ours.
+
+    qwen          each message rendered alone; an assistant's is trained behind the generation prompt
+    qwen3         the same, rendered behind a user's message
+    qwen3_5       the whole conversation rendered; from behind ``<|im_start|>assistant`` (and an opened ``<think>``) on
+    distill_qwen  the first message as prompt, the last message's content as answer
+
+The first three also train the line break behind the end of a turn, which no engine generates; that is not told as a
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.prompts.conversation import Messages
+from slime.prompts.sft_encoding import TrainedSequence
+
+_PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
+_HEAD, _THINK, _END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
+_SHOWN = 80
+
+
+def mask_difference(
+    rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ours: Sequence[TrainedSequence]
+) -> str:
+    """The first turn that a rule would train otherwise, in words; "" where it trains the same text.
+
+    Args:
+        messages: in the one form (`slime.prompts.conversation.read_messages`).
+        ours: what is trained of them.
+    """
+    try:
+        theirs = trained_texts(rule, tokenizer, messages, tools)
+    except Exception as error:  # whatever a template raises that is given one message alone
+        return f"the rule {rule} cannot render it: {type(error).__name__}: {error}"
+    mine = [text for one in ours for text in _runs(tokenizer, one)]
+    for turn in range(max(len(mine), len(theirs))):
+        here, there = (texts[turn] if turn < len(texts) else None for texts in (mine, theirs))
+        if here is None or there is None or here.rstrip() != there.rstrip():
+            return f"trained turn {turn + 1}: {_shown(here)} is trained, with {rule} it would be {_shown(there)}"
+    return ""
+
+
+def trained_texts(rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> list[str]:
+    """The trained text of each turn by a rule of the reference system."""
+
+    def render(part: Messages, **kwargs: Any) -> str:
+        text: str = tokenizer.apply_chat_template(part, tokenize=False, tools=tools, **kwargs)
+        return text
+
+    trained = [m for m in messages if m["role"] == "assistant" and m.get("step_loss_mask", 1) == 1]
+    if rule == "distill_qwen":
+        return [str(messages[-1]["content"])] if messages[-1] in trained else []
+    if rule == "qwen3_5":
+        return _by_marks(render(messages), messages)
+    asked = [_PREFIX, _PREFIX]
+    head = len(render(asked, add_generation_prompt=True)) - len(render(asked))
+    before = [_PREFIX] if rule == "qwen3" else []
+    system = len(render(before)) if before else _system_length(render)
+    texts = []
+    for number, message in enumerate(messages):
+        if message not in trained:
+            continue
+        text = render([*before, message])
+        behind = system if before or number > 0 else 0
+        texts.append(text[behind + head :])
+    return texts
+
+
+def _system_length(render: Any) -> int:
+    """Characters that a template writes before the first message by itself."""
+    once, twice = len(render([_PREFIX])), len(render([_PREFIX, _PREFIX]))
+    return int(once - (twice - once))
+
+
+def _by_marks(text: str, messages: Messages) -> list[str]:
+    texts, place = [], 0
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        start = text.index(_HEAD, place) + len(_HEAD)
+        place = text.index(_END, start) + len(_END)
+        if message.get("step_loss_mask", 1) == 1:
+            start += len(_THINK) if text.startswith(_THINK, start) else 0
+            texts.append(text[start:place])
+    return texts
+
+
+def _runs(tokenizer: Any, sequence: TrainedSequence) -> list[str]:
+    """The text of each run of trained tokens."""
+    runs: list[list[int]] = []
+    before = 0
+    for token, trained in zip(sequence.tokens, sequence.mask, strict=True):
+        if trained and not before:
+            runs.append([])
+        if trained:
+            runs[-1].append(token)
+        before = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "nothing"
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]} … {text[-18:]}")

@@ -1,0 +1,227 @@
+"""Command lines of the reference system's scripts, examples and tests: each parses, and its engines' command lines and
+memory plan can be built; or it is refused by the name of what is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime.config import Config, make_config, parse_args
+from slime.engines.launch import EnginePlace
+from slime.engines.model_groups import served_models
+from slime.engines.sglang.command import GROUP_RULES, check_sglang, sglang_options
+from slime.errors import UserError
+from slime.memory.plan import MemoryPlan
+from slime.models import family_of
+from slime.models.layout_rules import check_layout
+from slime.models.model_flags import check_model_flags
+from tests.support.hf_configs import PUBLISHED
+
+LINES: list[dict[str, Any]] = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "support/reference_lines.jsonl").read_text().splitlines()
+]
+#: What is not in this version; a line that asks for it is refused by this name.
+MISSING = (
+    *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation", "the PPO critic"),
+    *("training of multi-token-prediction layers", "ending trainer processes", "the rollout buffer service"),
+    "a lagged copy of the policy",
+)
+#: Lines by name → what they are refused for.
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes", "fully_async_run-qwen3.5-9B-fully_async"),
+            *("full_disk_weight_update_0", "qwen3.5_0.8B_gsm8k_async_short_0", "qwen3.5_0.8B_gsm8k_short_0"),
+            *("qwen3.6_35B_A3B_pd_mooncake_0", "run-qwen3.5-35B-A3B-sft"),
+        ),
+        ("Qwen3.5 and Qwen3.6",),
+    ),
+    "release_train_0": ("Qwen3.5 and Qwen3.6", "ending trainer processes"),
+    "run-glm5-744B-A40B": ("GLM-5",),
+    "run-glm5.2-744B-A40B": ("GLM-5",),
+    "on_policy_distillation_run-qwen3-8B-opd-megatron": ("on-policy distillation",),
+    "qwen2.5_0.5B_opd_sglang_0": ("on-policy distillation",),
+    "qwen3_4B_ppo_0": ("the PPO critic",),
+    "qwen3_4B_ppo_train_critic_only_0": ("the PPO critic",),
+    "mimo_7B_mtp_only_grad_0": ("training of multi-token-prediction layers",),
+    "run-mimo-7B-rl-eagle": ("training of multi-token-prediction layers",),
+    "run-glm4.7-30B-A3B": ("training of multi-token-prediction layers",),
+    "slime_plugins_rollout_buffer_rollout_buffer_example": (
+        *("the rollout buffer service", "a lagged copy of the policy"),
+    ),
+}
+#: Lines whose engines draft with weights, which no push would update: refused as soon as engines are asked.
+WITH_DRAFTS = {"glm4.7_30B_A3B_pd_mooncake_0", "run-deepseek-r1"}
+#: Beginning of a model's name → the published model whose config.json it has, and what differs.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", {}),
+    "Qwen3-235B-A22B": (
+        "Qwen/Qwen3-30B-A3B",
+        {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64,
+         "num_hidden_layers": 94},
+    ),
+    "Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", {"rope_theta": 5000000, "max_position_embeddings": 262144}),
+    "qwen3-4b-sft": ("Qwen/Qwen3-4B", {"rope_theta": 5000000, "max_position_embeddings": 262144}),
+    "Qwen3-4B": ("Qwen/Qwen3-4B", {}),
+    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", {}),
+    "Qwen2.5-0.5B": (
+        "Qwen/Qwen2.5-7B",
+        {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
+         "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 151936},
+    ),
+    "GLM-Z1-9B": ("zai-org/GLM-4-9B-0414", {}),
+    "GLM-4.7-Flash": ("zai-org/GLM-4.7-Flash", {}),
+    "DeepSeek-R1": ("deepseek-ai/DeepSeek-V3", {}),
+    "Moonlight": ("moonshotai/Moonlight-16B-A3B", {}),
+    "Kimi-K2": (
+        "deepseek-ai/DeepSeek-V3",
+        {"model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
+         "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+         "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "vocab_size": 163840,
+         "rope_scaling": {"type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}},
+    ),
+}  # fmt: skip
+#: Server groups of a policy on its own, for lines whose YAML is not here.
+GROUPS = {"sglang": [{"name": "policy", "server_groups": [{"worker_type": "regular"}]}]}
+
+
+def values_of(argv: list[str], flag: str) -> list[str]:
+    return [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == flag]
+
+
+def with_files(line: dict[str, Any], folder: Path) -> list[str]:
+    """The words of a line, with files in the place of those that it names and that are not here."""
+    argv = list(line["argv"])
+    if path := values_of(argv, "--custom-config-path"):
+        custom = folder / "custom.yaml"
+        custom.write_text("use_tis: true\n")
+        argv[argv.index(path[0])] = str(custom)
+    return argv
+
+
+def config_json(argv: list[str], folder: Path) -> Path:
+    """A directory with the config.json of the line's model."""
+    name = Path(values_of(argv, "--hf-checkpoint")[-1]).name
+    published, changes = next(found for start, found in MODELS.items() if name.startswith(start))
+    config = {**PUBLISHED[published]["config"], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_NUM_GPUS", "8")
+
+
+def engines_of(config: Config, folder: Path) -> list[dict[str, Any]]:
+    """The SGLang options of one engine of each group of servers."""
+    gpus = config.cluster.rollout_num_gpus
+    if config.engine.sglang_config is not None:
+        groups = yaml.safe_load(yaml.safe_dump(GROUPS))
+        groups["sglang"][0]["server_groups"][0]["num_gpus"] = gpus
+        (folder / "groups.yaml").write_text(yaml.safe_dump(groups))
+        engine = dataclasses.replace(config.engine, sglang_config=str(folder / "groups.yaml"))
+        config = dataclasses.replace(config, engine=engine)
+    places = [
+        EnginePlace(num_gpus=group.num_gpus_per_engine, overrides=group.overrides)
+        for model in served_models(config, GROUP_RULES)
+        for group in model.groups
+    ]
+    return [sglang_options(config, str(folder), "127.0.0.1", 30000, place) for place in places]
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, id=line["name"]) for line in LINES])
+def test_a_line_launches_or_is_refused_by_name(line: dict[str, Any], tmp_path: Path) -> None:
+    argv = with_files(line, tmp_path)
+    if line["name"] in REFUSED:
+        with pytest.raises(UserError) as caught:
+            parse_args(argv, entry=line["entry"])
+        assert tuple(name for name in MISSING if name in caught.value.what) == REFUSED[line["name"]]
+        sentences = caught.value.what.split("; ")
+        assert len(sentences) == len(REFUSED[line["name"]])
+        assert all(sentence.endswith("in this version") for sentence in sentences)
+        return
+    model = config_json(argv, tmp_path)
+    config = parse_args([*argv, "--hf-checkpoint", str(model), "--rollout-engine", "sglang"], entry=line["entry"])
+    spec = family_of(str(model), None).model_spec(str(model))
+    check_model_flags(config.megatron, spec)
+    check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    plan = MemoryPlan.of(config)
+    assert plan.limit > 0 and (plan.peak.total > 0 or config.debug.debug_rollout_only)
+    if line["name"] in WITH_DRAFTS:
+        with pytest.raises(UserError, match=r"EAGLE(, which)? cannot follow the weights"):
+            check_sglang(config)
+        return
+    check_sglang(config)
+    for options in engines_of(config, model):
+        assert options["model_path"] == str(model) and options["tp_size"] >= 1
+
+
+def test_refusals_name_only_lines_that_are_there() -> None:
+    assert set(REFUSED) <= {line["name"] for line in LINES}
+    assert {name for names in REFUSED.values() for name in names} == set(MISSING)
+
+
+# -- what the lines do not show --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("slime_plugins.models.qwen3_next", "Qwen3-Next"),
+        ("slime_plugins.models.minimax_m2", "MiniMax-M2"),
+        ("slime_plugins.models.gemma4", "Gemma"),
+        ("slime_plugins.models.gptoss", "gpt-oss"),
+        ("slime_plugins.models.glm5.glm5", "GLM-5"),
+        ("slime_plugins.models.something_new", "slime_plugins.models.something_new"),
+    ],
+)
+def test_a_spec_of_a_missing_family_is_refused_by_its_name(module: str, named: str) -> None:
+    with pytest.raises(UserError, match="in this version") as caught:
+        make_config(spec=[module, "get_spec"], attention_output_gate=True, apply_layernorm_1p=True)
+    assert named in caught.value.what and "; " not in caught.value.what
+
+
+def test_model_flags_alone_name_the_families_that_have_such_layers() -> None:
+    with pytest.raises(UserError, match=r"Qwen3.5, Qwen3.6 and Qwen3-Next are not in this version") as caught:
+        parse_args(["--use-gated-attention", "--attention-output-gate", "--apply-layernorm-1p"])
+    assert "--attention-output-gate" in caught.value.why and "; " not in caught.value.what
+
+
+def test_the_spec_of_a_family_that_is_built_in_stands_for_its_table() -> None:
+    config = make_config(spec=["slime_plugins.models.glm4", "get_glm_spec"])
+    assert config.train.spec == () and any("GLM-4 are built in" in warning for warning in config.warnings)
+
+
+def test_a_spec_is_a_module_and_a_name() -> None:
+    with pytest.raises(UserError, match="takes a module and a name"):
+        make_config(spec=["my.layers"])
+
+
+def test_everything_that_is_missing_is_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        make_config(use_opd=True, opd_kl_coef=0.5, advantage_estimator="ppo", lora_rank="8", sglang_port=1)
+    assert caught.value.what.count(" in this version") == 3 and "--sglang-port cannot be set" in caught.value.what
+    assert "--use-opd, --opd-kl-coef" in caught.value.why
+
+
+def test_prefill_servers_become_two_groups() -> None:
+    flags: dict[str, Any] = {"rollout_engine": "sglang", "rollout_num_gpus_per_engine": 2}
+    config = make_config(**flags, rollout_num_gpus=8, prefill_num_servers=1)
+    (model,) = served_models(config, GROUP_RULES)
+    assert [(group.worker_type, group.num_engines) for group in model.groups] == [("prefill", 1), ("decode", 3)]
+    with pytest.raises(UserError, match="leaves no engine that decodes"):
+        make_config(**flags, rollout_num_gpus=4, prefill_num_servers=2)
+
+
+@pytest.mark.parametrize("flag", ["n_samples_per_eval_prompt", "eval_max_response_len", "eval_top_k"])
+def test_settings_of_an_evaluation_that_is_not_there_are_warned_of(flag: str) -> None:
+    warnings = make_config(**{flag: 4}).warnings
+    assert any(f"--{flag.replace('_', '-')} has no effect without" in warning for warning in warnings)
