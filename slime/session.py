@@ -28,6 +28,7 @@ from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
+from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan
 from slime.observe.first_step import first_step_lines
 from slime.observe.report import try_to_write_report
@@ -418,6 +419,8 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     setup_logging("driver", config.observe.log_level)
     config = from_the_hub(config)
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
+    config = with_token_limit(config)
+    logger.info("%s", packing_line(config))
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     for finding in at_start(config):

@@ -47,11 +47,18 @@ class TrainConfig:
         needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens"),
         serves="samples",
     )
-    """Samples per micro-batch, when batches are not dynamic."""
-    use_dynamic_batch_size: bool = flag(False, serves="samples")
-    """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
-    max_tokens_per_gpu: int | None = flag(None, range=SOME, needs=on("use_dynamic_batch_size"), serves="samples")
-    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
+    """Samples per micro-batch; given, it turns packing by tokens off."""
+    use_dynamic_batch_size: bool = derived("on, unless micro_batch_size is given", serves="samples")
+    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those of unpacked
+    micro-batches; a step takes a third to a quarter of the time."""
+    max_tokens_per_gpu: int | None = derived(
+        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and 4096 on a CPU",
+        range=SOME,
+        needs=on("use_dynamic_batch_size"),
+        serves="samples",
+    )
+    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets a micro-batch of its
+    own."""
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
     )

@@ -46,6 +46,7 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
         _lengths,
         _data,
         derive_batch_sizes,
+        _micro_batches,
         _sampling,
         _evaluation,
         _algorithm,
@@ -292,6 +293,15 @@ def derive_batch_sizes(draft: Draft) -> None:
             raise _not_whole(product, total, "num_steps_per_rollout", steps)
         formula = "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout"
         draft.derive("global_batch_size", total // steps, f"{formula} = {product} ÷ {steps}")
+
+
+def _micro_batches(draft: Draft) -> None:
+    """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the launch."""
+    if not draft.is_run:
+        draft.derive("use_dynamic_batch_size", False, "a part of the system, without the defaults of a run")
+    elif draft.is_given("micro_batch_size"):
+        draft.derive("use_dynamic_batch_size", False, "micro_batch_size is given")
+    draft.derive("use_dynamic_batch_size", True, "micro_batch_size is not given")
 
 
 def _samples(draft: Draft) -> tuple[int, str]:
