@@ -2,7 +2,8 @@
 
 python tools/make_docs.py            docs/flags.md from the flag tables, docs/hooks.md from slime/hooks.py,
                                      docs/troubles.md from slime/diagnosis/, docs/import-paths.md from
-                                     slime/legacy_paths.py
+                                     slime/legacy_paths.py, the tables of docs/coming-from.md from
+                                     slime/config/other_systems.py
 """
 
 from __future__ import annotations
@@ -154,6 +155,18 @@ def paths_page() -> str:
     return "\n".join([*parts, ""])
 
 
+def coming_from_page(page: str) -> str:
+    """docs/coming-from.md with the tables of other systems' names from `slime.config.other_systems`."""
+    from slime.config.other_systems import TRL, VERL, table
+
+    for system, rows in (("TRL", TRL), ("verl", VERL)):
+        whole = table(rows, system)
+        page = re.sub(
+            rf"^\| {system} \| here \|\n(\|.*\n)*", lambda _, text=whole: f"{text}\n", page, flags=re.MULTILINE
+        )
+    return page
+
+
 def flags_page() -> str:
     from slime.config import help
 
@@ -283,6 +296,7 @@ PAGES: dict[str, Callable[[], str]] = {
         (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
         (ROOT / "examples" / "search" / "rollout.py").read_text(encoding="utf-8"),
     ),
+    "docs/coming-from.md": lambda: coming_from_page((ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")),
     "docs/troubles.md": troubles_page,
     "docs/import-paths.md": paths_page,
 }

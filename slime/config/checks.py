@@ -321,8 +321,7 @@ def _check_signal(draft: Draft) -> None:
             raise UserError(
                 "--use-kl-loss has no effect without --kl-loss-coef",
                 why="its coefficient is 0: the reference model would be loaded and run in every step for nothing",
-                fix="pass --kl-loss-coef 0.01 --kl-loss-type low_var_kl too, or leave --use-kl-loss out; an explicit 0"
-                " measures the KL",
+                fix="pass --kl-loss-coef 0.01 too, or leave --use-kl-loss out; an explicit 0 measures the KL",
             )
         draft.warnings.append(
             "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at the cost of a forward"
@@ -331,8 +330,8 @@ def _check_signal(draft: Draft) -> None:
     elif draft["use_kl_loss"] and draft["kl_loss_type"] == "k1" and not draft["use_unbiased_kl"]:
         # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is 0
         draft.warnings.append(
-            "--use-kl-loss with --kl-loss-type k1 hardly holds the model near the reference: the expectation of its"
-            " gradient is 0 on policy; pass --kl-loss-type low_var_kl (or k2, or --use-unbiased-kl)"
+            "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the expectation of its"
+            " gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or pass k2 or --use-unbiased-kl"
         )
 
 

@@ -14,6 +14,7 @@ import yaml
 from slime.config.draft import Given
 from slime.config.flag import option_of
 from slime.config.flags import Spelling, nearest, spellings, unknown_name
+from slime.config.other_systems import other_name
 from slime.config.values import convert
 from slime.errors import UserError
 
@@ -109,6 +110,12 @@ def _wanted(option: str, words: list[str]) -> list[str]:
 def _stray(word: str) -> UserError:
     if word.startswith("-") and len(word) > 1 and word[1] != "-":
         return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
+    name, equals, value = word.partition("=")
+    meant = other_name(name) if equals else None
+    if meant is not None:
+        return UserError(f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text)
+    if equals and name.replace("_", "-") in spellings():
+        return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
 
 

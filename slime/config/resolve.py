@@ -222,6 +222,7 @@ def _algorithm(draft: Draft) -> None:
     draft.derive(
         "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
     )
+    draft.derive("kl_loss_type", "low_var_kl" if draft["use_kl_loss"] else "k1", "low_var_kl with use_kl_loss, else k1")
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
     estimator = draft["advantage_estimator"]
