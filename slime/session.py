@@ -20,7 +20,7 @@ from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.cluster.watchman import Watchman
 from slime.config.config import Config
-from slime.diagnosis.doctor import at_start
+from slime.diagnosis.doctor import at_start, preflight
 from slime.errors import RunFailed, UserError
 from slime.footprint import of_this_host
 from slime.host import slime_command
@@ -35,7 +35,7 @@ from slime.observe.report import try_to_write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.output import tolerant_output
-from slime.preflight import from_the_hub, joins_cluster, preflight
+from slime.preflight import from_the_hub, joins_cluster
 from slime.processes import end_within
 from slime.pushes import PushLog
 from slime.rollout.validate_rows import RemainingRows
@@ -162,13 +162,16 @@ class Session:
         if metrics:
             metrics |= self.cluster.turns() | of_this_host()
             self.sinks.log(self.step, metrics)
-        for line in first_step_lines(metrics) if self.step == 1 else ():
+        for line in self._first_step_lines(metrics) if self.step == 1 else ():
             logger.info("%s", line)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
         if self._beside is not None and self._beside.evaluating.ends_within(0.0):
             self.finish_evaluation()
+
+    def _first_step_lines(self, metrics: dict[str, float]) -> list[str]:
+        return first_step_lines(metrics, templated=self.config.data.apply_chat_template)
 
     @property
     def _has_ages(self) -> bool:
@@ -395,7 +398,7 @@ class Session:
             lines += [f"  model: {saving.model}"] if saving.model else []
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
-                lines.append("  model: not kept, as neither --save nor --save-hf is given")
+                lines.append("  model: not kept (--no-save)")
         for alarm in self.sinks.alarms[:_MOST_WARNINGS]:
             lines += [f"  warning: {alarm.title}: {alarm.detail}", *([f"    try: {alarm.fix}"] if alarm.fix else [])]
         lines.append(f"  report: {self.run.report_path}")
@@ -417,7 +420,10 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         resuming: the run folder is there, whether or not there is a checkpoint.
     """
     setup_logging("driver", config.observe.log_level)
-    config = from_the_hub(config)
+    try:
+        config = from_the_hub(config)
+    except UserError as error:
+        preflight(config, [error])
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     config = with_token_limit(config)
     logger.info("%s", packing_line(config))
