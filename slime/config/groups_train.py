@@ -15,6 +15,7 @@ from slime.config.flag import (
     Part,
     at_least,
     derived,
+    finite,
     flag,
     on,
     unless,
@@ -161,12 +162,21 @@ class CheckpointConfig:
     from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
-    save: str | None = flag(None, serves="training")
-    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder:
-    --save {run}/checkpoints. Without it and --save-hf nothing of the training is kept."""
+    save: str | None = derived(
+        "{run}/checkpoints, unless save_hf is given or nothing is trained", off="no-save", serves="training"
+    )
+    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder. With --no-save
+    and without --save-hf nothing of the training is kept."""
     save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="training")
     """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run, or half an hour where
-    that is sooner, of which --save-retain keeps 2; with --save-hf alone after the last."""
+    that is sooner, of which --save-retain keeps 2, and no more often than --save-min-seconds; with --save-hf alone
+    after the last."""
+    save_min_seconds: float = derived(
+        "120, or 0 with save_interval", range=finite(0), needs=on("save") | on("save_hf"), serves="training"
+    )
+    """Least time from one checkpoint to the next: one that is due sooner is written after the first step for which that
+    much time has passed. The last step, and a run that is stopped, save all the same. Given together with
+    --save-interval, both hold."""
     save_retain: int | None = derived(
         "2 with --save and no --save-interval, else all", range=SOME, needs=on("save"), serves="training"
     )

@@ -27,6 +27,10 @@ EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × nu
 DEFAULT_PROMPTS, DEFAULT_SAMPLES = 32, 8
 
 
+#: From one checkpoint to the next: a short run would spend a third of its time on them.
+_LEAST_SECONDS = 120.0
+
+
 def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False) -> Draft:
     """Derive what is derived. Checks come after, in `slime.config.checks.check`.
 
@@ -105,9 +109,7 @@ def _placement(draft: Draft) -> None:
         else:
             draft.derive(dest, draft["colocate"], "colocate")
     timeout = os.environ.get("NCCL_TIMEOUT", "")
-    if timeout:
-        if not timeout.isdigit() or int(timeout) == 0:
-            raise UserError(f"NCCL_TIMEOUT is {timeout!r}", fix="set it to a number of seconds")
+    if timeout.isdigit() and int(timeout) > 0:  # else refused by the checks
         draft.derive("distributed_timeout_minutes", int(timeout) / 60, f"NCCL_TIMEOUT ÷ 60 = {timeout} ÷ 60")
     draft.derive("distributed_timeout_minutes", 10.0, "10, as NCCL_TIMEOUT is not set")
 
@@ -124,11 +126,20 @@ def _run(draft: Draft) -> None:
 
 
 def _run_folder(draft: Draft) -> None:
+    if draft["save"] == "":  # --no-save
+        draft.values["save"] = None
+    elif draft.is_run and draft["save_hf"] is None and _trains(draft):
+        draft.derive("save", "{run}/checkpoints", "{run}/checkpoints, as neither save nor save_hf is given")
     folder = f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}"
     for dest in ("load", "save", "dump_details", *path_patterns.FIELDS):
         if draft[dest] is not None:
             named = path_patterns.literal(folder) if dest in path_patterns.FIELDS else folder
             draft.values[dest] = draft[dest].replace("{run}", named)
+
+
+def _trains(draft: Draft) -> bool:
+    only = ("debug_rollout_only", "debug_train_only", "load_debug_rollout_data")
+    return draft["num_rollout"] != 0 and not any(draft[dest] for dest in only)
 
 
 def _debug_dumps(draft: Draft) -> None:
@@ -239,7 +250,9 @@ def _references(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    if draft["save"] is not None and draft["save_interval"] is None:
+    timed = draft["save_interval"] is None
+    draft.derive("save_min_seconds", _LEAST_SECONDS if timed else 0.0, "120, or 0 with save_interval")
+    if draft["save"] is not None and timed:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
     fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]
     draft.derive("journal", fills, "on with save" if fills else "nothing is generated that waits for a checkpoint")
