@@ -38,7 +38,7 @@ BASICS = {
     "rollout_batch_size": ("N", f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})"),
     "rollout_max_response_len": ("N", "most new tokens of a sample (default: 1024)"),
     "colocate": ("", "trainer and engines take turns on the same GPUs, else each has its own"),
-    "save": ("DIR", "checkpoints (default: {run}/checkpoints, {run} is the run folder; --no-save: none)"),
+    "save": ("DIR", "checkpoints; by default in the run folder, {run}/checkpoints (--no-save: none)"),
 }
 #: A run with them; the other settings are their defaults.
 EXAMPLE = """\
