@@ -302,7 +302,7 @@ class FlagSpec:
     def off(self) -> str:
         """Spelling that sets a boolean to False, or text to nothing; empty when there is none."""
         if self.kind != "bool":
-            return f"--{self.meta.off}" if self.meta.off else ""
+            return f"--{self.meta.off}" if self.meta.off.strip("-") else ""
         if self.meta.off:
             return "--" + self.meta.off if self.meta.off != "-" else ""
         return "" if self.dest.startswith(("no_", "disable_")) else "--no-" + self.dest.replace("_", "-")
