@@ -25,12 +25,12 @@ _MOST_CORRELATION = 0.9
 def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float:
     """How many standard errors the mean of one window is above that of another.
 
-    The variance is that of steps around the mean of their window, over all windows. Neighbouring steps resemble each
+    The variance is that of steps around the straight line through their window, over all windows. Neighbouring steps resemble each
     other, so that they count as fewer independent ones: the variance of a mean grows by (1 + r) / (1 - r), where r is
     the correlation of a step with the next one (Box, Jenkins, Reinsel, Time Series Analysis, 2.1).
 
     Args:
-        windows: consecutive parts of a series, of at least two values each.
+        windows: consecutive parts of a series, of at least three values each.
         before, after: positions of the two that are compared.
 
     Example:
@@ -38,8 +38,9 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
         0.0
     """
     difference = statistics.fmean(windows[after]) - statistics.fmean(windows[before])
-    variance = statistics.fmean(statistics.variance(window) for window in windows)
-    correlation = _correlation(windows)
+    residuals = [_residuals(window) for window in windows]
+    variance = statistics.fmean(sum(one * one for one in part) / (len(part) - 2) for part in residuals)
+    correlation = _correlation(residuals)
     inflation = (1 + correlation) / (1 - correlation)
     error = math.sqrt(inflation * variance * (1 / len(windows[before]) + 1 / len(windows[after])))
     if error == 0:
@@ -47,17 +48,22 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
     return difference / error
 
 
-def _correlation(parts: Sequence[Sequence[float]]) -> float:
-    """Correlation of neighbours around the mean of each part, corrected for the bias of short series."""
-    products = squares = 0.0
-    for part in parts:
-        mean = statistics.fmean(part)
-        products += sum((a - mean) * (b - mean) for a, b in itertools.pairwise(part))
-        squares += sum((value - mean) ** 2 for value in part)
+def _residuals(window: Sequence[float]) -> list[float]:
+    """Distances from the straight line through the values (least squares)."""
+    middle, mean = (len(window) - 1) / 2, statistics.fmean(window)
+    slope = sum((i - middle) * (value - mean) for i, value in enumerate(window))
+    slope /= sum((i - middle) ** 2 for i in range(len(window)))
+    return [value - mean - slope * (i - middle) for i, value in enumerate(window)]
+
+
+def _correlation(residuals: Sequence[Sequence[float]]) -> float:
+    """Correlation of neighbours, corrected for the bias of short series."""
+    products = sum(a * b for part in residuals for a, b in itertools.pairwise(part))
+    squares = sum(value * value for part in residuals for value in part)
     if squares == 0:
         return 0.0
     found = products / squares
-    found += (1 + 4 * max(0.0, found)) / statistics.fmean(map(len, parts))
+    found += (1 + 4 * max(0.0, found)) / statistics.fmean(map(len, residuals))
     return min(max(found, 0.0), _MOST_CORRELATION)
 
 
