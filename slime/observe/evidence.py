@@ -26,8 +26,9 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
     """How many standard errors the mean of one window is above that of another.
 
     The variance is that of steps around the straight line through their window, over all windows. Neighbouring steps
-    resemble each other, so that they count as fewer independent ones: the variance of a mean grows by (1 + r) / (1 - r), where r is
-    the correlation of a step with the next one (Box, Jenkins, Reinsel, Time Series Analysis, 2.1).
+    resemble each other, so that they count as fewer independent ones: the variance of a mean grows by
+    (1 + r) / (1 - r), where r is the correlation of a step with the next one (Box, Jenkins, Reinsel, Time Series
+    Analysis, 2.1).
 
     Args:
         windows: consecutive parts of a series, of at least three values each.
