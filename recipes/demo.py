@@ -39,15 +39,7 @@ def main() -> int:
     common = ["--output-dir", options.output_dir, "--run-name", options.run_name, "--seed", str(options.seed)]
     common += ["--rollout-seed", str(options.seed), "--fp32", "--clip-grad", "1.0"]
     common += ["--input-key", "prompt", "--label-key", "label", "--rollout-max-context-len", "64"]
-    common += [
-        "--adam-beta2",
-        "0.95",
-        "--weight-decay",
-        "0",
-        "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu",
-        "8192",
-    ]
+    common += ["--adam-beta2", "0.95", "--weight-decay", "0"]
 
     from slime.cli import train
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit status 2.
 
-    Notes (``error.add_note``) are shown below, e.g. where the crash folder is.
+    Notes (``error.add_note``) are shown below, e.g. where the crash folder is. ``errors`` has the parts of one that
+    `several` made.
 
     Args:
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
@@ -20,6 +23,7 @@ class UserError(Exception):
     """
 
     exit_status = 2
+    errors: tuple[UserError, ...] = ()
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what, why, fix)  # all of them, so that pickling (Ray) restores each
@@ -34,6 +38,29 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def several(errors: Sequence[UserError]) -> UserError:
+    """One error that tells all of ``errors``, each once; a single one is returned as it is.
+
+    Example:
+        >>> print(several([UserError("--num-rollout is required"), UserError("--bf16 and --fp32", fix="choose one")]))
+        2 errors
+          1. --num-rollout is required
+          2. --bf16 and --fp32
+             fix: choose one
+    """
+    distinct = list({str(error): error for error in errors}.values())
+    if len(distinct) == 1:
+        return distinct[0]
+    lines = [f"{len(distinct)} errors"]
+    for number, error in enumerate(distinct, 1):
+        first, *rest = UserError.__str__(error).splitlines()
+        notes = getattr(error, "__notes__", ())
+        lines += [f"  {number}. {first}", *(f"   {line}" for line in rest), *(f"     {line}" for line in notes)]
+    told = UserError("\n".join(lines))
+    told.errors = tuple(distinct)
+    return told
 
 
 class RunFailed(UserError):

@@ -1,7 +1,6 @@
-"""What a launch would trip over, found before Ray, trainer or engines are started, and before a run folder is made.
+"""What a launch would trip over: the functions that a launch and `slime doctor` call.
 
-Takes a second or two, most of it the import of the tokenizer; imports no torch and no Ray. What is checked here is
-checked again where it is used: this is only the first look.
+They take a second or two, most of it the import of the tokenizer, and import no torch and no Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_load, resolve_reference
+from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_reference
 from slime.cluster.engine_fit import ask, check_fit, named
 from slime.config.config import Config
 from slime.config.flag import option_of
@@ -37,8 +36,6 @@ from slime.placement import PlacementPlan, joined_cluster, needs_engines
 from slime.plugin_imports import check_plugin_imports
 from slime.rollout.eval_datasets import eval_datasets
 from slime.trainer.expert_rules import check_experts
-from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
-from slime.weights.quantised_launch import check_route
 
 if TYPE_CHECKING:
     from slime.rollout.validate_rows import DataReport, DataSize
@@ -50,34 +47,6 @@ _MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
 _CONNECT_SECONDS = 5.0
 #: What a health check of Ray's asks of the GCS.
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-
-
-def preflight(config: Config) -> LoadPlan:
-    """Check models, hooks, rewards, data, output directories and the size of the run; returns what will be loaded.
-
-    Raises:
-        UserError: the first thing that cannot work.
-    """
-    plan = resolve_load(config)
-    check_architecture(config)
-    check_route(config)
-    check_ignore_list(config)
-    check_quantised_flags(config)
-    check_quantised_library(config)
-    check_weights(config, plan)
-    check_engine_flags(config)
-    check_engine(config)
-    check_external_engines(config)
-    check_transformer_engine(config)
-    check_flags(config)
-    check_data(config)
-    check_slots(config)
-    if config.observe.use_wandb:
-        from slime.observe.wandb_sink import check_key
-
-        check_key(config)
-    warn_if_nothing_is_kept(config)
-    return plan
 
 
 def from_the_hub(config: Config) -> Config:
@@ -214,6 +183,50 @@ def check_transformer_engine(config: Config) -> None:
     error = missing(vars(config.flat()), installed=is_installed())
     if error is not None:
         raise error
+
+
+def check_context(config: Config) -> None:
+    """The model was made for sequences as long as the limits allow; generation stops at them, and so may training.
+
+    Raises:
+        UserError: the responses alone are longer.
+    """
+    from slime.models import read_hf_config
+
+    path = config.checkpoint.hf_checkpoint
+    assert path is not None
+    hf_config = read_hf_config(path)
+    context = hf_config.get("max_position_embeddings")
+    if not isinstance(context, int) or context <= 0:
+        return
+    factor = (hf_config.get("rope_scaling") or {}).get("factor")
+    if isinstance(factor, int | float) and (hf_config.get("rope_scaling") or {}).get(
+        "original_max_position_embeddings"
+    ):
+        context = max(context, int(factor * hf_config["rope_scaling"]["original_max_position_embeddings"]))
+    limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
+    if config.eval.eval_prompt_data or config.eval.eval_config:
+        limits["--eval-max-response-len"] = config.eval.eval_max_response_len
+    why = f"config.json of {path} has max_position_embeddings {context}"
+    if config.algorithm.loss_type == "sft_loss":
+        return
+    for option, limit in limits.items():
+        capped = config.rollout.rollout_max_context_len
+        if limit >= context and (capped is None or capped > context):
+            raise UserError(
+                f"{option} {limit} does not fit into the model's context of {context} tokens",
+                why=f"{why}; a prompt takes part of it, and answers beyond it are noise",
+                fix=f"pass {option} {max(1, context // 2)}, or --rollout-max-context-len {context}",
+            )
+    prompt = config.data.rollout_max_prompt_len
+    longest = config.rollout.rollout_max_response_len + (prompt or 0)
+    longest = min(longest, config.rollout.rollout_max_context_len or longest)
+    if longest > context:
+        logger.warning(
+            "prompts of up to %s tokens and responses of up to %d are more than the model's context of %d tokens (%s):"
+            " long answers are cut there; --rollout-max-context-len %d states the limit",
+            prompt, config.rollout.rollout_max_response_len, context, why, context,
+        )  # fmt: skip
 
 
 # -- rewards -----------------------------------------------------------------------------------------------
@@ -388,8 +401,8 @@ def warn_if_nothing_is_kept(config: Config) -> None:
     keeps = config.checkpoint.save or config.checkpoint.save_hf
     if not (keeps or config.debug.debug_rollout_only or config.rollout.num_rollout == 0):
         logger.warning(
-            "nothing of this training will be kept: pass --save {run}/checkpoints for checkpoints and the model at the"
-            " end, both in the run folder, or --save-hf DIR for the model alone"
+            "nothing of this training will be kept: leave --no-save out for checkpoints and the model at the end, both"
+            " in the run folder, or pass --save-hf DIR for the model alone"
         )
 
 

@@ -54,6 +54,7 @@ class Saving:
         self._flags, self._run, self._sinks, self._cluster = config.checkpoint, run, sinks, cluster
         self._schedule = schedule
         self._begun: int | None = None
+        self._is_overdue = False
         self._at = time.monotonic()
         self.last: int | None = None
         self.model: Path | None = None
@@ -67,7 +68,7 @@ class Saving:
 
     def begin(self) -> None:
         """The launch is over, or the trainer began again: time counts from now on."""
-        self._at, self._begun, self.last = time.monotonic(), None, None
+        self._at, self._begun, self.last, self._is_overdue = time.monotonic(), None, None, False
         if self._flags.save and self._cluster.has_trainers and self._schedule.num_rollout:
             logger.info("checkpoints: %s", self._when())
 
@@ -80,6 +81,8 @@ class Saving:
         flags, interval = self._flags, self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
         timed = f" or {_AGAIN_SECONDS / 60:.0f} minutes" if self._is_timed and interval != 1 else ""
+        least = flags.save_min_seconds
+        timed += f", at least {least:g} s apart" if least else ""
         kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
         return f"{often}{timed}, in {flags.save}; {kept}"
 
@@ -87,10 +90,12 @@ class Saving:
         if not self.keeps or self.last == rollout_id:
             return False
         interval = self._schedule.save_interval
-        is_last = rollout_id + 1 == self._schedule.num_rollout
-        if is_last or (interval is not None and self._schedule.is_due(rollout_id, interval)):
+        if rollout_id + 1 == self._schedule.num_rollout:
             return True
-        return self._is_timed and time.monotonic() - self._at > _AGAIN_SECONDS
+        passed = time.monotonic() - self._at
+        self._is_overdue |= interval is not None and self._schedule.is_due(rollout_id, interval)
+        self._is_overdue |= self._is_timed and passed > _AGAIN_SECONDS
+        return self._is_overdue and passed >= self._flags.save_min_seconds
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class Saving:
         self._begun = rollout_id
         with self._sinks.phase("save_model"):
             self._cluster.save(rollout_id, pushed, metrics)
-        self.last, self._at = rollout_id, time.monotonic()
+        self.last, self._at, self._is_overdue = rollout_id, time.monotonic(), False
         if self._flags.save_hf:
             self.model = fill(self._flags.save_hf, rollout_id)
 

@@ -22,7 +22,7 @@ from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.cluster.watchman import Watchman
 from slime.config.config import Config
-from slime.diagnosis.doctor import at_start
+from slime.diagnosis.doctor import at_start, preflight
 from slime.errors import RunFailed, UserError
 from slime.footprint import of_this_host
 from slime.host import slime_command
@@ -30,13 +30,14 @@ from slime.log import get_logger, setup_logging
 from slime.memory.check import check_memory
 from slime.memory.hardware import is_on_gpu
 from slime.memory.measured import Measured
+from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan
 from slime.observe.first_step import first_step_lines
 from slime.observe.report import try_to_write_report
 from slime.observe.run_folder import RunFolder
 from slime.observe.sinks import Sinks
 from slime.output import tolerant_output
-from slime.preflight import from_the_hub, joins_cluster, preflight
+from slime.preflight import from_the_hub, joins_cluster
 from slime.processes import end_within
 from slime.pushes import PushLog
 from slime.redact import remember
@@ -172,13 +173,16 @@ class Session:
         if metrics:
             metrics |= self.cluster.turns() | of_this_host()
             self.sinks.log(self.step, metrics)
-        for line in first_step_lines(metrics) if self.step == 1 else ():
+        for line in self._first_step_lines(metrics) if self.step == 1 else ():
             logger.info("%s", line)
         for line in self._memory.look(metrics) if self._memory is not None else ():
             logger.warning("%s", line)
         self._not_logged = {}
         if self._beside is not None and self._beside.evaluating.ends_within(0.0):
             self.finish_evaluation()
+
+    def _first_step_lines(self, metrics: dict[str, float]) -> list[str]:
+        return first_step_lines(metrics, templated=self.config.data.apply_chat_template)
 
     @property
     def _has_ages(self) -> bool:
@@ -405,7 +409,7 @@ class Session:
             lines += [f"  model: {saving.model}"] if saving.model else []
             lines += [f"  checkpoint: {newest}"] if newest else []
             if not (flags.save or flags.save_hf):
-                lines.append("  model: not kept, as neither --save nor --save-hf is given")
+                lines.append("  model: not kept (--no-save)")
         lines += [f"  {line}" for line in self.sinks.closing_lines(_MOST_WARNINGS)]
         lines.append(f"  report: {self.run.report_path}")
         if self._state == "stopped" and saving.newest():
@@ -427,10 +431,15 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
     """
     remember(*config.for_hiding())
     setup_logging("driver", config.observe.log_level)
-    config = from_the_hub(config)
+    try:
+        config = from_the_hub(config)
+    except UserError as error:
+        preflight(config, [error])
     plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
     if plan.is_foreign:
         logger.warning("%s was written by another program: without a manifest its contents are not checked", plan.path)
+    config = with_token_limit(config)
+    logger.info("%s", packing_line(config))
     if not joins_cluster(config):
         check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
     for finding in at_start(config):

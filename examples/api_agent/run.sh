@@ -17,5 +17,4 @@ exec "$python" -m slime train --hf-checkpoint "${MODEL:-$data/model}" $flags \
   --custom-generate-function-path "$here/rollout.py:generate" \
   --eval-prompt-data products $data/test.jsonl --eval-interval 10 \
   --rollout-batch-size 4 --n-samples-per-prompt 8 --num-rollout 30 \
-  --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
   --colocate --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

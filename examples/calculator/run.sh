@@ -18,5 +18,5 @@ exec "$python" -m slime train --hf-checkpoint "${MODEL:-$data/model}" $flags \
   --custom-rm-path "$here/rollout.py:reward" --reward-key score --log-reward-category how \
   --eval-prompt-data products $data/test.jsonl --eval-interval 10 \
   --rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 30 \
-  --rollout-max-response-len 48 --rollout-max-context-len 192 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --rollout-max-response-len 48 --rollout-max-context-len 192 \
   --colocate --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

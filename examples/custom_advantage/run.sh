@@ -11,5 +11,5 @@ exec "$python" -m slime train --hf-checkpoint $data/model \
   --custom-rm-path "$here/credit.py:reward" --custom-advantage-function-path "$here/credit.py:advantages" \
   --eval-prompt-data backwards $data/test.jsonl --n-samples-per-eval-prompt 4 --eval-interval 10 \
   --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 40 \
-  --rollout-max-response-len 8 --rollout-max-context-len 64 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --rollout-max-response-len 8 --rollout-max-context-len 64 \
   --colocate --fp32 --lr 1e-3 --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

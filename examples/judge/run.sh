@@ -11,5 +11,5 @@ exec "$python" -m slime train --hf-checkpoint $data/model \
   --sglang-config $data/models.yaml --rollout-num-gpus 2 --custom-rm-path "$here/rollout.py:reward" \
   --eval-prompt-data things $data/test.jsonl --n-samples-per-eval-prompt 32 --eval-interval 5 \
   --rollout-batch-size 8 --n-samples-per-prompt 16 --num-rollout 15 \
-  --rollout-max-response-len 4 --rollout-max-context-len 64 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --rollout-max-response-len 4 --rollout-max-context-len 64 \
   --fp32 --lr 2e-3 --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

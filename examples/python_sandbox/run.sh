@@ -17,5 +17,4 @@ exec "$python" -m slime train --hf-checkpoint "${MODEL:-$data/model}" $flags \
   --custom-generate-function-path "$here/rollout.py:generate" --custom-rm-path "$here/rollout.py:reward" \
   --eval-prompt-data programs $data/test.jsonl --n-samples-per-eval-prompt 4 --eval-interval 10 \
   --rollout-batch-size 8 --n-samples-per-prompt 8 --num-rollout 20 \
-  --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
   --colocate --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

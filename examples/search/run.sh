@@ -17,5 +17,5 @@ exec "$python" -m slime train --hf-checkpoint "${MODEL:-$data/model}" $flags \
   --custom-generate-function-path "$here/rollout.py:generate" --custom-rm-path "$here/rollout.py:reward" \
   --eval-prompt-data mountains $data/test.jsonl --n-samples-per-eval-prompt 8 --eval-interval 10 \
   --rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 30 \
-  --rollout-max-response-len 64 --rollout-max-context-len 192 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --rollout-max-response-len 64 --rollout-max-context-len 192 \
   --colocate --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

@@ -12,5 +12,5 @@ exec "$python" -m slime train --hf-checkpoint $data/model \
   --custom-reward-post-process-path "$here/rollout.py:compare" \
   --eval-prompt-data by-chance $data/test.jsonl --n-samples-per-eval-prompt 16 --eval-interval 10 \
   --rollout-batch-size 14 --n-samples-per-prompt 16 --num-rollout 40 \
-  --rollout-max-response-len 96 --rollout-max-context-len 128 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --rollout-max-response-len 96 --rollout-max-context-len 128 \
   --colocate --fp32 --lr 4e-3 --weight-decay 0 --lr-decay-style constant --save "{run}/checkpoints" "$@"

@@ -15,6 +15,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
+from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, table
 from slime.placement import PlacementPlan
 from slime.prompts.dataset_folders import EVALUATION
@@ -34,9 +35,11 @@ def dry_run(config: Config) -> None:
     config = preflight.from_the_hub(config)
     load = resolve_load(config)
     preflight.check_architecture(config)
+    config = with_token_limit(config)
     print(config.describe())
     print(f"weights: {load.note}")
     print(_placement(config))
+    print(packing_line(config))
     plan = MemoryPlan.of(config, device_memory(config))
     print(table(plan), flush=True)
     remarks = _checks(config, load)

@@ -11,6 +11,7 @@ from slime.config.config import Config
 from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
+from slime.config.other_systems import other_name
 from slime.errors import UserError
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
@@ -43,7 +44,11 @@ def main(argv: list[str]) -> None:
         sys.stdout.write(flags_page())
         return
     config = RunFolder(Path(asked.run_dir)).config() if asked.run_dir else None
-    print("\n".join(line for spec in _found(asked.name) for line in _lines(spec, config)))
+    found = _found(asked.name)
+    meant = None if asked.name.removeprefix("--").replace("_", "-") in spellings() else other_name(asked.name)
+    if meant is not None:
+        print(f"{asked.name} of other systems: {meant.text}\n")
+    print("\n".join(line for spec in found for line in _lines(spec, config)))
 
 
 def _found(name: str) -> list[FlagSpec]:
@@ -55,6 +60,8 @@ def _found(name: str) -> list[FlagSpec]:
     if exact is not None:
         return [all_flags()[dest] for dest, _ in exact.sets]
     found = [spec for spec in all_flags().values() if any(word in option for option in spec.options)]
+    if not found and (meant := other_name(name)) is not None:
+        raise UserError(f"no flag has {name!r} in its name", why="it is another system's name", fix=meant.text)
     if not found:
         near = _nearest(word)
         shown = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))

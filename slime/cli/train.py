@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from slime.config import parse_args
+import logging
+
+from slime.config import Config, parse_args
+from slime.config.make import judge_args
+from slime.errors import several
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str], entry: str = "train") -> None:
     """`slime train`, `python train.py`."""
-    config = parse_args(argv, entry)
+    config = _config(argv, entry)
     if config.debug.dry_run:
         from slime.cli.dry_run import dry_run
 
@@ -18,6 +24,26 @@ def main(argv: list[str], entry: str = "train") -> None:
 
     with open_session(config) as session:
         train(session)
+
+
+def _config(argv: list[str], entry: str) -> Config:
+    """The configuration of the run.
+
+    Raises:
+        UserError: what is wrong with the flags, and with what the others name.
+    """
+    if "--help" in argv or "-h" in argv:
+        return parse_args(argv, entry)
+    config, errors = judge_args(argv, entry)
+    if errors and config is not None:
+        from slime.diagnosis.doctor import preflight
+
+        preflight(config, errors)
+    if errors or config is None:
+        raise several(errors)
+    for warning in config.warnings:
+        logger.warning(warning)
+    return config
 
 
 def main_async(argv: list[str]) -> None:

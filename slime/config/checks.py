@@ -3,11 +3,12 @@
 What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them; below are the
 equations between several flags that say how a run is made. Those of the trainer are in `checks_train`.
 
-`check` holds for every configuration; `check_complete` adds what a run needs that a part of it does not.
+`check` holds for every configuration; `incomplete` adds what a run needs that a part of it does not.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,30 +31,37 @@ _MISSING = "in this version"
 
 
 def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
-    """Stop where values ask for what this version does not do. Flags that ask for the same thing are told together.
+    """Stop where values ask for what this version does not do.
 
     Raises:
-        UserError: names everything that is missing, and the flags that ask for it.
+        UserError: the first thing that is missing, with the flags that ask for it.
     """
+    for _, error in unsupported(given, specs):
+        raise error
+
+
+def unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> Iterator[tuple[list[str], UserError]]:
+    """Yield (flags by dest, error) for each thing that flags ask for and that this version does not do. Flags that ask
+    for the same thing are told together, and those that describe a model of a missing family by its name."""
     differing = frozenset(dest for dest, value in given.values.items() if value != specs[dest].default)
+    by_reason: dict[str, list[tuple[str, str]]] = {}
     family = missing_family(given, differing)
-    by_reason: dict[str, list[str]] = {}
     for dest, value in given.values.items():
         reason, shown = _refusal(specs[dest], value)
         if reason and not described_by(family, dest):
             origin = given.origins[dest]
             where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
-            by_reason.setdefault(reason, []).append(where + shown)
-    errors = [] if family is None else [family]
-    errors += [_unsupported(reason, flags, specs) for reason, flags in by_reason.items()]
-    if len(errors) > 1:
-        raise UserError(
-            "; ".join(error.what for error in errors),
-            why="; ".join(error.why for error in errors if error.why),
-            fix="; ".join(dict.fromkeys(error.fix for error in errors if error.fix)),
-        )
-    for error in errors:
-        raise error
+            by_reason.setdefault(reason, []).append((dest, where + shown))
+    errors = [] if family is None else [([dest for dest in differing if described_by(family, dest)], family)]
+    errors += [
+        ([dest for dest, _ in flags], _unsupported(reason, [shown for _, shown in flags]))
+        for reason, flags in by_reason.items()
+    ]
+    for dests, found in errors:
+        try:
+            raise found
+        except UserError as error:  # raised, so that its traceback tells where it belongs
+            yield dests, error
 
 
 def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
@@ -66,7 +74,7 @@ def _refusal(spec: FlagSpec, value: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _unsupported(reason: str, flags: list[str], specs: Mapping[str, FlagSpec]) -> UserError:
+def _unsupported(reason: str, flags: list[str]) -> UserError:
     """The refusal of flags that have one reason."""
     named = ", ".join(flags)
     if _MISSING in reason:
@@ -88,8 +96,8 @@ def check(draft: Draft) -> None:
 def violations(draft: Draft) -> Iterator[UserError]:
     """All contradictions, one after the other; where the numbers make no layout at all, the rest is not looked at."""
     for step in (
-        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _external_engines, _lengths, _sampling,
-        _evaluation, _debug, _names, _layer_spec, *checks_train.STEPS,
+        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _nccl_timeout, _external_engines, _lengths,
+        _sampling, _evaluation, _debug, _names, _layer_spec, *checks_train.STEPS,
     ):  # fmt: skip
         try:
             step(draft)
@@ -242,6 +250,12 @@ def _placement(draft: Draft) -> None:
         )
 
 
+def _nccl_timeout(draft: Draft) -> None:
+    timeout = os.environ.get("NCCL_TIMEOUT", "")
+    if timeout and (not timeout.isdigit() or int(timeout) == 0):
+        raise UserError(f"NCCL_TIMEOUT is {timeout!r}", fix="set it to a number of seconds")
+
+
 def _external_engines(draft: Draft) -> None:
     urls = [
         engine_url(address, "--rollout-external-engine-addrs") for address in draft["rollout_external_engine_addrs"]
@@ -381,8 +395,7 @@ def _check_signal(draft: Draft) -> None:
             raise UserError(
                 "--use-kl-loss has no effect without --kl-loss-coef",
                 why="its coefficient is 0: the reference model would be loaded and run in every step for nothing",
-                fix="pass --kl-loss-coef 0.01 --kl-loss-type low_var_kl too, or leave --use-kl-loss out; an explicit 0"
-                " measures the KL",
+                fix="pass --kl-loss-coef 0.01 too, or leave --use-kl-loss out; an explicit 0 measures the KL",
             )
         draft.warnings.append(
             "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at the cost of a forward"
@@ -391,62 +404,87 @@ def _check_signal(draft: Draft) -> None:
     elif draft["use_kl_loss"] and draft["kl_loss_type"] == "k1" and not draft["use_unbiased_kl"]:
         # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is 0
         draft.warnings.append(
-            "--use-kl-loss with --kl-loss-type k1 hardly holds the model near the reference: the expectation of its"
-            " gradient is 0 on policy; pass --kl-loss-type low_var_kl (or k2, or --use-unbiased-kl)"
+            "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the expectation of its"
+            " gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or pass k2 or --use-unbiased-kl"
         )
 
 
-def check_complete(draft: Draft) -> None:
-    """Refuse what cannot be launched: something that a run needs is missing.
+def incomplete(draft: Draft) -> Iterator[UserError]:
+    """What a run lacks, and a part of it does not need: each error names the flag."""
+    for step in (_length, _model, _evaluation_alone, _prompts, _start, _saved_samples, _some_engine, _signal):
+        try:
+            step(draft)
+        except UserError as error:
+            yield error
 
-    Raises:
-        UserError: names the flag.
-    """
+
+def _length(draft: Draft) -> None:
     rollouts, epochs = draft["num_rollout"], draft["num_epoch"]
     if rollouts is None and epochs is None:
         raise UserError("--num-rollout is required", fix="pass --num-rollout, or --num-epoch to go over the data")
     if rollouts is not None and epochs is not None:
         raise UserError("--num-rollout and --num-epoch both say how long to train", fix="give one of them")
+
+
+def _model(draft: Draft) -> None:
     if draft["hf_checkpoint"] is None:
         raise UserError(
             "--hf-checkpoint is required",
             why="tokenizer and architecture are read from it",
             fix="pass a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
         )
-    if rollouts == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
+
+
+def _evaluation_alone(draft: Draft) -> None:
+    if draft["num_rollout"] == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
         raise UserError(
             "--num-rollout 0 only evaluates, but there is no evaluation data", fix="pass --eval-prompt-data"
         )
-    draws_prompts = draft["rollout_global_dataset"] and draft["data_source_path"] is None and rollouts != 0
-    if draws_prompts and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
+
+
+def _prompts(draft: Draft) -> None:
+    draws = draft["rollout_global_dataset"] and draft["data_source_path"] is None and draft["num_rollout"] != 0
+    if draws and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
         raise UserError(
             "--prompt-data is required",
             fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout function has its own",
         )
-    start = draft["start_rollout_id"]
+
+
+def _start(draft: Draft) -> None:
+    rollouts, start = draft["num_rollout"], draft["start_rollout_id"]
     if rollouts and start is not None and start >= rollouts:
         raise UserError(
             f"--start-rollout-id {start} leaves nothing to train: --num-rollout is {rollouts}",
             why="--num-rollout counts all rollouts of the run, those before the start included",
             fix=f"pass --num-rollout of at least {start + 1}, or leave --start-rollout-id out",
         )
+
+
+def _saved_samples(draft: Draft) -> None:
     has_samples = draft["load_debug_rollout_data"] is not None or draft["loss_type"] == "sft_loss"
-    if draft["debug_train_only"] and not has_samples and rollouts != 0:
+    if draft["debug_train_only"] and not has_samples and draft["num_rollout"] != 0:
         raise UserError(
             "--debug-train-only has nothing to train on",
             why="no engine is started, and no samples are loaded",
             fix="pass --load-debug-rollout-data PATTERN, written before by --save-debug-rollout-data",
         )
-    generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and rollouts != 0
-    if generates and draft["rollout_num_gpus"] == 0:
-        external = draft["rollout_external_engine_addrs"]
-        if not external:
-            raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")
-        if draft["debug_rollout_only"]:
-            raise UserError(
-                "--debug-rollout-only with external engines alone has nothing to start",
-                why="no trainer pushes to them, so they generate with whatever they hold",
-                fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave --debug-rollout-only out",
-            )
-    if rollouts != 0 and not draft["debug_rollout_only"]:
+
+
+def _some_engine(draft: Draft) -> None:
+    generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and draft["num_rollout"] != 0
+    if not generates or draft["rollout_num_gpus"] != 0:
+        return
+    if not draft["rollout_external_engine_addrs"]:
+        raise UserError("--rollout-num-gpus is 0: there would be no engine", fix="pass at least 1")
+    if draft["debug_rollout_only"]:
+        raise UserError(
+            "--debug-rollout-only with external engines alone has nothing to start",
+            why="no trainer pushes to them, so they generate with whatever they hold",
+            fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave --debug-rollout-only out",
+        )
+
+
+def _signal(draft: Draft) -> None:
+    if draft["num_rollout"] != 0 and not draft["debug_rollout_only"]:
         _check_signal(draft)

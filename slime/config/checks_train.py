@@ -82,7 +82,7 @@ def _virtual_stages(draft: Draft, pipeline: int) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
+    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None and not draft.is_run:
         raise UserError(
             "--use-dynamic-batch-size needs --max-tokens-per-gpu",
             why="it packs micro-batches up to that many tokens",
@@ -98,8 +98,8 @@ def _batches(draft: Draft) -> None:
         raise UserError(
             f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
             why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
-            fix="change --global-batch-size or --micro-batch-size, or pack by tokens with --use-dynamic-batch-size "
-            "--max-tokens-per-gpu",
+            fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size out: samples are then"
+            " packed by tokens",
         )
 
 

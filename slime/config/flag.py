@@ -212,7 +212,8 @@ class FlagMeta:
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
         aliases: further spellings that set the same field.
-        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there is none.
+        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there is none. Of text
+            with a default: spelling that sets it to "".
         append: the flag may be repeated; each occurrence adds to the list.
         derived: formula of the default that `resolve` computes; empty when the default is a constant.
         range: of a number, or of each number of a list.
@@ -302,9 +303,9 @@ class FlagSpec:
 
     @property
     def off(self) -> str:
-        """Spelling that sets a boolean to False; empty when there is none."""
+        """Spelling that sets a boolean to False, or text to nothing; empty when there is none."""
         if self.kind != "bool":
-            return ""
+            return f"--{self.meta.off}" if self.meta.off.strip("-") else ""
         if self.meta.off:
             return "--" + self.meta.off if self.meta.off != "-" else ""
         return "" if self.dest.startswith(("no_", "disable_")) else "--no-" + self.dest.replace("_", "-")

@@ -17,6 +17,7 @@ from slime.config import groups_algorithm, groups_megatron, groups_quantised, gr
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.flag import FlagSpec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
+from slime.config.other_systems import other_name
 from slime.errors import UserError
 
 GROUPS: dict[str, type] = {
@@ -91,7 +92,7 @@ def spellings() -> dict[str, Spelling]:
 
 
 def unknown_name(name: str, where: str) -> UserError:
-    """The error for a name that is no flag: tells the nearest ones."""
+    """The error for a name that is no flag: what has its place if it is another system's, else the nearest ones."""
     known = spellings()
     dashed = name.replace("_", "-")
     if dashed in known:
@@ -102,6 +103,9 @@ def unknown_name(name: str, where: str) -> UserError:
         return UserError(
             f"{where}SGLang {here} does not have --{dashed}", why=f"SGLang {there} has it", fix="install that version"
         )
+    meant = other_name(name)
+    if meant is not None:
+        return UserError(f"{where}there is no flag --{name}", why="it is another system's name", fix=meant.text)
     starts = [n for n in known if n.startswith(dashed)]
     near = starts if 0 < len(starts) <= 4 else nearest(dashed, known)
     shown = " or ".join(f"--{n}" for n in near)
@@ -115,7 +119,7 @@ def unknown_name(name: str, where: str) -> UserError:
 
 def nearest(name: str, names: Iterable[str], count: int = 2) -> list[str]:
     """The closest spellings, nearest first; one only when it is clearly nearer than the next."""
-    found = difflib.get_close_matches(name, list(names), n=count, cutoff=0.75)
+    found = difflib.get_close_matches(name, list(names), n=count, cutoff=0.8)
     if len(found) > 1:
         ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in found]
         if ratios[0] - ratios[1] > 0.03:

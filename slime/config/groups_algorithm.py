@@ -100,11 +100,12 @@ class AlgorithmConfig:
     """Add a KL loss against the reference model (--ref-load)."""
     kl_loss_coef: float = flag(0.0, range=_PENALTY, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
     """Coefficient of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "k1", needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True) | on("kl_coef")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = derived(
+        "low_var_kl with use_kl_loss, else k1",
+        needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True) | on("kl_coef"),
     )
-    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). In the loss, k1 pulls nowhere on policy: the
-    expectation of its gradient is 0 there; use low_var_kl (k3, clamped) or k2."""
+    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). low_var_kl is k3, clamped. In the loss, the
+    gradient of k1 has expectation 0 on policy; in the reward (--kl-coef), k1 is unbiased."""
     use_unbiased_kl: bool = flag(False, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
     """Weight the KL estimator by the importance ratio."""
     entropy_coef: float = flag(

@@ -16,6 +16,7 @@ from slime.config.flag import (
     Part,
     at_least,
     derived,
+    finite,
     flag,
     on,
     unless,
@@ -48,11 +49,18 @@ class TrainConfig:
         needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens"),
         serves="samples",
     )
-    """Samples per micro-batch, when batches are not dynamic."""
-    use_dynamic_batch_size: bool = flag(False, serves="samples")
-    """Pack micro-batches by tokens, up to --max-tokens-per-gpu."""
-    max_tokens_per_gpu: int | None = flag(None, range=SOME, needs=on("use_dynamic_batch_size"), serves="samples")
-    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size."""
+    """Samples per micro-batch; given, it turns packing by tokens off."""
+    use_dynamic_batch_size: bool = derived("on, unless micro_batch_size is given", serves="samples")
+    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those of unpacked
+    micro-batches, in less time."""
+    max_tokens_per_gpu: int | None = derived(
+        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and 4096 on a CPU",
+        range=SOME,
+        needs=on("use_dynamic_batch_size"),
+        serves="samples",
+    )
+    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets a micro-batch of its
+    own."""
     ref_micro_batch_size: int | None = flag(
         None, no_effect="one packing serves all passes over a batch; see --micro-batch-size and --max-tokens-per-gpu"
     )
@@ -166,12 +174,21 @@ class CheckpointConfig:
     from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
-    save: str | None = flag(None, serves="training")
-    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder:
-    --save {run}/checkpoints. Without it and --save-hf nothing of the training is kept."""
+    save: str | None = derived(
+        "{run}/checkpoints, unless save_hf is given or nothing is trained", off="no-save", serves="training"
+    )
+    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder. With --no-save
+    and without --save-hf nothing of the training is kept."""
     save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="training")
     """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run, or half an hour where
-    that is sooner, of which --save-retain keeps 2; with --save-hf alone after the last."""
+    that is sooner, of which --save-retain keeps 2, and no more often than --save-min-seconds; with --save-hf alone
+    after the last."""
+    save_min_seconds: float = derived(
+        "120, or 0 with save_interval", range=finite(0), needs=on("save") | on("save_hf"), serves="training"
+    )
+    """Least time from one checkpoint to the next: one that is due sooner is written after the first step for which that
+    much time has passed. The last step, and a run that is stopped, save all the same. Given together with
+    --save-interval, both hold."""
     save_retain: int | None = derived(
         "2 with --save and no --save-interval, else all", range=SOME, needs=on("save"), serves="training"
     )

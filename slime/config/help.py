@@ -38,13 +38,12 @@ BASICS = {
     "rollout_batch_size": ("N", f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})"),
     "rollout_max_response_len": ("N", "most new tokens of a sample (default: 1024)"),
     "colocate": ("", "trainer and engines take turns on the same GPUs, else each has its own"),
-    "save": ("DIR", "checkpoints, and the model at the end; {run} is the run folder, --load DIR goes on"),
+    "save": ("DIR", "checkpoints; by default in the run folder, {run}/checkpoints (--no-save: none)"),
 }
 #: A run with them; the other settings are their defaults.
 EXAMPLE = """\
 slime train --hf-checkpoint path/to/model --prompt-data train.jsonl --input-key question --label-key answer \\
-    --apply-chat-template --rm-type math --num-rollout 200 --rollout-max-response-len 512 --colocate \\
-    --save {run}/checkpoints"""
+    --apply-chat-template --rm-type math --num-rollout 200 --rollout-max-response-len 512 --colocate"""
 
 #: Groups of flags that are other programs' own, and what they are.
 _PASSED_ON = {
@@ -241,8 +240,9 @@ A run needs a model, data, a reward and its length (`slime train --help` opens w
 Some of them are not those of the reference system. GRPO without a word learns nothing there: here a run has 32
 prompts (`--rollout-batch-size` was required), 8 samples of each where the estimator compares them (it was 1), and
 shuffles them (it did not). Responses come without special tokens (`--no-rollout-skip-special-tokens`) and labels as
-text (`--label-type raw`), except where a hook imports a path of the reference system's; `--save` alone keeps the
-newest two checkpoints (`--save-retain`) and leaves the model as a Hugging Face directory (`--no-export-model`).
+text (`--label-type raw`), except where a hook imports a path of the reference system's; without `--save-interval` the
+newest two checkpoints are kept (`--save-retain`), at least two minutes apart (`--save-min-seconds`), in the run folder
+unless `--save` names another one. A run leaves the model as a Hugging Face directory (`--no-export-model`).
 Scripts keep their meaning where they say more: `--rollout-batch-size` with `--global-batch-size` gives the samples by
 the equation, one where one fits. What compares no samples has one. `--no-rollout-shuffle`, a stream, a data source or
 a rollout function of your own keep their order, and so does the resume of a run that was not shuffled.

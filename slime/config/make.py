@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from slime.config.checks import check, check_complete, refuse_unsupported, violations
+from slime.config.checks import check, incomplete, refuse_unsupported, unsupported, violations
 from slime.config.config import Config, build
 from slime.config.draft import Draft, Given
-from slime.config.flags import all_flags
+from slime.config.flag import option_of
+from slime.config.flags import all_flags, spellings
 from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
 from slime.config.parts import left_out
 from slime.config.resolve import resolve
-from slime.errors import UserError
+from slime.errors import UserError, several
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     Args:
         entry: "train" or "train_async", which some checks depend on.
     Raises:
-        UserError: in a few lines, with the nearest name, the equation, or the reason.
+        UserError: all that is wrong, each in a few lines with the nearest name, the equation, or the reason.
     """
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
@@ -65,9 +67,9 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 
         print_help(entry, words)
         raise SystemExit(0)
-    draft = _resolved(read_argv(words), entry, is_run=True)
-    check_complete(draft)
-    config = _finish(draft)
+    config, errors = judge_args(words, entry)
+    if errors or config is None:
+        raise several(errors)
     for warning in config.warnings:
         logger.warning(warning)
     return config
@@ -76,24 +78,73 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
     """All that `parse_args` would refuse of a command line.
 
+    A flag that is wrong, or one of those that contradict each other, is left out, and the rest is looked at again: one
+    mistake hides no other.
+
     Returns:
-        The configuration, None where the flags cannot be read or derived; with errors, one that must not be planned
-        with. And the errors.
+        The configuration, None where nothing can be derived; with errors, that of the remaining flags, which must not
+        be trained with. And the errors.
     """
     errors: list[UserError] = []
-    given = read_argv(argv, errors)
-    if errors:  # what follows from the others would be told of flags that nobody meant
+    given = _with_files(read_argv(argv, errors), errors)
+    for dests, error in list(unsupported(given, all_flags())):
+        errors.append(error)
+        for dest in dests:
+            given = given.without(dest)
+    doubtful = frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in errors))
+    draft = _without_contradictions(given, entry, errors)
+    if draft is None:
         return None, errors
+    is_whole = not any(one.what.startswith(("--config ", "--custom-config-path ")) for one in errors)
+    if is_whole:  # else a file that cannot be read may have what is missing
+        errors += [one for one in incomplete(draft) if not options_in(one.what) & doubtful]
+    return _finish(draft), list({str(error): error for error in errors}.values())
+
+
+def options_in(text: str) -> frozenset[str]:
+    """The flags that a message names, as ``--options``; names of fields count, too.
+
+    Example:
+        >>> sorted(options_in("--bf16 and --fp32 exclude each other; micro_batch_size is 3"))
+        ['--bf16', '--fp32', '--micro-batch-size']
+    """
+    named = (match[1] or match[2] for match in _NAMED.finditer(text))
+    specs = (spellings().get(name.replace("_", "-")) for name in named)
+    return frozenset(one.spec.option for one in specs if one is not None and one.spec is not None)
+
+
+#: ``--some-flag`` or ``some_flag``.
+_NAMED = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*_\w+)\b")
+
+
+def _without_contradictions(given: Given, entry: str, errors: list[UserError]) -> Draft | None:
+    """The draft of the flags without those that contradict others or are out of range; each is told in ``errors``.
+
+    Returns:
+        None where something is wrong that no flag can be left out for.
+    """
+    while True:
+        draft, found = _judged(given, entry)
+        if not found:
+            return draft
+        error = found[0]
+        errors.append(error)
+        named = [dest for dest in given.values if option_of(dest) in options_in(f"{error.what} {error.why}")]
+        rest = [(_judged(given.without(dest), entry)[1], dest) for dest in named or given.values]
+        mended = [(len(left), dest) for left, dest in rest if error.what not in (one.what for one in left)]
+        if not mended:
+            errors += found[1:]
+            return draft
+        given = given.without(min(mended, key=lambda pair: pair[0])[1])
+
+
+def _judged(given: Given, entry: str) -> tuple[Draft | None, list[UserError]]:
+    """The draft, None where one cannot be derived, and what is wrong with it."""
     try:
-        draft = _draft(given, entry, is_run=True)
+        draft = resolve(given, all_flags(), entry, is_run=True)
     except UserError as error:
         return None, [error]
-    errors += violations(draft)
-    try:
-        check_complete(draft)
-    except UserError as error:
-        errors.append(error)
-    return _finish(draft), errors
+    return draft, list(violations(draft))
 
 
 def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
@@ -103,16 +154,31 @@ def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
 
 
 def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
-    given = Given()
-    path = flags.values.get("config")
-    if path is not None:
-        given.update(read_config_file(path))
-    given.update(flags)
-    custom = given.values.get("custom_config_path")
-    if custom is not None:
-        given.update(read_custom_config(custom))
+    given = _with_files(flags, None)
     refuse_unsupported(given, all_flags())
     return resolve(given, all_flags(), entry, is_run)
+
+
+def _with_files(flags: Given, errors: list[UserError] | None) -> Given:
+    """The flags with those of the configuration files that they name.
+
+    Args:
+        errors: takes what is wrong with the files; None: it is raised.
+    """
+    given = Given()
+    for dest, read in (("config", read_config_file), ("custom_config_path", read_custom_config)):
+        if dest == "custom_config_path":
+            given.update(flags)
+        path = (flags if dest == "config" else given).values.get(dest)
+        if path is None:
+            continue
+        try:
+            given.update(read(path, errors))
+        except UserError as error:
+            if errors is None:
+                raise
+            errors.append(error)
+    return given
 
 
 def _finish(draft: Draft) -> Config:

@@ -88,7 +88,7 @@ def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
 
 def described_by(family_error: UserError | None, dest: str) -> bool:
     """Whether the refusal of a family covers a flag: one that describes a model of some missing family."""
-    return family_error is not None and any(dest in family.flags for family in MISSING_FAMILIES)
+    return family_error is not None and (dest == "spec" or any(dest in family.flags for family in MISSING_FAMILIES))
 
 
 def _refusal(name: str, lacks: str, named: list[str]) -> UserError:

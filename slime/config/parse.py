@@ -14,6 +14,7 @@ import yaml
 from slime.config.draft import Given
 from slime.config.flag import option_of
 from slime.config.flags import Spelling, nearest, spellings, unknown_name
+from slime.config.other_systems import other_name
 from slime.config.values import convert
 from slime.errors import UserError
 
@@ -74,6 +75,9 @@ def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_i
         _no_value(option, words)
         for dest, value in spelling.sets:
             given.set(dest, value, "flag")
+    elif spelling.negated and spec.kind != "bool":
+        _no_value(option, words)
+        given.set(spec.dest, "", "flag")
     elif spec.kind == "bool":
         if not is_inline:
             _no_value(option, words)
@@ -109,6 +113,12 @@ def _wanted(option: str, words: list[str]) -> list[str]:
 def _stray(word: str) -> UserError:
     if word.startswith("-") and len(word) > 1 and word[1] != "-":
         return UserError(f"{word!r} is not a flag", why="flags have two dashes and no short forms")
+    name, equals, value = word.partition("=")
+    meant = other_name(name) if equals else None
+    if meant is not None:
+        return UserError(f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text)
+    if equals and name.replace("_", "-") in spellings():
+        return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
 
 
@@ -144,9 +154,11 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-def read_config_file(path: str) -> Given:
+def read_config_file(path: str, errors: list[UserError] | None = None) -> Given:
     """Values of a ``--config`` file. Names have dashes or underscores, as one likes.
 
+    Args:
+        errors: takes what is wrong with single keys, which are left out; None: the first is raised.
     Raises:
         UserError: a key that is no flag (names the nearest), or names another configuration file.
     """
@@ -154,19 +166,32 @@ def read_config_file(path: str) -> Given:
     for key, value in read_yaml(path, "--config").items():
         if isinstance(value, dict) and key.replace("_", "-") not in spellings():
             example = f": {next(iter(value))}: …" if value else ""
-            raise UserError(
+            refused = UserError(
                 f"{path}: '{key}' is a section",
                 why="the file is flat: names of flags and their values, without groups",
                 fix=f"move what stands below '{key}:' to the left edge{example}",
             )
-        _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+            _tell(refused, errors)
+            continue
+        try:
+            _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+        except UserError as error:
+            _tell(error, errors)
     _refuse_files(given, path, "config")
     return given
 
 
-def read_custom_config(path: str) -> Given:
+def _tell(error: UserError, errors: list[UserError] | None) -> None:
+    if errors is None:
+        raise error
+    errors.append(error)
+
+
+def read_custom_config(path: str, errors: list[UserError] | None = None) -> Given:
     """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on ``args``.
 
+    Args:
+        errors: as in `read_config_file`.
     Raises:
         UserError: a key that is no flag but nearly one, or names another configuration file.
     """
@@ -174,11 +199,15 @@ def read_custom_config(path: str) -> Given:
     for key, value in read_yaml(path, "--custom-config-path").items():
         dashed = key.replace("_", "-")
         if dashed in spellings():
-            _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+            try:
+                _set_key(given, key, value, f"yaml {path}", f"{path}: ")
+            except UserError as error:
+                _tell(error, errors)
             continue
         near = nearest(dashed, spellings(), count=1)
         if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
-            raise UserError(f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?")
+            _tell(UserError(f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?"), errors)
+            continue
         given.extra[key] = value
     _refuse_files(given, path, "config", "custom_config_path")
     return given
@@ -220,6 +249,8 @@ def _set_key(given: Given, key: str, value: Any, origin: str, where: str) -> Non
             raise UserError(f"{where}{key} takes no value but true")
         for dest, fixed in spelling.sets:
             given.set(dest, fixed, origin)
+    elif spelling.negated and spec.kind != "bool":
+        given.set(spec.dest, "", origin)
     elif spelling.negated:
         given.set(spec.dest, not convert(spec, value, where), origin)
     else:

@@ -27,6 +27,10 @@ EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × nu
 DEFAULT_PROMPTS, DEFAULT_SAMPLES = 32, 8
 
 
+#: From one checkpoint to the next: a short run would spend a third of its time on them.
+_LEAST_SECONDS = 120.0
+
+
 def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False) -> Draft:
     """Derive what is derived. Checks come after, in `slime.config.checks.check`.
 
@@ -46,6 +50,7 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
         _lengths,
         _data,
         derive_batch_sizes,
+        _micro_batches,
         _sampling,
         _evaluation,
         _algorithm,
@@ -104,9 +109,7 @@ def _placement(draft: Draft) -> None:
         else:
             draft.derive(dest, draft["colocate"], "colocate")
     timeout = os.environ.get("NCCL_TIMEOUT", "")
-    if timeout:
-        if not timeout.isdigit() or int(timeout) == 0:
-            raise UserError(f"NCCL_TIMEOUT is {timeout!r}", fix="set it to a number of seconds")
+    if timeout.isdigit() and int(timeout) > 0:  # else refused by the checks
         draft.derive("distributed_timeout_minutes", int(timeout) / 60, f"NCCL_TIMEOUT ÷ 60 = {timeout} ÷ 60")
     draft.derive("distributed_timeout_minutes", 10.0, "10, as NCCL_TIMEOUT is not set")
 
@@ -123,11 +126,20 @@ def _run(draft: Draft) -> None:
 
 
 def _run_folder(draft: Draft) -> None:
+    if draft["save"] == "":  # --no-save
+        draft.values["save"] = None
+    elif draft.is_run and draft["save_hf"] is None and _trains(draft):
+        draft.derive("save", "{run}/checkpoints", "{run}/checkpoints, as neither save nor save_hf is given")
     folder = f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}"
     for dest in ("load", "save", "dump_details", *path_patterns.FIELDS):
         if draft[dest] is not None:
             named = path_patterns.literal(folder) if dest in path_patterns.FIELDS else folder
             draft.values[dest] = draft[dest].replace("{run}", named)
+
+
+def _trains(draft: Draft) -> bool:
+    only = ("debug_rollout_only", "debug_train_only", "load_debug_rollout_data")
+    return draft["num_rollout"] != 0 and not any(draft[dest] for dest in only)
 
 
 def _debug_dumps(draft: Draft) -> None:
@@ -221,6 +233,7 @@ def _algorithm(draft: Draft) -> None:
     draft.derive(
         "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
     )
+    draft.derive("kl_loss_type", "low_var_kl" if draft["use_kl_loss"] else "k1", "low_var_kl with use_kl_loss, else k1")
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
     estimator = draft["advantage_estimator"]
@@ -237,7 +250,9 @@ def _references(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    if draft["save"] is not None and draft["save_interval"] is None:
+    timed = draft["save_interval"] is None
+    draft.derive("save_min_seconds", _LEAST_SECONDS if timed else 0.0, "120, or 0 with save_interval")
+    if draft["save"] is not None and timed:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
     fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]
     draft.derive("journal", fills, "on with save" if fills else "nothing is generated that waits for a checkpoint")
@@ -292,6 +307,15 @@ def derive_batch_sizes(draft: Draft) -> None:
             raise _not_whole(product, total, "num_steps_per_rollout", steps)
         formula = "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout"
         draft.derive("global_batch_size", total // steps, f"{formula} = {product} ÷ {steps}")
+
+
+def _micro_batches(draft: Draft) -> None:
+    """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the launch."""
+    if not draft.is_run:
+        draft.derive("use_dynamic_batch_size", False, "a part of the system, without the defaults of a run")
+    elif draft.is_given("micro_batch_size"):
+        draft.derive("use_dynamic_batch_size", False, "micro_batch_size is given")
+    draft.derive("use_dynamic_batch_size", True, "micro_batch_size is not given")
 
 
 def _samples(draft: Draft) -> tuple[int, str]:

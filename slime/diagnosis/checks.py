@@ -14,23 +14,34 @@ CHECKS: tuple[Check, ...] = (
     Check("hub", checks_model.hub, troubles.HUB),
     Check("model", checks_model.directory, troubles.MODEL_DIRECTORY),
     Check("quantisation", checks_model.quantisation, troubles.QUANTISED_WEIGHTS, after=("model",)),
-    Check("architecture", checks_model.architecture, troubles.MODEL_FLAGS, after=("flags", "model")),
+    Check("architecture", checks_model.architecture, troubles.MODEL_FLAGS, after=("model",)),
     Check("checkpoint", checks_model.checkpoint, troubles.CHECKPOINT, after=("model",)),
-    Check("weights", checks_model.weights, troubles.MISSING_SHARDS, after=("quantisation", "checkpoint")),
+    Check("weights", checks_model.weights, troubles.MISSING_SHARDS, after=("quantisation",)),
     Check("tokenizer", checks_model.tokenizer, troubles.TOKENIZER, after=("model",)),
     Check("data", checks_data.data, troubles.DATA_ROWS, after=("tokenizer",)),
     Check("hooks", checks_data.hooks, troubles.HOOK),
-    Check("reward", checks_data.reward, troubles.REWARD_MISSING, after=("hooks", "data")),
+    Check("reward", checks_data.reward, troubles.REWARD_MISSING, after=("tokenizer",)),
     Check("outputs", checks_model.outputs, troubles.FOLDER),
-    Check("disk", checks_host.disk, troubles.DISK_ROOM, after=("outputs", "model")),
-    Check("shared memory", checks_host.shared_memory, troubles.SHARED_MEMORY, after=("flags", "model")),
-    Check("GPUs", checks_plan.slots, troubles.GPUS_MISSING, after=("flags",)),
-    Check("engines", checks_plan.engines, troubles.ENGINE_FLAGS, after=("flags",)),
-    Check("trainer", checks_plan.trainer, troubles.TRANSFORMER_ENGINE, after=("flags",)),
-    Check("memory", checks_plan.memory, troubles.MEMORY_TRAINING, after=("flags", "architecture")),
-    Check("age of samples", checks_plan.age, troubles_flags.STALE_WEIGHTS, after=("flags",)),
+    Check("disk", checks_host.disk, troubles.DISK_ROOM, after=("model",)),
+    Check("shared memory", checks_host.shared_memory, troubles.SHARED_MEMORY, after=("model",)),
+    Check("GPUs", checks_plan.slots, troubles.GPUS_MISSING),
+    Check("engines", checks_plan.engines, troubles.ENGINE_FLAGS),
+    Check("trainer", checks_plan.trainer, troubles.TRANSFORMER_ENGINE),
+    Check("memory", checks_plan.memory, troubles.MEMORY_TRAINING, after=("architecture",)),
+    Check("age of samples", checks_plan.age, troubles_flags.STALE_WEIGHTS),
     Check("credentials", checks_plan.credentials, troubles.WANDB_KEY),
 )
 
 #: Those that every launch makes besides what it refuses (`slime.preflight`): they take milliseconds.
 AT_START = tuple(check for check in CHECKS if check.name in ("host", "network", "disk", "shared memory"))
+
+#: Those that a launch refuses a run by, before anything starts.
+AT_LAUNCH = tuple(
+    check
+    for check in CHECKS
+    if check.name
+    in (
+        "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer", "data", "hooks", "reward",
+        "outputs", "GPUs", "engines", "trainer", "credentials",
+    )
+)  # fmt: skip

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import queue
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
+from traceback import walk_tb
 from typing import Any
 
 from slime import preflight
@@ -17,7 +21,9 @@ from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
-from slime.hooks import check_hooks
+from slime.hook_loading import check_signature, load_function
+from slime.hooks import RewardFunction, check_hooks
+from slime.prompts.prepare import remember
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
@@ -63,6 +69,9 @@ def data(case: Case, look: Look) -> None:
         look.found(known.TEMPLATE_TWICE, line, is_fatal=False)
     for line in report.notes:
         look.note(line)
+        look.told.append(line)
+    if report.error is None:
+        remember(report.checked)  # the rollout process of a launch need not check them again
 
 
 def hooks(case: Case, look: Look) -> None:
@@ -75,7 +84,7 @@ def reward(case: Case, look: Look) -> None:
     """There is a reward, and it tells an answer with the label in it from noise."""
     config = case.run
     look.attempt(preflight.check_rewards, config)
-    if look.findings:
+    if any(finding.is_fatal for finding in look.findings):
         return
     flags = config.reward
     kind = str(flags.rm_type or "").removeprefix("boxed_")
@@ -85,18 +94,45 @@ def reward(case: Case, look: Look) -> None:
         raise LeftOut(f"--rm-type {flags.rm_type} is not asked: {_BLIND.get(kind, 'remote')}")
     if not config.data.prompt_data or config.data.data_source_path or not config.data.rollout_global_dataset:
         raise LeftOut("prompts do not come from --prompt-data")
-    rows = _labelled(config, case.tokenizer)
+    try:
+        rows = _labelled(config, case.tokenizer)
+        if flags.custom_rm_path:
+            check_signature(load_function(flags.custom_rm_path), RewardFunction, flags.custom_rm_path)
+    except UserError as error:
+        raise LeftOut("its data or its function cannot be read") from error
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        with Look(look.trouble).warnings():  # that a reward did not come is told once, below
-            scores = _scores(config, rows, case.tokenizer)
+        printed = io.StringIO() if case.is_launch else sys.stdout  # a run has it in logs/rollout.log
+        with Look(look.trouble).warnings(), contextlib.redirect_stdout(printed):  # missing rewards are told below
+            scores, failure = _scores(config, rows, case.tokenizer, trial_only=case.is_launch)
     except UserError as error:
+        if _asks_a_server(error):
+            raise LeftOut("it asks a server, which may not be up yet") from error
         rollout = config.rollout  # functions that make samples of their own may give rewards what is not there here
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
         look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
     else:
-        _judge(scores, look)
+        if failure is not None:
+            look.refused(failure, known.REWARD_FAILS, is_fatal=False)
+        elif scores is not None:
+            _judge(scores, look)
+
+
+#: Packages whose errors are about a server.
+_CLIENTS = ("httpx", "httpcore", "aiohttp", "requests", "urllib", "urllib3", "openai", "anthropic", "grpc")
+
+
+def _asks_a_server(error: BaseException) -> bool:
+    """Whether a reward failed at a server, or at an engine of the run, which need not be up before the launch."""
+    found: BaseException | None = error
+    while found is not None:
+        frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(found.__traceback__)]
+        is_of_client = type(found).__module__.partition(".")[0] in _CLIENTS
+        if isinstance(found, ConnectionError | TimeoutError) or is_of_client or "slime.rollout.plugin_api" in frames:
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
@@ -132,14 +168,22 @@ class Scores:
     reads_label: bool
 
 
-def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
+#: Scores, None for a trial; and how the reward failed for some of the answers.
+_Found = tuple[Scores | None, UserError | None]
+
+
+def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_only: bool) -> _Found:
+    """
+    Raises:
+        UserError: the reward fails for each label as the answer.
+    """
     reward = dataclasses.replace(config.reward, rm_timeout=min(config.reward.rm_timeout, _SECONDS))
     config, patience = dataclasses.replace(config, reward=reward), config.reward.rm_timeout
-    done = queue.SimpleQueue[Scores | BaseException]()
+    done = queue.SimpleQueue[_Found | BaseException]()
 
     def score() -> None:
         try:
-            done.put(asyncio.run(_scored(config, rows, tokenizer, patience)))
+            done.put(asyncio.run(_scored(config, rows, tokenizer, patience, trial_only)))
         except BaseException as error:  # delivered to whoever waits
             done.put(error)
 
@@ -154,36 +198,50 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any) -> Scores:
     return found
 
 
-async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float) -> Scores:
-    pool = RewardPool(config)
+async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float, trial_only: bool) -> _Found:
+    pool, failures = RewardPool(config), list[UserError]()
+
+    async def rewards_of(samples: list[Sample]) -> list[Any]:
+        """Rewards and errors, in the order of the samples."""
+        if not config.reward.group_rm:
+            return list(await asyncio.gather(*map(pool.score, samples), return_exceptions=True))
+        try:
+            return list(await pool.score_group(samples))
+        except UserError as error:
+            return [error] * len(samples)
+
+    async def mean(answers: Iterable[tuple[Sample, str]], *, must_score: bool = False) -> float:
+        rewards = await rewards_of([_answered(row, text, tokenizer) for row, text in answers])
+        if any(pool.metrics().values()):  # it timed out, or a grader died
+            if patience > config.reward.rm_timeout:
+                raise LeftOut(f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows")
+            raise UserError(
+                f"a reward did not come within {config.reward.rm_timeout:g} s",
+                why="a sample whose reward does not come within --rm-timeout scores 0",
+                fix="make the function faster, or raise --rm-timeout",
+            )
+        failed = [one for one in rewards if isinstance(one, BaseException)]
+        if failed and ((must_score and len(failed) == len(rewards)) or not isinstance(failed[0], UserError)):
+            raise failed[0]
+        failures.extend(one for one in failed if isinstance(one, UserError))
+        key = config.reward.reward_key
+        numbers = [one[key] if isinstance(one, dict) and key else one for one in rewards if one not in failed]
+        return fmean(map(float, numbers)) if numbers else 0.0
+
     try:
-
-        async def mean(answers: Iterator[tuple[Sample, str]]) -> float:
-            samples = [_answered(row, text, tokenizer) for row, text in answers]
-            if config.reward.group_rm:
-                rewards = await pool.score_group(samples)
-            else:
-                rewards = list(await asyncio.gather(*map(pool.score, samples)))
-            if any(pool.metrics().values()):  # it timed out, or a grader died
-                if patience > config.reward.rm_timeout:
-                    raise LeftOut(f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows")
-                raise UserError(
-                    f"a reward did not come within {config.reward.rm_timeout:g} s",
-                    why="a sample whose reward does not come within --rm-timeout scores 0",
-                    fix="make the function faster, or raise --rm-timeout",
-                )
-            key = config.reward.reward_key
-            return fmean(float(one[key]) if isinstance(one, dict) and key else float(one) for one in rewards)  # type: ignore[arg-type]
-
         labels = [str(row.label) for row in rows]
-        gold = {form: await mean((row, form.format(label)) for row, label in zip(rows, labels)) for form in _FORMS}
+        gold = {_FORMS[0]: await mean(zip(rows, labels), must_score=True)}
+        if trial_only:
+            return None, next(iter(failures), None)
+        for form in _FORMS[1:]:
+            gold[form] = await mean((row, form.format(label)) for row, label in zip(rows, labels))
         form = max(gold, key=lambda one: gold[one])
         others = labels[1:] + labels[:1]
         swapped = [dataclasses.replace(row, label=other.label) for row, other in zip(rows, [*rows[1:], rows[0]])]
         noise = await mean((row, _NOISE) for row in rows)
         wrong = await mean((row, form.format(label)) for row, label in zip(rows, others))
         mistaken = await mean((row, form.format(label)) for row, label in zip(swapped, labels))
-        return Scores(gold[form], noise, wrong, mistaken != gold[form])
+        return Scores(gold[form], noise, wrong, mistaken != gold[form]), next(iter(failures), None)
     finally:
         await pool.close()
 

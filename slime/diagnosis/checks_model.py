@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slime import preflight
@@ -12,8 +13,9 @@ from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
-from slime.prompts.tokenizer import generation_config_of, stop_token_report
+from slime.prompts.tokenizer import end_token_conflicts, generation_config_of, stop_token_report
 from slime.rollout.eval_datasets import eval_datasets
+from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
 from slime.weights.quantised_launch import check_route
 
 
@@ -53,15 +55,16 @@ def directory(case: Case, look: Look) -> None:
 def architecture(case: Case, look: Look) -> None:
     """No flag contradicts the model, and the parallel layout divides it."""
     look.attempt(preflight.check_architecture, case.run)
+    look.attempt(preflight.check_context, case.run)
 
 
 def quantisation(case: Case, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model, and what
     computes them is installed."""
     look.attempt(check_route, case.run)
-    look.attempt(preflight.check_ignore_list, case.run)
-    look.attempt(preflight.check_quantised_flags, case.run)
-    look.attempt(preflight.check_quantised_library, case.run)
+    look.attempt(check_ignore_list, case.run)
+    look.attempt(check_quantised_flags, case.run)
+    look.attempt(check_quantised_library, case.run)
 
 
 def checkpoint(case: Case, look: Look) -> None:
@@ -77,7 +80,13 @@ def checkpoint(case: Case, look: Look) -> None:
 
 def weights(case: Case, look: Look) -> None:
     """Every Hugging Face directory that is read is whole, layer by layer."""
-    look.attempt(preflight.check_weights, case.run, resolve_load(case.run))
+    config = case.run
+    try:
+        plan = resolve_load(config)
+    except UserError:  # told where the checkpoint is looked at: what engines serve is looked at all the same
+        config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None))
+        plan = resolve_load(config)
+    look.attempt(preflight.check_weights, config, plan)
 
 
 def outputs(case: Case, look: Look) -> None:
@@ -96,6 +105,8 @@ def tokenizer(case: Case, look: Look) -> None:
     if isinstance(rows, int) and ids > rows:
         detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
         look.found(known.VOCABULARY, detail, source=str(case.model), is_fatal=False)
+    for line in end_token_conflicts(found, str(case.model)):
+        look.found(known.END_TOKENS, line, is_fatal=False)
     try:
         in_turns = is_chat(case.run, found)
     except UserError:

@@ -8,6 +8,7 @@ from slime.diagnosis import troubles_flags
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
+from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import PlacementPlan, needs_engines
 
@@ -59,6 +60,7 @@ def memory(case: Case, look: Look) -> None:
     device = look.attempt(device_memory, config)
     if device is None:
         return
+    config = with_token_limit(config, device)
     plan = MemoryPlan.of(config, device)
     look.trouble = known.MEMORY_COLOCATED if config.cluster.colocate else known.MEMORY_TRAINING
     look.attempt(judge, config, plan)
@@ -66,6 +68,7 @@ def memory(case: Case, look: Look) -> None:
         raise LeftOut("neither a trainer nor an engine is started")
     peak = plan.peak
     where = "GPU" if device.on_gpu else "this host"
+    look.note(packing_line(config))
     look.note(f"{gb(peak.total)} GB at most ({peak.name}), {gb(plan.limit)} GB of {where} ({device.source})")
 
 

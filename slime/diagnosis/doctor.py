@@ -1,4 +1,4 @@
-"""Everything that `slime doctor` looks at, one after the other, and what it says of it.
+"""Everything that `slime doctor` and a launch look at, one after the other, and what they say of it.
 
 A trouble does not end the examination: the next check is made, unless it needs what is broken.
 """
@@ -6,18 +6,24 @@ A trouble does not end the examination: the next check is made, unless it needs 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Literal, cast
 
+from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
+from slime.config.make import options_in
 from slime.diagnosis import troubles
-from slime.diagnosis.checks import AT_START, CHECKS
+from slime.diagnosis.checks import AT_LAUNCH, AT_START, CHECKS
 from slime.diagnosis.look import Case, Check, LeftOut, Look
 from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.record import Finding
+from slime.errors import UserError, several
 from slime.files import json_safe
+from slime.log import get_logger
+
+logger = get_logger(__name__)
 
 State = Literal["ok", "warning", "FAIL", "left out"]
 
@@ -29,6 +35,7 @@ class Outcome:
     Attributes:
         said: what is worth knowing of it, or why it was left out.
         seconds: that it took.
+        told: what a launch logs of it.
     """
 
     check: Check
@@ -36,6 +43,7 @@ class Outcome:
     said: str
     findings: tuple[Finding, ...]
     seconds: float
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +75,52 @@ def examine(
         with_round: try one round, where nothing stands in its way.
     """
     started = time.perf_counter()
-    case, outcomes = Case.of(argv, entry), dict[str, Outcome]()
-    for check in checks:
-        outcomes[check.name] = _made(check, case, outcomes)
+    case = Case.of(argv, entry)
+    outcomes = {outcome.check.name: outcome for outcome in outcomes_of(case, checks)}
     if with_round:
         broken = [name for name, outcome in outcomes.items() if outcome.state == "FAIL"]
         outcomes[ROUND.name] = _made(replace(ROUND, after=tuple(broken)), case, outcomes)
     return Report(tuple(outcomes.values()), time.perf_counter() - started)
+
+
+def outcomes_of(case: Case, checks: Iterable[Check]) -> list[Outcome]:
+    """Make the checks in order; one that stands on another is left out where that one failed."""
+    outcomes = dict[str, Outcome]()
+    for check in checks:
+        outcomes[check.name] = _made(check, case, outcomes)
+    return list(outcomes.values())
+
+
+def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
+    """Check models, hooks, rewards, data, output directories and the size of the run; log warnings.
+
+    Args:
+        errors: what is wrong with the flags; ``config`` is the configuration without them (`judge_args`).
+    Returns:
+        What will be loaded.
+    Raises:
+        UserError: everything that cannot work, in one.
+    """
+    case = Case(config, list(errors), is_launch=True)
+    outcomes = outcomes_of(case, AT_LAUNCH)
+    findings = list(dict.fromkeys(one for outcome in outcomes for one in outcome.findings))
+    wrong = [*errors, *(as_error(one) for one in findings if one.is_fatal)]
+    if wrong:
+        raise several(wrong)
+    for outcome in outcomes:
+        for note in outcome.told:
+            logger.info("%s", note)
+    for finding in findings:
+        logger.warning("%s", finding.detail)
+    return resolve_load(config)
+
+
+def as_error(finding: Finding) -> UserError:
+    """The error that a finding is made of, or one with its words."""
+    if finding.error is not None:
+        return finding.error
+    what, *why = finding.detail.splitlines()
+    return UserError(what, " ".join(why) or finding.trouble.cause, "; or ".join(finding.advice[:2]))
 
 
 def at_start(config: Config) -> list[Finding]:
@@ -93,11 +140,23 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
     except LeftOut as reason:
         look.notes = [str(reason)]
     except (Exception, SystemExit) as error:  # the next check is made; a launch that runs the same code ends of it, too
+        if case.is_launch and not case.errors:
+            raise
+        if case.errors and check.name != "flags":
+            return Outcome(check, "left out", "the flags are wrong", (), time.perf_counter() - started)
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
         look.found(troubles.CHECK_BROKEN, detail, source=check.name, is_fatal=not _place(error).startswith(_OURS))
+    if check.name != "flags":
+        look.findings = [one for one in look.findings if not _follows(one, case)]
     if look.findings:
         state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
-    return Outcome(check, state, ", ".join(look.notes), tuple(look.findings), time.perf_counter() - started)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - started
+    return Outcome(check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told))  # type: ignore[arg-type]
+
+
+def _follows(finding: Finding, case: Case) -> bool:
+    """Whether it is about a flag that is wrong itself, which may be why."""
+    return bool(options_in(finding.detail) & case.doubtful)
 
 
 def _may_be_made(check: Check, case: Case, earlier: dict[str, Outcome]) -> None:
@@ -132,8 +191,13 @@ def text(report: Report) -> str:
         lines += ["", *_told(finding)]
     fatal = sum(finding.is_fatal for finding in report.findings)
     warnings = len(report.findings) - fatal
-    verdict = f"{fatal} in the way of a run, {warnings} to look at" if report.findings else "nothing found"
+    counts = [_counted(fatal, "error"), _counted(warnings, "warning")]
+    verdict = ", ".join(counts) if report.findings else "nothing found"
     return "\n".join([*lines, "", f"{verdict}; {len(report.outcomes)} checks in {report.seconds:.1f} s"])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _line(outcome: Outcome) -> str:

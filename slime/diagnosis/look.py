@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slime.config.config import Config
-from slime.config.make import judge_args
+from slime.config.make import judge_args, options_in
 from slime.diagnosis.places import trouble_at, trouble_of
 from slime.diagnosis.record import Finding, Trouble
 from slime.errors import UserError
@@ -31,20 +31,28 @@ class Case:
     """The run that is looked at.
 
     Attributes:
-        config: None where the flags say nothing that can be read. With ``errors`` it must not be planned with.
+        config: None where nothing can be derived from the flags. With ``errors`` it is that of the flags without those
+            which they are about, to check the rest.
         errors: what a launch refuses the flags for.
+        is_launch: checks take as little time as they can.
         names: models and data that are names of the hub, of which no copy is here.
     """
 
     config: Config | None
     errors: list[UserError] = field(default_factory=list)
     names: tuple[str, ...] = ()
+    is_launch: bool = False
     _tokenizer: Any = None
 
     @staticmethod
     def of(argv: list[str], entry: str = "train") -> Case:
         """The case of a command line."""
         return Case(*judge_args(argv, entry))
+
+    @property
+    def doubtful(self) -> frozenset[str]:
+        """Options that an error of the flags is about: what else is found of them may follow from it."""
+        return frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in self.errors))
 
     @property
     def run(self) -> Config:
@@ -85,19 +93,29 @@ class Look:
     Attributes:
         trouble: what an error is that nothing else tells.
         notes: a few words for the line of a check that found nothing.
+        told: of them, what a launch logs.
     """
 
     trouble: Trouble
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def found(self, trouble: Trouble, detail: str, *remedies: str, source: str = "", is_fatal: bool = True) -> None:
+    def found(
+        self,
+        trouble: Trouble,
+        detail: str,
+        *remedies: str,
+        source: str = "",
+        is_fatal: bool = True,
+        error: UserError | None = None,
+    ) -> None:
         """Add a finding; ``remedies`` with this run's values go before those of the trouble."""
         advice = (*remedies, *trouble.remedies) if remedies else ()
-        finding = Finding(trouble, detail, advice, source, is_fatal)
+        finding = Finding(trouble, detail, advice, source, is_fatal, error)
         if finding not in self.findings:
             self.findings.append(finding)
 
@@ -105,7 +123,7 @@ class Look:
         """Add what a launch says of it."""
         detail = "\n".join([error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())])
         fixes = (error.fix,) if error.fix else ()
-        self.found(trouble or trouble_of(error) or self.trouble, detail, *fixes, is_fatal=is_fatal)
+        self.found(trouble or trouble_of(error) or self.trouble, detail, *fixes, is_fatal=is_fatal, error=error)
 
     def attempt(self, check: Callable[..., T], *arguments: Any, trouble: Trouble | None = None) -> T | None:
         """``check(*arguments)``; what it refuses and warns of are findings.

@@ -72,7 +72,7 @@ def one_round(case: Case, look: Look) -> None:
     if not difference <= _DIFFERENCE:
         detail = f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
-    gradient = large_gradient([row])
+    gradient = large_gradient([row], {})
     if gradient is not None:
         look.found(known.LARGE_GRADIENT, f"{gradient[0]}; the folder of the round is {folder}")
     elif difference <= _DIFFERENCE:
@@ -116,6 +116,7 @@ def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | Non
         "num_steps_per_rollout": 1,
         "rollout_max_response_len": min(_TOKENS, config.rollout.rollout_max_response_len),
         "check_weight_update_equal": True,
+        "save": "",
         "output_dir": str(folder),
         "run_name": "round",
         **(more or {}),

@@ -5,7 +5,9 @@ docs/troubleshooting.md lists them; what `slime doctor` and `slime explain` find
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from slime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Finding:
         remedies: in place of the trouble's own, where this run's flags make them more exact.
         source: where it was seen: a log's name and line, a flag, a file.
         is_fatal: the run cannot work, as opposed to what only may go wrong.
+        error: that a launch raises for it, if it is one.
     """
 
     trouble: Trouble
@@ -44,6 +47,7 @@ class Finding:
     remedies: tuple[str, ...] = ()
     source: str = ""
     is_fatal: bool = True
+    error: UserError | None = field(default=None, compare=False)
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -247,6 +247,14 @@ STOP_TOKENS = Trouble(
     ("--rollout-stop-token-ids N", "--rollout-stop TEXT", "mend eos_token_id in generation_config.json"),
     "a template that ends turns with <|im_end|> and a tokenizer that stops at <|endoftext|>",
 )
+END_TOKENS = Trouble(
+    "end-tokens-differ",
+    "answers end early or run on, or the model serves otherwise than it was trained",
+    "config.json or generation_config.json names an end token that is neither the tokenizer's nor the one that ends a"
+    " turn in the chat template; engines stop at all of them.",
+    ("correct eos_token_id in the file that is named", "--rollout-stop-token-ids N adds one for this run"),
+    "an eos_token_id in config.json that the tokenizer does not have as its end token",
+)
 TEMPLATE_TWICE = Trouble(
     "template-twice",
     "the gradient norm is very high and the answers are poor",
@@ -282,9 +290,9 @@ CHECKPOINT_FOREIGN = Trouble(
 NOTHING_KEPT = Trouble(
     "nothing-kept",
     "a run has ended and there is no model",
-    "It has neither --save nor --save-hf.",
-    ("--save {run}/checkpoints", "--save-hf DIR"),
-    "a run without --save and --save-hf",
+    "It was started with --no-save, and without --save-hf.",
+    ("leave --no-save out: checkpoints and the model are then in the run folder", "--save-hf DIR"),
+    "a run with --no-save",
 )
 
 # -- data, reward, hooks ---------------------------------------------------------------------------------------------
@@ -370,8 +378,8 @@ MEMORY_TRAINING = Trouble(
     "The memory plan of the trainer's GPUs does not fit.",
     (
         "--recompute-activations",
-        "--micro-batch-size 1, or a lower --max-tokens-per-gpu with --use-dynamic-batch-size (start with"
-        " rollout_max_response_len ÷ context_parallel_size)",
+        "a lower --max-tokens-per-gpu (rollout_max_response_len ÷ context_parallel_size at least), or"
+        " --micro-batch-size 1",
         "--sequence-parallel with --tensor-model-parallel-size",
         "--offload-optimizer-states",
     ),
@@ -426,7 +434,7 @@ SECTIONS: dict[str, tuple[Trouble, ...]] = {
         MODEL_DIRECTORY, HUB, MODEL_UNKNOWN, MODEL_FLAGS, MISSING_SHARDS, QUANTISED_WEIGHTS, IGNORE_LIST,
         TRANSFORMER_ENGINE, ENGINE_MISSING, ENGINE_FLAGS, EXTERNAL_ENGINE,
     ),
-    "Tokenizer and chat template": (TOKENIZER, VOCABULARY, STOP_TOKENS, TEMPLATE_TWICE, CHAT_TEMPLATE),
+    "Tokenizer and chat template": (TOKENIZER, VOCABULARY, STOP_TOKENS, END_TOKENS, TEMPLATE_TWICE, CHAT_TEMPLATE),
     "Checkpoints": (CHECKPOINT, CHECKPOINT_FOREIGN, NOTHING_KEPT),
     "Data, rewards, functions of your own": (
         DATA_FILE, DATA_ROWS, DATA_TOO_FEW, EVALUATION_SETS, REWARD_MISSING, REWARD_FLAT, REWARD_INVERTED,

@@ -8,7 +8,7 @@ FLAG_UNKNOWN = Trouble(
     "flag-unknown",
     "an error at launch about a flag that there is not",
     "A name on the command line or in a configuration file is misspelt, abbreviated, or of another system.",
-    ("`slime flags WORD` looks a flag up; the error names the nearest",),
+    ("`slime flags WORD` looks a flag up, also by its name in TRL or verl; the error names what has its place",),
     "--rollout-batchsize 8",
 )
 FLAG_VALUE = Trouble(
@@ -53,7 +53,7 @@ BATCH_EQUATION = Trouble(
     " cannot be divided among the trainer's ranks.",
     (
         "give --rollout-batch-size, --n-samples-per-prompt and one of --global-batch-size and --num-steps-per-rollout",
-        "--use-dynamic-batch-size --max-tokens-per-gpu N packs by tokens, whatever the number of samples",
+        "leave --micro-batch-size out: samples are then packed by tokens, whatever their number",
     ),
     "--rollout-batch-size 4 --n-samples-per-prompt 2 --num-steps-per-rollout 3",
 )
@@ -93,8 +93,12 @@ STALE_WEIGHTS = Trouble(
 CONTEXT_LENGTH = Trouble(
     "context-length",
     "an error at launch about prompt, response and context lengths",
-    "The lengths leave no token to generate, or one limit is above the other that caps it.",
-    ("lower --rollout-max-prompt-len, or raise --rollout-max-context-len or --seq-length",),
+    "The lengths leave no token to generate, one limit is above the other that caps it, or they exceed the context that"
+    " the model was made for (max_position_embeddings).",
+    (
+        "lower --rollout-max-prompt-len, or raise --rollout-max-context-len or --seq-length",
+        "lower --rollout-max-response-len below the model's context",
+    ),
     "--rollout-max-context-len 64 --rollout-max-prompt-len 64",
 )
 NCCL_TIMEOUT = Trouble(

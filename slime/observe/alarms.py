@@ -1,7 +1,8 @@
 """What a look at the curves should tell: patterns that cost people days when nobody noticed them.
 
 Pure functions of one stage's rows: the report asks for all of them when it is written, `AlarmWatch` at every step.
-Windows are a tenth of the run, at least five steps; shorter runs raise only the alarms that need no window.
+Windows are a tenth of the run, at least five steps; shorter runs raise only the alarms that need no window. An alarm
+about a curve needs evidence beyond noise (`slime.observe.evidence`), and what it advises depends on the run's flags.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.hook_loading import makers_of_samples
+from slime.observe.evidence import LIKELY, STRICT, chance_of_at_least, change, outlier, surely_above
 from slime.observe.first_step import large_gradient as first_large_gradient
 from slime.observe.growth import Growth, steady_growth, sudden_growth
 from slime.observe.room import cut_shares, no_room
 
 Rows = Sequence[dict[str, Any]]
+Flags = Mapping[str, Any]
 _MIN_WINDOW = 5
 #: Windows without which a fall of the reward may be noise.
 _MIN_WINDOWS_OF_FALL = 4
 #: Steps in a row after which it is no chance that nothing was learnt.
 _FLAT_STEPS = 3
-#: Share of a rollout's rewards that may be late before it is said.
-_LATE_SHARE = 0.1
+#: Probability under which something is no chance: at first, and where earlier steps tell what is usual.
+_BY_CHANCE_AT_FIRST, _BY_CHANCE = 0.02, 1e-5
+#: Samples of a group where no flag tells.
+_USUAL_GROUP = 8
+#: Steps that tell what is usual.
+_BEFORE = 50
+#: Share of the rewards that may be late before it is said, and the chance of more by which it is no accident.
+_LATE_SHARE, _LATE_BY_CHANCE = 0.1, 1e-5
+#: Part of the range of rewards that a mean must fall by: after it had risen, and where it had not.
+_LEAST_FALL, _LEAST_FALL_AT_ONCE = 0.2, 0.3
+#: Share of responses that are cut, and steps for which it is seen: answers may become shorter in the first ones.
+_CUT_SHARE, _CUT_STEPS = 0.3, 15
+#: Times the usual gradient norm.
+_SPIKE = 20.0
+#: Times the mean load of the other engines.
+_UNEVEN = 2.0
 #: Rows that are looked at while a run goes on.
 _MOST_ROWS = 4000
-_CONTRAST_FIX = (
-    "raise --n-samples-per-prompt or --rollout-temperature, take prompts that the model sometimes gets right, or"
-    " --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std"
-)
 #: What names of slime's own metrics begin with.
 _OURS = ("train/", "rollout/", "eval/", "perf/")
 _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
@@ -57,35 +70,116 @@ def _values(rows: Rows, *keys: str) -> list[float]:
     return []
 
 
-def _windows(values: Sequence[float]) -> list[float]:
-    """Means over consecutive windows; empty when there are not two full ones."""
+def _windows(values: Sequence[float]) -> list[Sequence[float]]:
+    """Consecutive windows of a tenth of the run; empty when there are not two full ones."""
     size = max(_MIN_WINDOW, len(values) // 10)
     count = len(values) // size
     if count < 2:
         return []
     end = len(values)
-    return [statistics.fmean(values[end - (i + 1) * size : end - i * size]) for i in reversed(range(count))]
+    return [values[end - (i + 1) * size : end - i * size] for i in reversed(range(count))]
+
+
+def _rewards(rows: Rows) -> list[float]:
+    return _values(rows, "rollout/raw_reward", "rollout/rewards")
+
+
+def _has_risen(values: Sequence[float]) -> bool:
+    """Whether the newest values are above the first ones by more than noise."""
+    windows = _windows(values)
+    return len(windows) > 1 and change(windows, 0, -1) > LIKELY
+
+
+def _lower_lr(flags: Flags) -> str:
+    lr = flags.get("lr")
+    return f"lower --lr (it is {lr:g})" if lr else "lower --lr"
+
+
+def _closer_to_reference(flags: Flags) -> str:
+    coefficient = flags.get("kl_loss_coef") or 0.0
+    if flags.get("use_kl_loss") and coefficient:
+        return f"raise --kl-loss-coef (it is {coefficient:g})"
+    if flags.get("use_kl_loss"):
+        return "stay near the reference with --kl-loss-coef 0.01 (it is 0)"
+    if flags.get("kl_coef"):
+        return f"raise --kl-coef (it is {flags['kl_coef']:g})"
+    return "stay near the reference with --use-kl-loss --kl-loss-coef 0.01"
+
+
+def _longer_answers(flags: Flags) -> str:
+    longest = flags.get("rollout_max_response_len")
+    return f"raise --rollout-max-response-len (it is {longest})" if longest else "raise --rollout-max-response-len"
+
+
+def _more_contrast(flags: Flags) -> str:
+    samples, temperature = flags.get("n_samples_per_prompt"), flags.get("rollout_temperature")
+    ways = ["raise --n-samples-per-prompt" + (f" (it is {samples})" if samples else "")]
+    ways.append("--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else ""))
+    ways.append("take prompts that the model sometimes gets right")
+    if not flags.get("dynamic_sampling_filter_path"):
+        ways.append("--dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std")
+    return ", or ".join(ways)
 
 
 # -- nothing is learnt ---------------------------------------------------------------------------------------------
 
 
 def _trained(rows: Rows) -> list[dict[str, Any]]:
-    """The rows of the newest steps that tell of groups and rewards."""
-    return [row for row in rows if row.get("rollout/zero_std/ratio") is not None][-_FLAT_STEPS:]
+    """The rows of steps that tell of groups and rewards."""
+    return [row for row in rows if row.get("rollout/zero_std/ratio") is not None]
 
 
-def _is_flat(rows: Rows) -> bool:
-    """No group had two different rewards, for some steps."""
-    newest = _trained(rows)
-    return len(newest) == _FLAT_STEPS and all(row["rollout/zero_std/ratio"] == 1 for row in newest)
+def _flat_rows(rows: Rows) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(the newest steps without any group that had two different rewards, those before)."""
+    steps = _trained(rows)
+    count = next((i for i, row in enumerate(reversed(steps)) if row["rollout/zero_std/ratio"] != 1), len(steps))
+    return steps[len(steps) - count :], steps[: len(steps) - count]
+
+
+def _samples(rows: Rows) -> float:
+    return sum(row.get("rollout/num_samples") or 1.0 for row in rows)
+
+
+def _is_flat(rows: Rows, flags: Flags) -> bool:
+    """No group had two different rewards, in more groups than chance explains: a share of groups like that is usual,
+    half of them where nothing is known of earlier steps."""
+    newest, earlier = _flat_rows(rows)
+    if len(newest) < _FLAT_STEPS:
+        return False
+    usual = statistics.fmean(row["rollout/zero_std/ratio"] for row in earlier[-_BEFORE:]) if earlier else 0.5
+    groups = _samples(newest) / (flags.get("n_samples_per_prompt") or _USUAL_GROUP)
+    return min(max(usual, 0.5), 0.99) ** groups <= (_BY_CHANCE if earlier else _BY_CHANCE_AT_FIRST)
 
 
 def _constant_reward(rows: Rows) -> float | None:
-    """The one reward that all samples had for some steps."""
-    newest = _trained(rows)
+    """The one reward that all samples had for some steps, if that is no chance: one reward in ten is usually another,
+    or as many as were before."""
+    newest, earlier = _flat_rows(rows)
     values = {row.get(f"rollout/reward/{end}") for row in newest for end in ("min", "max")}
-    return values.pop() if len(newest) == _FLAT_STEPS and len(values) == 1 else None
+    value = values.pop() if len(values) == 1 else None
+    if len(newest) < _FLAT_STEPS or value is None:
+        return None
+    others = [share for row in earlier[-_BEFORE:] if (share := _minority(row)) is not None]
+    usual = max(0.001, min(0.5, statistics.fmean(others))) if others else 0.1
+    is_chance = (1 - usual) ** _samples(newest) > (_BY_CHANCE if others else _BY_CHANCE_AT_FIRST)
+    return None if is_chance else value
+
+
+def _is_mastered(rows: Rows, value: float) -> bool:
+    """All answers have the best reward of a run that was learning: there is nothing left to learn from its prompts."""
+    _, earlier = _flat_rows(rows)
+    best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
+    return value >= best and _has_risen(_rewards(rows))
+
+
+def _minority(row: Mapping[str, Any]) -> float | None:
+    """About how many of the rewards of a step are not the most frequent one; None where that is not known."""
+    low, high, mean = (row.get(f"rollout/reward/{end}") for end in ("min", "max", "mean"))
+    mean = row.get("rollout/raw_reward") if mean is None else mean
+    if low is None or high is None or mean is None:
+        return None
+    share = (mean - low) / (high - low) if high > low else 0.0
+    return min(share, 1 - share)
 
 
 _REWARD_FIX = (
@@ -94,40 +188,42 @@ _REWARD_FIX = (
 )
 
 
-def constant_reward(rows: Rows) -> list[Alarm]:
+def constant_reward(rows: Rows, flags: Flags) -> list[Alarm]:
     value = _constant_reward(rows)
-    if value is None:
+    if value is None or _is_mastered(rows, value):
         return []
-    if late_rewards(rows):
+    if late_rewards(rows, flags):
         return []  # which says why
-    detail = f"every reward of the last {_FLAT_STEPS} steps is {value:g}: there is nothing to learn from"
+    steps = len(_flat_rows(rows)[0])
+    detail = f"every reward of the last {steps} steps is {value:g}: there is nothing to learn from"
     return [Alarm("The reward is constant", detail, _REWARD_FIX)]
 
 
-def no_contrast(rows: Rows) -> list[Alarm]:
-    if not _is_flat(rows) or _constant_reward(rows) is not None:
+def no_contrast(rows: Rows, flags: Flags) -> list[Alarm]:
+    if not _is_flat(rows, flags) or _constant_reward(rows) is not None:
         return []
-    detail = f"in the last {_FLAT_STEPS} steps no group had two different rewards: its advantages are 0"
-    return [Alarm("No group has any contrast", detail, _CONTRAST_FIX)]
+    steps = len(_flat_rows(rows)[0])
+    detail = f"in the last {steps} steps no group had two different rewards: its advantages are 0"
+    return [Alarm("No group has any contrast", detail, _more_contrast(flags))]
 
 
-def never_any_contrast(rows: Rows) -> list[Alarm]:
-    """Of a run that has ended and was too short for `no_contrast` and `constant_reward`: none of its steps had any."""
+def never_any_contrast(rows: Rows, flags: Flags) -> list[Alarm]:
+    """Tell it of a run that has ended and was too short for `no_contrast` and `constant_reward`."""
     steps = _trained(rows)
     if not 0 < len(steps) < _FLAT_STEPS or any(row["rollout/zero_std/ratio"] < 1 for row in steps):
         return []
-    if late_rewards(rows):
+    if late_rewards(rows, flags):
         return []  # which says why
     when = "in the only step" if len(steps) == 1 else f"in all {len(steps)} steps"
     detail = f"{when} every group had the same reward for all of its samples: every advantage was 0"
     all_rewards = {row.get(f"rollout/reward/{end}") for row in steps for end in ("min", "max")}
-    fix = _REWARD_FIX if len(all_rewards) == 1 else _CONTRAST_FIX
+    fix = _REWARD_FIX if len(all_rewards) == 1 else _more_contrast(flags)
     return [Alarm("No step had any contrast", detail, fix, "never_any_contrast")]
 
 
-def zero_gradient(rows: Rows) -> list[Alarm]:
+def zero_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
     norms = [row for row in rows if row.get("train/grad_norm") is not None]
-    if not norms or norms[-1]["train/grad_norm"] != 0 or _is_flat(rows):
+    if not norms or norms[-1]["train/grad_norm"] != 0 or len(_flat_rows(rows)[0]) >= _FLAT_STEPS:
         return []
     lowest, highest = (norms[-1].get(f"rollout/reward/{end}") for end in ("min", "max"))
     rewarded = norms[-1].get("rollout/zero_std/ratio", 1) < 1 and lowest != highest
@@ -142,25 +238,28 @@ def zero_gradient(rows: Rows) -> list[Alarm]:
     return [Alarm("The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix)]
 
 
-def late_rewards(rows: Rows) -> list[Alarm]:
-    newest = next((row for row in reversed(rows) if row.get("rollout/num_samples")), None)
-    if newest is None:
+def late_rewards(rows: Rows, flags: Flags) -> list[Alarm]:
+    newest = [row for row in rows if row.get("rollout/num_samples")][-_FLAT_STEPS:]
+    if not newest:
         return []
-    samples = newest["rollout/num_samples"]
-    late, died = (newest.get(f"rollout/reward_{kind}") or 0.0 for kind in ("timeout", "crash"))
-    if late + died <= _LATE_SHARE * samples:
+    samples = _samples(newest)
+    late, died = (sum(row.get(f"rollout/reward_{kind}") or 0.0 for row in newest) for kind in ("timeout", "crash"))
+    if chance_of_at_least(min(late + died, samples), samples, _LATE_SHARE) > _LATE_BY_CHANCE:
         return []
     is_all = late + died >= samples
     title = "No reward comes" if is_all else "Many rewards do not come"
+    when = f"at step {newest[0]['step']}" if len(newest) == 1 else f"in the last {len(newest)} steps"
     detail = (
-        f"at step {newest['step']}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for"
+        f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for"
         f" {samples:.0f} samples; these count as 0"
     )
-    fix = "raise --rm-timeout, or make the reward faster (async, a server of its own); logs/rollout.log names it"
+    timeout = flags.get("rm_timeout")
+    raised = f"raise --rm-timeout (it is {timeout:g} s)" if timeout else "raise --rm-timeout"
+    fix = f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log names it"
     return [Alarm(title, detail, fix)]
 
 
-def failing_samples(rows: Rows) -> list[Alarm]:
+def failing_samples(rows: Rows, flags: Flags) -> list[Alarm]:
     newest = [row for row in rows if row.get("rollout/num_failed_groups") is not None][-_FLAT_STEPS:]
     counts = [row["rollout/num_failed_groups"] for row in newest]
     if len(counts) < _FLAT_STEPS or not all(counts):
@@ -172,71 +271,91 @@ def failing_samples(rows: Rows) -> list[Alarm]:
 # -- learning goes wrong -------------------------------------------------------------------------------------------
 
 
-def nonfinite(rows: Rows) -> list[Alarm]:
+def nonfinite(rows: Rows, flags: Flags) -> list[Alarm]:
     bad = {key: row["step"] for row in reversed(rows) for key in row.get("nonfinite", [])}
     if not bad:
         return []
     names = ", ".join(
         f"{key} (first at step {step})" for key, step in sorted(bad.items(), key=lambda item: item[1])[:5]
     )
-    fix = "lower --lr, set --clip-grad 1.0, prefer --bf16 to --fp16"
+    ways = [_lower_lr(flags)]
+    if flags.get("clip_grad", 1.0) > 1.0 or flags.get("clip_grad") == 0:
+        ways.append("set --clip-grad 1.0")
+    if flags.get("fp16"):
+        ways.append("prefer --bf16 to --fp16")
+    fix = ", or ".join([*ways, "look at the samples of that step"])
     if not any(key.startswith(_OURS) for key in bad):
         fix = "look at the function of yours that gives them"
     return [Alarm("NaN or infinity in the metrics", names, fix)]
 
 
-def reward_collapse(rows: Rows) -> list[Alarm]:
-    windows = _windows(_values(rows, "rollout/raw_reward", "rollout/rewards"))
+def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
+    windows = _windows(_rewards(rows))
     if len(windows) < _MIN_WINDOWS_OF_FALL:
         return []
-    best, final, spread = max(windows), windows[-1], max(windows) - min(windows)
-    if final > windows[0] + 0.1 * spread or best - final <= 0.5 * spread or spread < 0.02:
+    means = [statistics.fmean(window) for window in windows]
+    best = max(range(len(means)), key=lambda index: means[index])
+    fall, spread = means[best] - means[-1], max(means) - min(means)
+    ends = [row[f"rollout/reward/{end}"] for row in rows for end in ("min", "max") if row.get(f"rollout/reward/{end}")
+            is not None]  # fmt: skip
+    scale = max(ends) - min(ends) if ends else max(map(abs, means))
+    is_back = means[-1] <= means[0] + 0.1 * spread and fall > 0.5 * spread
+    has_risen = best > 0 and change(windows, 0, best) > STRICT
+    least = _LEAST_FALL if has_risen else _LEAST_FALL_AT_ONCE
+    if not is_back or fall < least * scale or change(windows, -1, best) < STRICT:
         return []
-    return [
-        Alarm(
-            "The reward has collapsed",
-            f"mean reward fell from {best:.3f} at its best to {final:.3f}, about where it began ({windows[0]:.3f})",
-            "read the worst samples; lower --lr, or stay near the reference with --use-kl-loss --kl-loss-coef 0.01"
-            " --kl-loss-type low_var_kl",
-        )
-    ]
+    detail = (
+        f"mean reward fell from {means[best]:.3f} at its best to {means[-1]:.3f}, about where it began ({means[0]:.3f})"
+    )
+    fix = f"read the worst samples; {_lower_lr(flags)}, or {_closer_to_reference(flags)}"
+    return [Alarm("The reward has collapsed", detail, fix)]
 
 
-def entropy_collapse(rows: Rows) -> list[Alarm]:
+def entropy_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     windows = _windows(_values(rows, "train/entropy_loss", "rollout/entropy"))
-    if not windows or windows[0] <= 0 or windows[-1] > 0.1 * windows[0]:
+    if not windows:
         return []
-    detail = f"entropy fell from {windows[0]:.3f} to {windows[-1]:.4f}: responses hardly differ any more"
-    return [Alarm("The entropy has collapsed", detail, "lower --lr, add --entropy-coef, raise --eps-clip-high")]
+    first, last = (statistics.fmean(window) for window in (windows[0], windows[-1]))
+    if first <= 0 or last > 0.1 * first or change(windows, -1, 0) < STRICT:
+        return []
+    if _has_risen(_rewards(rows)):
+        return []  # it knows the answers
+    detail = (
+        f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses hardly differ any more"
+    )
+    bonus, high = flags.get("entropy_coef") or 0.0, flags.get("eps_clip_high")
+    ways = [_lower_lr(flags), f"raise --entropy-coef (it is {bonus:g})" if bonus else "add --entropy-coef 0.001"]
+    ways.append("raise --eps-clip-high" + (f" (it is {high:g})" if high is not None else ""))
+    return [Alarm("The entropy has collapsed", detail, ", or ".join(ways))]
 
 
-def train_rollout_mismatch(rows: Rows) -> list[Alarm]:
+def train_rollout_mismatch(rows: Rows, flags: Flags) -> list[Alarm]:
     name = "train/train_rollout_logprob_abs_diff"
     values = _values(rows, name)
     windows = _windows(values)
-    if windows and windows[-1] > 0.02 and windows[-1] > 3 * windows[0]:
-        detail = f"mean |log-prob difference| grew from {windows[0]:.4f} to {windows[-1]:.4f}"
-        advice = "slime align with the run's flags ranks the causes; --use-tis corrects for what is left"
+    first, last = (statistics.fmean(windows[i]) for i in (0, -1)) if windows else (0.0, 0.0)
+    correct = "" if flags.get("use_tis") else "; --use-tis corrects for what is left"
+    if last > 0.02 and last > 3 * first and change(windows, 0, -1) > STRICT:
+        detail = f"mean |log-prob difference| grew from {first:.4f} to {last:.4f}"
+        advice = f"slime align with the run's flags ranks the causes{correct}"
         return [Alarm("Trainer and engine drift apart", detail, advice)]
     # of samples that older weights made, part of it is what has been learnt since
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
-    if of_now and of_now[-1] > 0.1:
-        detail = (
-            f"mean |log-prob difference| is {of_now[-1]:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
-        )
+    usual = statistics.median(of_now[-_FLAT_STEPS:]) if of_now else 0.0
+    if usual > 0.1:
+        detail = f"mean |log-prob difference| is {usual:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
         advice = "slime align with the run's flags says where and why"
         moved = _values(rows, "train/canary_quantisation_abs_diff")
-        if moved and moved[-1] > of_now[-1] / 2:
+        if moved and moved[-1] > usual / 2:
             detail += f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
-            advice = (
-                "--fake-quantisation trains with the weights that engines have; --use-tis corrects; with either,"
-                " slime align says what is left"
-            )
+            ways = [] if flags.get("fake_quantisation") else ["--fake-quantisation trains with the engines' weights"]
+            ways += [] if flags.get("use_tis") else ["--use-tis corrects"]
+            advice = "; ".join([*ways, "slime align says what is left"])
         return [Alarm("Trainer and engine disagree", detail, advice)]
     return []
 
 
-def tool_text_trained(rows: Rows) -> list[Alarm]:
+def tool_text_trained(rows: Rows, flags: Flags) -> list[Alarm]:
     values = _values(rows[-_FLAT_STEPS:], "rollout/unsampled_trained_ratio")
     if not values or not all(values):
         return []
@@ -248,7 +367,7 @@ def tool_text_trained(rows: Rows) -> list[Alarm]:
     return [Alarm("Text that the model did not write is trained on", detail, fix)]
 
 
-def stale_samples(rows: Rows) -> list[Alarm]:
+def stale_samples(rows: Rows, flags: Flags) -> list[Alarm]:
     values = _values(rows[-_FLAT_STEPS:], "rollout/staleness/num_too_old")
     weighed = _values(rows[-1:], "train/tis")
     if weighed or not values or not all(values):
@@ -261,47 +380,67 @@ def stale_samples(rows: Rows) -> list[Alarm]:
     return [Alarm("Samples are too old", detail, fix)]
 
 
-def prompts_too_long(rows: Rows) -> list[Alarm]:
+def prompts_too_long(rows: Rows, flags: Flags) -> list[Alarm]:
     found = no_room(rows)
     return [Alarm("Prompts leave no room for an answer", *found)] if found else []
 
 
-def truncation(rows: Rows) -> list[Alarm]:
-    values = cut_shares(rows)[-10:]
-    if not values or statistics.fmean(values) <= 0.3:
+def truncation(rows: Rows, flags: Flags) -> list[Alarm]:
+    shares = cut_shares(rows)[-_CUT_STEPS:]
+    if len(shares) < _CUT_STEPS or not surely_above(shares, _CUT_SHARE) or _has_risen(_rewards(rows)):
         return []
-    detail = f"{statistics.fmean(values):.0%} of the recent responses were cut at the length limit"
-    return [Alarm("Many responses are truncated", detail, "raise --rollout-max-response-len, or check the stop tokens")]
+    detail = (
+        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were cut at the length limit"
+    )
+    return [Alarm("Many responses are truncated", detail, f"{_longer_answers(flags)}, or check the stop tokens")]
 
 
-def large_gradient(rows: Rows) -> list[Alarm]:
-    found = first_large_gradient(rows)
+def large_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
+    found = first_large_gradient(rows, flags)
     return [Alarm("The gradient is large from the first step on", *found)] if found else []
 
 
-def gradient_spike(rows: Rows) -> list[Alarm]:
-    points = [(row["step"], row["train/grad_norm"]) for row in rows if row.get("train/grad_norm") is not None]
-    if len(points) < 2 * _MIN_WINDOW:
+def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
+    points = [(row["step"], row["train/grad_norm"]) for row in rows if row.get("train/grad_norm")]
+    step, peak, usual = 0, 0.0, 0.0
+    for index in range(2 * _MIN_WINDOW, len(points)):
+        before = [norm for _, norm in points[max(0, index - _BEFORE) : index]]
+        median, norm = statistics.median(before), points[index][1]
+        if norm >= max(1.0, _SPIKE * median) and outlier(norm, before) > STRICT and norm / median > peak / (usual or 1):
+            (step, peak), usual = points[index], median
+    if not peak:
         return []
-    median = statistics.median(value for _, value in points)
-    step, peak = max(points, key=lambda point: point[1])
-    if median <= 0 or peak < 20 * median:
-        return []
-    return [
-        Alarm("A gradient spike", f"grad norm {peak:.2f} at step {step}; the median is {median:.3f}", "--clip-grad 1.0")
-    ]
+    detail = f"grad norm {peak:.2f} at step {step}; the median of the steps before is {usual:.3f}"
+    clip = flags.get("clip_grad")
+    if clip is None or 0 < clip <= 1.0:
+        clipped = f"it was scaled down to --clip-grad {clip:g}; " if clip else ""
+        fix = f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls after it"
+    else:
+        fix = f"set --clip-grad 1.0 (it is {clip:g}), and read the samples of that step"
+    return [Alarm("A gradient spike", detail, fix)]
 
 
-def engine_imbalance(rows: Rows) -> list[Alarm]:
-    loads = engine_loads(rows)
+def engine_imbalance(rows: Rows, flags: Flags) -> list[Alarm]:
+    newest = rows[-_BEFORE:]
+    loads = engine_loads(newest)
     mean = sum(loads.values()) / max(1, len(loads))
     if len(loads) < 2 or not mean:
         return []
     name, most = max(loads.items(), key=lambda item: item[1])
-    if most <= 2 * mean:
+    shares = [share for row in newest if (share := _load_share(row, name)) is not None]
+    if len(shares) < _MIN_WINDOW or not surely_above(shares, _UNEVEN / (len(loads) - 1 + _UNEVEN)):
         return []
     detail = f"engine {name} had {most / mean:.1f}× the mean load"
-    return [Alarm("The engines are not loaded evenly", detail, "--sglang-router-strategy round_robin")]
+    policy = flags.get("router_policy")
+    fix = "set --router-policy round_robin" if policy != "round_robin" else "leave --router-policy out"
+    return [Alarm("The engines are not loaded evenly", detail, fix)]
+
+
+def _load_share(row: Mapping[str, Any], name: str) -> float | None:
+    """The part of a step's load that one engine had."""
+    loads = {match[1]: value for key, value in row.items() if value is not None and (match := _ENGINE_KEY.match(key))}
+    total = sum(loads.values())
+    return loads.get(name, 0.0) / total if total else None
 
 
 def engine_loads(rows: Rows) -> dict[str, float]:
@@ -315,19 +454,21 @@ def engine_loads(rows: Rows) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in loads.items()}
 
 
-def slow_data(rows: Rows) -> list[Alarm]:
+def slow_data(rows: Rows, flags: Flags) -> list[Alarm]:
     pairs = [
         (row["perf/data_wait_time"], row["perf/step_time"])
         for row in rows
         if row.get("perf/data_wait_time") is not None and row.get("perf/step_time")
     ]
     waited, total = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
-    if not total or waited <= max(0.1 * total, 1.0):  # a second is not worth a word
+    shares = [wait / seconds for wait, seconds in pairs]
+    if len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1):  # a second is not worth a word
         return []
     detail = f"{waited / total:.0%} of the time is spent waiting for prompts"
-    return [
-        Alarm("Data loading is slow", detail, "--num-data-workers, --streaming-data, or tokenise the data beforehand")
-    ]
+    workers = flags.get("num_data_workers")
+    ways = ["raise --num-data-workers" + (f" (it is {workers})" if workers is not None else "")]
+    ways += [] if flags.get("streaming_data") else ["--streaming-data"]
+    return [Alarm("Data loading is slow", detail, ", or ".join([*ways, "tokenise the data beforehand"]))]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -359,7 +500,7 @@ _TIMES_AHEAD, _STEPS_AHEAD = 5.0, 36.0
 _BLOCK = 640
 
 
-def memory_growth(rows: Rows) -> list[Alarm]:
+def memory_growth(rows: Rows, flags: Flags) -> list[Alarm]:
     free = next((row[_FREE] for row in reversed(rows) if row.get(_FREE) is not None), math.inf)
     found: list[tuple[float, str, Growth]] = []
     newest = rows[max(0, len(rows) // _BLOCK - 1) * _BLOCK :]
@@ -385,7 +526,7 @@ def memory_growth(rows: Rows) -> list[Alarm]:
 
 
 #: The gravest first. The name of a check is that of its metric, ``alarm/<name>``.
-CHECKS: tuple[Callable[[Rows], list[Alarm]], ...] = (
+CHECKS: tuple[Callable[[Rows, Flags], list[Alarm]], ...] = (
     nonfinite,
     memory_growth,
     late_rewards,
@@ -412,10 +553,10 @@ def find_alarms(rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | N
 
     Args:
         ended: no row will come any more.
-        flags: of the run, to name the user's functions that an alarm may come from.
+        flags: of the run: what to try depends on them, and they name functions that an alarm may come from.
     """
     checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
-    found = [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows)]
+    found = [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows, flags or {})]
     makers = ", ".join(makers_of_samples(flags or {}))
     return [_naming(makers, alarm) if alarm.name == "train_rollout_mismatch" else alarm for alarm in found]
 

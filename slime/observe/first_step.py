@@ -21,11 +21,12 @@ _WHO = {
 }
 
 
-def first_step_lines(metrics: Mapping[str, float]) -> list[str]:
+def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -> list[str]:
     """Mean log-probs of the first samples, by whoever scored them, and the gradient's norm; and what large ones mean.
 
     Args:
         metrics: of the first step; [] where nothing was scored in it.
+        templated: prompts are put into the model's chat template.
 
     Example:
         >>> first_step_lines({"rollout/log_probs": -0.4, "rollout/rollout_log_probs": -0.4, "train/grad_norm": 0.25})
@@ -43,7 +44,7 @@ def first_step_lines(metrics: Mapping[str, float]) -> list[str]:
             f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, a wrong tokenizer or a"
             " wrong model configuration (slime doctor; slime align; --check-weight-update-equal)"
         )
-    elif most > _LARGE:
+    elif most > _LARGE and not templated:
         lines.append(
             f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base model at a high"
             " --rollout-temperature; of an instruct model it means that prompts do not follow its chat template"
@@ -52,7 +53,7 @@ def first_step_lines(metrics: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def large_gradient(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def large_gradient(rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> tuple[str, str] | None:
     """What is seen, and what to try, where the gradient is large from a run's first step on.
 
     Looked at are models that find likely what they wrote: of another one any norm is possible, and `first_step_lines`
@@ -60,12 +61,13 @@ def large_gradient(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
 
     Args:
         rows: of metrics, the first step's first.
+        flags: of the run; what they have on already is not advised.
     Returns:
         None where it is not, or no longer, large; where nothing was rewarded or scored.
 
     Example:
         >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4, "train/grad_norm": 0.3}
-        >>> large_gradient([step]), large_gradient([{**step, "train/grad_norm": 900.0}])[0]
+        >>> large_gradient([step], {}), large_gradient([{**step, "train/grad_norm": 900.0}], {})[0]
         (None, 'grad norm 900 in step 1, at a mean log-prob of -0.400: below 5 is usual')
     """
     trained = [row for row in rows if row.get("train/grad_norm") is not None]
@@ -79,11 +81,14 @@ def large_gradient(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     ends = [first.get(f"rollout/reward/{end}") or 0.0 for end in ("min", "max")]
     tries = []
     if max(map(abs, ends)) > _LARGE_REWARD:
-        tries.append(f"rewards go from {ends[0]:g} to {ends[1]:g}: scale them, or --normalize-advantages")
+        normalise = "" if flags.get("normalize_advantages") else ", or --normalize-advantages"
+        tries.append(f"rewards go from {ends[0]:g} to {ends[1]:g}: scale them{normalise}")
     if first.get("train/moe_max_load") is not None:
         tries.append("with experts, slime align: it names the first layer that trainer and engine compute differently")
-    tries += [
-        "look for prompts that carry the chat template twice (slime doctor), a loss of your own that sums over tokens",
-        "try other kernels: --attention-backend flash, --deterministic-mode",
-    ]
+    tries.append(
+        "look for prompts that carry the chat template twice (slime doctor), a loss of your own that sums over tokens"
+    )
+    kernels = ["--attention-backend flash"] if flags.get("attention_backend") != "flash" else []
+    kernels += [] if flags.get("deterministic_mode") else ["--deterministic-mode"]
+    tries += [f"try other kernels: {', '.join(kernels)}"] if kernels else []
     return detail, "; ".join(tries)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ROWS = 10
+#: Share of the samples that is not worth a word.
+_FEW = 0.02
 _NO_ROOM = "rollout/prompt_too_long"
 _EMPTY = "rollout/dropped_empty"
 
@@ -16,7 +18,8 @@ def no_room(rows: Rows) -> tuple[str, str] | None:
     """What is seen, and what to try, where prompts of the newest steps left no room for an answer."""
     newest = [row for row in rows if row.get(_NO_ROOM) is not None][-_ROWS:]
     count = sum(row[_NO_ROOM] for row in newest)
-    if not count:
+    samples = sum(row.get("rollout/num_samples") or 0.0 for row in newest)
+    if count <= _FEW * (samples + count):
         return None
     empty = sum(row.get(_EMPTY) or 0.0 for row in newest)
     last = next(row["step"] for row in reversed(newest) if row[_NO_ROOM])

@@ -145,6 +145,51 @@ def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
     return frozenset(one for one in ids if isinstance(one, int))
 
 
+def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
+    """What the model's files say differently of the tokens that end an answer, and what follows.
+
+    Engines stop at any of them. Training adds none: supervised texts end with the tokenizer's token.
+
+    Example (config.json names 2, the tokenizer <|im_end|>):
+        >>> end_token_conflicts(tokenizer, path)                                               # doctest: +SKIP
+        ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), config.json '\"' (2) ..."]
+    """
+    config = Path(path) / "config.json"
+    read = orjson.loads(config.read_bytes()) if config.is_file() else {}
+    named = {
+        "tokenizer": tokenizer.eos_token_id,
+        "generation_config.json": generation_config_of(path).get("eos_token_id"),
+        "config.json": read.get("eos_token_id"),
+    }
+    ids = {where: _ids(value) for where, value in named.items() if value is not None}
+    turn = set(end_of_turn_tokens(tokenizer)) if getattr(tokenizer, "chat_template", None) else set()
+    main = ids.get("tokenizer", set())
+    # a file may name further tokens; one that lacks the tokenizer's, or names none that it knows to end a turn, differs
+    strange = [
+        where
+        for where, found in ids.items()
+        if where != "tokenizer" and main and not main <= found and not found & turn
+    ]
+    if not strange:
+        return []
+    told = ", ".join(f"{where} {_shown_tokens(tokenizer, found)}" for where, found in ids.items())
+    ends = f"; the chat template ends a turn with {_shown_tokens(tokenizer, turn)}" if turn else ""
+    used = _shown_tokens(tokenizer, set().union(*ids.values()))
+    return [
+        f"the model's files name different end tokens: {told}{ends}. Generation stops at each of {used}: a token that"
+        f" only {' and '.join(strange)} names cuts answers where it occurs. Supervised texts end with"
+        f" {_shown_tokens(tokenizer, main)}; correct eos_token_id in {' and '.join(strange)}"
+    ]
+
+
+def _ids(value: Any) -> set[int]:
+    return {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}
+
+
+def _shown_tokens(tokenizer: Any, ids: set[int]) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids)) or "none"
+
+
 def stop_token_report(
     tokenizer: Any,
     generation_config: dict[str, Any] | None = None,

@@ -100,7 +100,8 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
         balance=train.balance_data or train.use_dynamic_batch_size,
     )
     schedule = plan_steps(lengths, columns.execution_ids, [sum(mask) for mask in columns.loss_masks], rules, costs)
-    if schedule.oversize:
+    is_asked = not config.origins.get("max_tokens_per_gpu", "").startswith("derived")
+    if schedule.oversize and is_asked:
         longest = max(lengths[i] for i in schedule.oversize)
         logger.warning(
             "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d tokens); each has a "

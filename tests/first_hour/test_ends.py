@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def kept(world: World) -> Iterator[Driver]:
     """A run to its end with --save alone, behind a proxy that no part of it may use, and without HOME."""
     path = world.outputs / "kept"
-    flags = ["--save", "{run}/checkpoints", "--custom-rm-path", "tests.support.hold.ask_the_router"]
+    flags = ["--save-min-seconds", "0", "--custom-rm-path", "tests.support.hold.ask_the_router"]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOME", "no_proxy", "NO_PROXY"):
             patch.delenv(name, raising=False)

@@ -55,7 +55,7 @@ def scored(hold: Path) -> Counter[int]:
 def begin_and_hold(world: World, start_held: StartHeld, hold: Path, name: str, *flags: object) -> Driver:
     """Three rollouts are trained on and saved, all but one group of the fourth are in the journal."""
     (hold / f"hold-sample-{_HELD}").touch()
-    words = world.flags(name, "--save", world.outputs / name / "checkpoints", *_FLAGS, *flags)
+    words = world.flags(name, "--save", world.outputs / name / "checkpoints", "--save-min-seconds", 0, *_FLAGS, *flags)
     driver = start_held(words, world.outputs / name)
     wait_while_running(driver, (hold / f"held-sample-{_HELD}").exists, "the last rollout")
     wait_while_running(driver, lambda: len(scored(hold)) == 31, "the other samples of it")

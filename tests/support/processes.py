@@ -84,7 +84,7 @@ class World:
 
     def resumable(self, name: str, *more: object) -> list[str]:
         folder = self.outputs / name / "checkpoints"
-        return self.flags(name, "--load", folder, "--save", folder, *more)
+        return self.flags(name, "--load", folder, "--save", folder, "--save-min-seconds", 0, *more)
 
 
 @dataclass

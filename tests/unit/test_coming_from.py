@@ -1,11 +1,17 @@
-"""docs/coming-from.md names flags that there are."""
+"""docs/coming-from.md names flags that there are, and unknown flags are answered from its tables."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from slime.cli import flags as flags_command
 from slime.config.flags import spellings
+from slime.config.other_systems import TRL, VERL, OtherName
+from slime.config.parse import read_argv, read_config_file
+from slime.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
@@ -14,3 +20,61 @@ def test_every_flag_of_the_page_exists() -> None:
     text = re.sub(r"`ray [^`]*`", "", PAGE.read_text(encoding="utf-8"))  # Ray's own
     named = set(re.findall(r"(?<![\w/])--([a-z][\w-]+)", text))
     assert len(named) > 40 and not sorted(named - set(spellings()))
+
+
+NAMES = [
+    pytest.param(name, row, id=name)
+    for row in (*TRL, *VERL)
+    for name in row.names
+    if name.replace("_", "-") not in spellings()
+]
+
+
+@pytest.mark.parametrize(("name", "row"), NAMES)
+def test_a_name_of_another_system_is_answered_from_the_table(name: str, row: OtherName, tmp_path: Path) -> None:
+    dashed = name.replace("_", "-")
+    for words in ([f"--{name}", "1"], [f"--{dashed}", "1"], [f"{name}=1"]):
+        if "." in name and words[0].startswith("--"):
+            continue  # Hydra's settings have no dashes
+        with pytest.raises(UserError) as caught:
+            read_argv(words)
+        assert caught.value.fix in {
+            one.text for one in (*TRL, *VERL) if name in one.names
+        } and "did you mean" not in str(caught.value)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: 1\n")
+    if "." not in name:
+        with pytest.raises(UserError, match="another system's name"):
+            read_config_file(str(file))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("--temperature", "--rollout-temperature"),
+        ("--beta", "--kl-loss-coef"),
+        ("--batch-size", "--rollout-batch-size"),
+        ("--learning-rate", "--lr"),
+        ("--max-steps", "--num-rollout"),
+        ("--gradient-checkpointing", "--recompute-activations"),
+        ("--lora-r", "LoRA is not in this version"),
+        ("--ppo", "no PPO critic"),
+        ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
+        ("rollout_batch_size=8", "--rollout-batch-size 8"),
+    ],
+)
+def test_common_names_lead_to_their_flag(asked: str, told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        read_argv([asked, "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"), [("lora", "LoRA is not"), ("ppo", "no PPO critic"), ("temperature", "--rollout-temperature")]
+)
+def test_slime_flags_answers_from_the_table(word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        flags_command.main([word])
+        said = capsys.readouterr().out
+    except UserError as error:
+        said = str(error)
+    assert told in said.partition("\n\n")[0]

@@ -135,7 +135,9 @@ provokes("quantised-weights")(lambda f: f.config(quantization_config={"quant_met
 provokes("engine-missing")(lambda f: f.add("--rollout-engine", "sglang"))
 provokes("tokenizer")(lambda f: (f.model / "tokenizer.json").write_text("{"))
 provokes("tokenizer")(lambda f: [file.unlink() for file in f.model.glob("tokenizer*")])
-provokes("nothing-kept")(lambda f: f.flags.clear())
+provokes("nothing-kept")(lambda f: f.flags.append("--no-save"))
+provokes("end-tokens-differ")(lambda f: f.config(eos_token_id=7))
+provokes("context-length")(lambda f: f.config(max_position_embeddings=4))
 provokes("reward-flat")(lambda f: f.reward("always_nothing"))
 provokes("reward-flat")(lambda f: f.reward("looks_at_another_key"))
 provokes("reward-inverted")(lambda f: f.reward("upside_down"))
@@ -460,7 +462,7 @@ def test_the_command_says_all_and_ends_accordingly(world: World, capsys: pytest.
 
 
 def test_a_warning_alone_stops_nobody(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *world.flags("examined")]) == 0
+    assert main(["doctor", *world.flags("examined", "--no-save")]) == 0
     printed = capsys.readouterr()
-    assert "warning: nothing-kept" in printed.out and "try: --save {run}/checkpoints" in printed.out
+    assert "warning: nothing-kept" in printed.out and "try: leave --no-save out" in printed.out
     assert printed.err == ""  # said once

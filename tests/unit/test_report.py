@@ -599,7 +599,7 @@ RISE_AND_FALL = [0.2 + 0.6 * math.sin(math.pi * i / 49) for i in range(50)]
             "Trainer and engine drift apart",
         ),
         ("train/train_rollout_logprob_abs_diff", [0.5], "Trainer and engine disagree"),
-        ("rollout/truncated_ratio", [0.1, 0.6, 0.7], "Many responses are truncated"),
+        ("rollout/truncated_ratio", [0.1, 0.6, 0.7] + [0.6, 0.7] * 7, "Many responses are truncated"),
         ("train/grad_norm", [0.5] * 20 + [40.0], "A gradient spike"),
     ],
 )
@@ -629,9 +629,9 @@ def test_what_was_learnt_since_older_weights_made_a_sample_is_no_disagreement() 
 
 
 def test_uneven_engines_slow_data_and_nan() -> None:
-    uneven = [step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})]
+    uneven = [step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})] * 5
     assert titles(uneven) == ["The engines are not loaded evenly"]
-    assert titles([step_row(1, **{"perf/data_wait_time": 2.0, "perf/step_time": 10.0})]) == ["Data loading is slow"]
+    assert titles([step_row(1, **{"perf/data_wait_time": 2.0, "perf/step_time": 10.0})] * 5) == ["Data loading is slow"]
     bad = {**step_row(3, **{"train/loss": None}), "nonfinite": ["train/loss"]}
     (alarm,) = find_alarms([bad, {**bad, "step": 7}])
     assert "train/loss (first at step 3)" in alarm.detail

@@ -1,15 +1,20 @@
-"""Tokens that are to stop an answer are tokens of the model."""
+"""Tokens that are to stop an answer are tokens of the model, its files agree on them, and answers fit its context."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.preflight import check_architecture
+from slime.log import get_logger
+from slime.preflight import check_architecture, check_context
+from slime.prompts.tokenizer import end_token_conflicts
+from tests.support.prompt_fixtures import make_tokenizer
 
 _SHAPE = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 32, "head_dim": 8,
@@ -37,3 +42,75 @@ def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
     sets.write_text(f"datasets: [{{name: a, path: {tmp_path}/rows.jsonl, rm_type: math, stop_token_ids: [101]}}]")
     with pytest.raises(UserError, match="101 can stop no answer"):
         check_architecture(make_config(num_rollout=1, hf_checkpoint=model, eval_config=str(sets), eval_interval=1))
+
+
+# -- context ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"rollout_max_response_len": 64}, "--rollout-max-response-len 64 does not fit"),
+        ({"rollout_max_response_len": 1024}, "the model's context of 64 tokens"),
+        ({"rollout_max_response_len": 1024, "rollout_max_context_len": 512}, "does not fit"),
+        (
+            {
+                "rollout_max_response_len": 8, "eval_max_response_len": 100, "eval_prompt_data": ("a", "b"),
+                "eval_interval": 1,
+            },
+            "--eval-max-response-len 100",
+        ),
+        ({"rollout_max_response_len": 1024, "rollout_max_context_len": 64}, ""),
+        ({"rollout_max_response_len": 32}, ""),
+        ({"rollout_max_response_len": 63, "loss_type": "sft_loss"}, ""),
+    ],
+)  # fmt: skip
+def test_answers_longer_than_the_models_context_are_refused(model: str, flags: dict[str, Any], refused: str) -> None:
+    config = make_config(num_rollout=1, hf_checkpoint=model, **flags)
+    if not refused:
+        return check_context(config)
+    with pytest.raises(UserError, match=refused) as error:
+        check_context(config)
+    assert "max_position_embeddings 64" in error.value.why
+
+
+@pytest.mark.parametrize(("prompt", "is_warned"), [(8, False), (32, False), (33, True)])
+def test_prompts_and_answers_that_are_longer_together_are_warned_of(
+    model: str, prompt: int, is_warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger("slime"), "propagate", True)
+    config = make_config(num_rollout=1, hf_checkpoint=model, rollout_max_prompt_len=prompt, rollout_max_response_len=32)
+    with caplog.at_level(logging.WARNING):
+        check_context(config)
+    assert ("--rollout-max-context-len 64" in caplog.text) == is_warned
+
+
+# -- end tokens ------------------------------------------------------------------------------------------------------
+
+
+def ends(folder: Path, config: Any, generation: Any) -> list[str]:
+    tokenizer = make_tokenizer()
+    for name, value in (("config.json", config), ("generation_config.json", generation)):
+        written = {} if value is None else {"eos_token_id": value}
+        (folder / name).write_text(json.dumps(written))
+    return end_token_conflicts(tokenizer, str(folder))
+
+
+@pytest.mark.parametrize("value", [None, "own", ["own", 3]])
+def test_files_that_name_the_tokenizers_end_token_agree(value: Any, tmp_path: Path) -> None:
+    own = make_tokenizer().eos_token_id
+    ids = [own if one == "own" else one for one in value] if isinstance(value, list) else own if value else None
+    assert ends(tmp_path, ids, ids) == []
+
+
+@pytest.mark.parametrize(("config", "generation"), [(3, None), (None, 3), ([3, 4], None), (3, 4)])
+def test_files_that_name_another_end_token_are_told_with_what_follows(
+    config: Any, generation: Any, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    assert tokenizer.eos_token_id not in (3, 4)
+    (told,) = ends(tmp_path, config, generation)
+    assert f"tokenizer {tokenizer.eos_token!r} ({tokenizer.eos_token_id})" in told
+    assert ("config.json " in told.replace("generation_config.json", "")) == (config is not None)
+    assert ("generation_config.json" in told) == (generation is not None)
+    assert "Generation stops at each of" in told and "cuts answers" in told and "correct eos_token_id in" in told

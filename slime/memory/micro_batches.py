@@ -1,0 +1,63 @@
+"""Choose --max-tokens-per-gpu from the memory plan, where the user did not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime.config.config import Config
+from slime.memory.hardware import DeviceMemory, device_memory, is_on_gpu
+from slime.memory.plan import MemoryPlan, gb
+from slime.placement import joined_cluster
+
+#: Most tokens of a derived limit. Larger micro-batches were not faster: on GPUs the products are large enough at 16,384
+#: tokens, on CPUs the activations of 4,096 leave the caches anyway (docs/performance.md, "Micro-batches").
+LARGEST_ON_GPU = 16384
+LARGEST_ON_CPU = 4096
+SMALLEST = 512
+
+#: Share of a device that the chosen plan may fill: the plan is an estimate, and lengths of prompts may be a guess.
+_SHARE = 0.9
+
+
+def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Config:
+    """Return the configuration with --max-tokens-per-gpu set if micro-batches are packed and the flag was left out.
+
+    The limit is a power of two, so that small changes of free memory do not change a run's micro-batches.
+
+    Args:
+        device: what a trainer rank runs on; default: as the flags and this host say.
+    Raises:
+        UserError: the model is of no known family.
+    """
+    if not config.train.use_dynamic_batch_size or config.train.max_tokens_per_gpu is not None:
+        return config
+    if config.debug.debug_rollout_only:
+        return config
+    if device is None and joined_cluster(config) is not None and not is_on_gpu(config):
+        return _with(config, LARGEST_ON_CPU, "the memory of the cluster's nodes is not known here")
+    device = device or device_memory(config)
+    tokens = LARGEST_ON_GPU if device.on_gpu else LARGEST_ON_CPU
+    while tokens > SMALLEST and not _fits(_with(config, tokens, ""), device):
+        tokens //= 2
+    kind = "GPU" if device.on_gpu else "host"
+    return _with(config, tokens, f"the memory plan: {gb(device.nbytes)} GB of the {kind} ({device.source})")
+
+
+def packing_line(config: Config) -> str:
+    """How samples become micro-batches, in one line for the launch."""
+    train = config.train
+    if not train.use_dynamic_batch_size or train.max_tokens_per_gpu is None:
+        return f"micro-batches: {train.micro_batch_size} samples each (--micro-batch-size), not packed"
+    origin = config.origins.get("max_tokens_per_gpu", "").removeprefix("derived: ")
+    return f"micro-batches: packed up to {train.max_tokens_per_gpu:,} tokens per GPU (--max-tokens-per-gpu: {origin})"
+
+
+def _with(config: Config, tokens: int, formula: str) -> Config:
+    train = replace(config.train, max_tokens_per_gpu=tokens)
+    return replace(config, train=train, origins=config.origins | {"max_tokens_per_gpu": f"derived: {formula}"})
+
+
+def _fits(config: Config, device: DeviceMemory) -> bool:
+    """Whether training fits; what engines take in other phases does not depend on the limit."""
+    phases = [one for one in MemoryPlan.of(config, device).phases if one.name in ("log-probs", "train", "all")]
+    return all(phase.total <= _SHARE * device.nbytes for phase in phases)
