@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -10,18 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, services
+from ray._private import node, parameter, ray_constants, services
 from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime import process_tree
 from slime.cluster.placement import Place, Slots
 from slime.cluster.silence import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
@@ -31,7 +33,7 @@ from slime.files import is_secret_variable
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
-from slime.processes import die_with_parent, start_reaper
+from slime.processes import die_with_parent
 
 logger = get_logger(__name__)
 
@@ -41,8 +43,10 @@ _JOIN_DEADLINE = 20.0
 _LOOK_SECONDS = 0.1
 _JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
-#: The reaper of this process; it ends by itself when the process does.
-_reaper: subprocess.Popen[bytes] | None = None
+#: What trainers that were killed leave, besides processes; run where no driver is there to do it.
+_FREE_SHARED_MEMORY = [sys.executable, "-m", "slime.engines.wire.shared_memory"]
+#: For the kernel to end a tree of processes.
+_KILLED_SECONDS = 6.0
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
 _FORWARDED = (
@@ -90,9 +94,6 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    global _reaper
-    if _reaper is None or _reaper.poll() is not None:
-        _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
     try:
         on_loopback = _on_loopback(not config.cluster.listen_on_network)
         with _as_a_guest(), _with_few_daemons(), on_loopback, _inherited(environment):
@@ -181,13 +182,35 @@ def _join(address: str, environment: dict[str, Any]) -> None:
         raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
 
 
-class _InItsOwnSession(services.ConsolePopen):
-    """A daemon of Ray that leads a session. Ray starts them in the driver's process group, where a SIGTERM for the
-    group (``timeout``, Slurm, a supervisor) or a terminal that closes would end them before the driver can save a
-    checkpoint. Workers are in the session of the daemon that starts them. All still die with the driver."""
+class _Daemon(services.ConsolePopen):
+    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it (`slime.process_tree`).
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, start_new_session=True, **options)
+    Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``, Slurm, a supervisor) or a
+    terminal that closes would end them before the driver can save a checkpoint. Workers are in the session of the
+    daemon that starts them. All still die with the driver.
+    """
+
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
+        options["start_new_session"] = True
+        self._is_held = Path(args[0]).name == "raylet"
+        if not self._is_held:
+            super().__init__(args, **options)
+            return
+        script = [sys.executable, "-S", "-E", process_tree.__file__]
+        super().__init__(script, **options | {"stdin": subprocess.PIPE})
+        assert self.stdin is not None
+        request = {"owner": os.getpid(), "command": list(args), "last_command": _FREE_SHARED_MEMORY}
+        with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
+            pipe.write(json.dumps(request).encode())
+
+    def kill(self) -> None:
+        """End the raylet with its tree. SIGKILL would leave the tree to the host."""
+        if self._is_held:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(_KILLED_SECONDS)
+        if self.poll() is None:
+            super().kill()
 
 
 @contextmanager
@@ -195,7 +218,7 @@ def _as_a_guest() -> Iterator[None]:
     """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     kept = services.ConsolePopen, ray_utils.set_sigterm_handler
-    ours = _InItsOwnSession, lambda handler: None
+    ours = _Daemon, lambda handler: None
     try:
         services.ConsolePopen, ray_utils.set_sigterm_handler = ours  # type: ignore[misc]
         yield
@@ -208,14 +231,18 @@ def _as_a_guest() -> Iterator[None]:
 @contextmanager
 def _with_few_daemons() -> Iterator[None]:
     """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
-    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
+    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one. The agent that remains listens
+    on any free port: two runs on a host, or another Ray there, would share its fixed one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
     kept = {name: getattr(node.Node, name) for name in names}
+    parameters = parameter.RayParams
     try:
         for name in names:
             setattr(node.Node, name, lambda self, **_: None)
+        parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)
         yield
     finally:
+        parameter.RayParams = parameters
         for name, method in kept.items():
             setattr(node.Node, name, method)
 

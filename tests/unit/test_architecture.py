@@ -41,6 +41,7 @@ FLOORS = (
         "footprint",
         "host_memory",
         "between_ranks",
+        "process_tree",
         "processes",
         "hub",
     ),

@@ -34,7 +34,6 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: downs.append(None))
-    monkeypatch.setattr(ray_session, "start_reaper", lambda command: None)
     with pytest.raises(type(error) if isinstance(error, KeyboardInterrupt) else UserError) as caught:
         ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
     assert downs == [None]
@@ -48,7 +47,6 @@ def test_workers_of_a_local_ray_have_the_priority_of_the_driver(monkeypatch: pyt
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get(variable)))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_session, "start_reaper", lambda command: None)
     assert ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
     assert seen == ["0"]
 
