@@ -162,11 +162,11 @@ def _status_of(action: Callable[[], int]) -> int:
             raise
         print(f"error: {missing}", file=sys.stderr)
         return UserError.exit_status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + next(iter(error.args), signal.SIGINT)  # SIGQUIT also raises it
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:

@@ -24,7 +24,7 @@ from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
 from slime.hooks import check_hooks
-from slime.host import num_cpus, num_gpus
+from slime.host import folder_of_sockets, num_cpus, num_gpus, raise_open_files
 from slime.hub import fetch_model, is_hub_name, local_data
 from slime.legacy_paths import follows_old_plugin, old_plugin
 from slime.log import get_logger
@@ -57,6 +57,9 @@ def preflight(config: Config) -> LoadPlan:
     Raises:
         UserError: the first thing that cannot work.
     """
+    raise_open_files()
+    if not joins_cluster(config):
+        folder_of_sockets()
     plan = resolve_load(config)
     check_architecture(config)
     check_route(config)

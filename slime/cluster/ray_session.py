@@ -30,6 +30,7 @@ from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_fo
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import is_secret_variable
+from slime.host import folder_of_sockets
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
@@ -94,6 +95,9 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    sockets, not_there = folder_of_sockets()
+    if not_there:
+        logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
     try:
         on_loopback = _on_loopback(not config.cluster.listen_on_network)
         with _as_a_guest(), _with_few_daemons(), on_loopback, _inherited(environment):
@@ -103,6 +107,7 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
+                _temp_dir=str(sockets / "ray"),
             )
     except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
         stopped = ", ".join(stopped_parts().values())  # while Ray waits for its GCS, no thread of ours can say so
@@ -113,7 +118,7 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
             "Ray does not start on this host",
             why=(f"{stopped} is stopped (SIGSTOP); " if stopped else "")
             + (str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__),
-            fix="begin again: a crowded host passes Ray's deadlines; its logs are in /tmp/ray/session_latest/logs",
+            fix=f"begin again: a crowded host passes Ray's deadlines; its logs: {sockets}/ray/session_latest/logs",
         ) from error
     return True
 

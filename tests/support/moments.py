@@ -22,11 +22,16 @@ import psutil
 from slime.process_tree import adopt_orphans, end_all
 from tests.support.processes import ROOT, is_running
 
-_DAEMON = """
+#: A script that leaves a daemon: in a session of its own, without a parent or an environment. Given a file, it writes
+#: the daemon's process id there.
+DAEMON = """
 import os, sys
 if os.fork(): os._exit(0)
 os.setsid()
 if os.fork(): os._exit(0)
+if sys.argv[1:]:
+    with open(sys.argv[1] + ".new", "w") as file: file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
 os.execve("/bin/sleep", ["sleep", "600"], {})
 """
 #: From the driver's end: nothing may be left then.
@@ -34,10 +39,9 @@ LIMIT_SECONDS = 5.0
 
 
 def reward_with_daemons(args: Any, sample: Any, **_: Any) -> float:
-    """A reward that leaves a child behind, and a daemon: in a session of its own, without a parent or an
-    environment."""
+    """A reward that leaves a child behind, and a daemon."""
     subprocess.Popen(["sleep", "600"], start_new_session=True)
-    subprocess.run([sys.executable, "-S", "-c", _DAEMON], check=True)
+    subprocess.run([sys.executable, "-S", "-c", DAEMON], check=True)
     return float(len(sample.response))
 
 
@@ -64,6 +68,8 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.parent / f"{folder.name}.stderr"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "SLIME_DEBUG": "0"}
+    for number in (signal.SIGINT, signal.SIGQUIT):  # which a background job of a shell ignores
+        signal.signal(number, signal.SIG_DFL)
     with open(output, "w") as stderr:
         driver = subprocess.Popen(
             [sys.executable, "-m", "slime", "train", *request["flags"]],
