@@ -156,12 +156,16 @@ def _why_no_sockets(folder: Path) -> str:
     while not there.is_dir() and there != there.parent:
         there = there.parent
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(bytes(_TRIED_BYTES))
-            file.flush()
+        _write_to(there)
     except OSError as error:
         return f"{there} cannot be written: {error.strerror}"
     return ""
+
+
+def _write_to(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_TRIED_BYTES))
+        file.flush()
 
 
 # -- address and ports ---------------------------------------------------------------------------------------------

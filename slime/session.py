@@ -330,9 +330,7 @@ class Session:
         return ", ".join(stopped)
 
     def _give_up(self, who: str) -> None:
-        logger.error(
-            "%s does not answer: the run ends without it, and what is not saved is lost", who
-        )
+        logger.error("%s does not answer: the run ends without it, and what is not saved is lost", who)
         self.run.set_state("stopped")
 
     def _end_without_hearing(self, error: BaseException) -> None:

@@ -212,6 +212,7 @@ class _Daemon(services.ConsolePopen):
         """End the raylet with its tree. SIGKILL would leave the tree to the host."""
         if self._is_held:
             self.terminate()
+            self.send_signal(signal.SIGCONT)  # should somebody have stopped it
             with suppress(subprocess.TimeoutExpired):
                 self.wait(_KILLED_SECONDS)
         if self.poll() is None:

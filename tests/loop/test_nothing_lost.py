@@ -162,6 +162,7 @@ VICTIMS = {
     "reward worker": "slime.rollout.rewards.math_grading",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
+    "holder": "slime/process_tree.py",
 }
 #: A reward that asks them.
 _GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)

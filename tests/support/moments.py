@@ -53,7 +53,8 @@ def hit(seconds: float, number: signal.Signals, flags: Sequence[str], folder: Pa
         folder: the run folder.
     Returns:
         "status" of the driver, "survivors" (command lines) ``LIMIT_SECONDS`` after its end, "gone_after" seconds,
-        "took" seconds from the signal to the driver's end, "was_hit", "state" in run.json, and "stderr".
+        "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines) then, "state" in run.json,
+        and "stderr".
     """
     request = {"seconds": seconds, "signal": number.name, "flags": list(flags), "folder": str(folder)}
     command = [sys.executable, "-m", "tests.support.moments", json.dumps(request)]
@@ -78,10 +79,12 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
             env=environment,
             start_new_session=True,
         )
+    alive: list[str] = []
     try:
         driver.wait(request["seconds"])
         was_hit = False
     except subprocess.TimeoutExpired:
+        alive = _left()
         driver.send_signal(signal.Signals[request["signal"]])
         was_hit = True
     began = time.monotonic()
@@ -98,6 +101,7 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
         "status": status,
         "was_hit": was_hit,
         "phase": phase,
+        "alive": alive,
         "took": round(ended - began, 2),
         "survivors": left,
         "gone_after": round(gone_after, 2),
