@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from slime import stacks
 from slime.cluster.launch import Generating
-from slime.cluster.ray_session import dead_daemons
+from slime.cluster.ray_session import dead_daemons, is_starting
 from slime.cluster.rollout_actor import RolloutResult, say
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import own_actors, stopped_parts
@@ -323,7 +323,10 @@ class Session:
         self.saving.finish()
 
     def _who_blocks_the_end(self) -> str:
-        """Parts that are stopped; while a checkpoint is being written, only those that write it."""
+        """Parts that are stopped; while a checkpoint is being written, only those that write it. Ray, while it starts,
+        where nothing can be lost."""
+        if is_starting():
+            return "Ray, which is starting,"
         stopped = list(stopped_parts().values())
         if self.sinks.open_phase == "save_model":
             stopped = [part for part in stopped if TrainerActor.__name__ in part]

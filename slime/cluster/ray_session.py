@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray._private import node, parameter, ray_constants, services
@@ -30,7 +30,7 @@ from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_fo
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import is_secret_variable
-from slime.host import folder_of_sockets
+from slime.host import PortReservation, folder_of_sockets, reserve_port
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
@@ -48,6 +48,12 @@ _JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, lo
 _FREE_SHARED_MEMORY = [sys.executable, "-m", "slime.engines.wire.shared_memory"]
 #: For the kernel to end a tree of processes.
 _KILLED_SECONDS = 6.0
+#: For a raylet to register, which waits for its agents; each of them imports Ray.
+_START_SECONDS = 120.0
+#: Ports of Ray's agents, reserved until the next start: nobody waits for the agents to take them.
+_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+_ports: dict[str, PortReservation] = {}
+_is_starting = False
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
 _FORWARDED = (
@@ -100,7 +106,7 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
         logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
     try:
         on_loopback = _on_loopback(not config.cluster.listen_on_network)
-        with _as_a_guest(), _with_few_daemons(), on_loopback, _inherited(environment):
+        with _as_a_guest(), _with_few_daemons(), _patient(should_stop), on_loopback, _inherited(environment):
             ray.init(
                 address="local",  # without it Ray joins whatever cluster was started on this host last
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
@@ -108,6 +114,7 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 _temp_dir=str(sockets / "ray"),
+                _metrics_export_port=_ports["metrics_export_port"].port,
             )
     except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
         stopped = ", ".join(stopped_parts().values())  # while Ray waits for its GCS, no thread of ours can say so
@@ -121,6 +128,11 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
             fix=f"begin again: a crowded host passes Ray's deadlines; its logs: {sockets}/ray/session_latest/logs",
         ) from error
     return True
+
+
+def is_starting() -> bool:
+    """Whether this process is in `ray.init`, which may wait in C++ and hear no signal."""
+    return _is_starting
 
 
 def dead_daemons() -> list[str]:
@@ -195,12 +207,15 @@ class _Daemon(services.ConsolePopen):
     daemon that starts them. All still die with the driver.
     """
 
+    raylet: ClassVar[subprocess.Popen[bytes] | None] = None
+
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         options["start_new_session"] = True
         self._is_held = Path(args[0]).name == "raylet"
         if not self._is_held:
             super().__init__(args, **options)
             return
+        type(self).raylet = self
         script = [sys.executable, "-S", "-E", process_tree.__file__]
         super().__init__(script, **options | {"stdin": subprocess.PIPE})
         assert self.stdin is not None
@@ -237,20 +252,50 @@ def _as_a_guest() -> Iterator[None]:
 @contextmanager
 def _with_few_daemons() -> Iterator[None]:
     """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
-    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one. The agent that remains listens
-    on any free port: two runs on a host, or another Ray there, would share its fixed one."""
+    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
     kept = {name: getattr(node.Node, name) for name in names}
-    parameters = parameter.RayParams
     try:
         for name in names:
             setattr(node.Node, name, lambda self, **_: None)
-        parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)
         yield
     finally:
-        parameter.RayParams = parameters
         for name, method in kept.items():
             setattr(node.Node, name, method)
+
+
+@contextmanager
+def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Give the raylet and its agents time on a crowded host, and free ports.
+
+    Left alone, one agent takes a fixed port, which another Ray of this host may have, and the raylet ends itself where
+    the ports that others choose are not known within 15 seconds.
+    """
+    global _ports, _is_starting
+    _ports = {name: reserve_port() for name in _PORTS}
+    kept = parameter.RayParams, services.get_node
+    end = time.monotonic() + _START_SECONDS
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
+        while True:
+            try:
+                return dict(kept[1](gcs_address, node_id))
+            except RuntimeError as error:  # not yet; Ray itself catches it
+                if should_stop():
+                    raise StopRequested("starting Ray") from error
+                if _Daemon.raylet is not None and _Daemon.raylet.poll() is not None:
+                    raise Exception("The raylet ended as it started.") from error
+                if time.monotonic() > end:
+                    raise
+
+    try:
+        parameter.RayParams = partial(kept[0], **{name: reserved.port for name, reserved in _ports.items()})
+        services.get_node = get_node
+        _is_starting = True
+        yield
+    finally:
+        _is_starting = False
+        parameter.RayParams, services.get_node = kept
 
 
 @contextmanager
