@@ -53,8 +53,8 @@ def hit(seconds: float, number: signal.Signals, flags: Sequence[str], folder: Pa
         folder: the run folder.
     Returns:
         "status" of the driver, "survivors" (command lines) ``LIMIT_SECONDS`` after its end, "gone_after" seconds,
-        "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines) then, "state" in run.json,
-        and "stderr".
+        "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines) then, "state" in
+        run.json, and "stderr".
     """
     request = {"seconds": seconds, "signal": number.name, "flags": list(flags), "folder": str(folder)}
     command = [sys.executable, "-m", "tests.support.moments", json.dumps(request)]
@@ -84,14 +84,14 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
         driver.wait(request["seconds"])
         was_hit = False
     except subprocess.TimeoutExpired:
-        alive = _left()
+        alive = running_below()
         driver.send_signal(signal.Signals[request["signal"]])
         was_hit = True
     began = time.monotonic()
     phase = _phase(output)
     status = driver.wait(120)
     ended = time.monotonic()
-    while (left := _left()) and time.monotonic() - ended < LIMIT_SECONDS:
+    while (left := running_below()) and time.monotonic() - ended < LIMIT_SECONDS:
         time.sleep(0.05)
     gone_after = time.monotonic() - ended
     end_all()
@@ -116,7 +116,8 @@ def _phase(output: Path) -> str:
     return lines[-1][:100] if lines else ""
 
 
-def _left() -> list[str]:
+def running_below() -> list[str]:
+    """Command lines of this process's descendants that have not ended."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +27,103 @@ import torch
 from safetensors.torch import load_file
 
 from slime.process_tree import adopt_orphans, has_ended
-from tests.loop.test_nothing_lost import (
-    _AHEAD,
-    _GRADED,
-    _GROUPS,
-    _SAMPLES,
-    VICTIMS,
-    Scores,
-    _let_through,
-    length_of,
-    strike,
-    trained_indices,
-)
-from tests.support.moments import LIMIT_SECONDS
-from tests.support.processes import PATIENCE, Driver, World, is_running, start, wait_until
+from tests.support.moments import LIMIT_SECONDS, running_below
+from tests.support.processes import PATIENCE, Driver, World, start, wait_until
+
+SAMPLES = 2  # per group, in the world of these runs
+GROUPS = 4  # per rollout
+#: Between the last score of a group and the record of it in the journal.
+NOTING_SECONDS = 0.3
+#: Between a kill and the end of the processes that its run ends with.
+_DYING_SECONDS = 1.0
+
+
+@dataclass
+class Scores:
+    """What `reward_and_count` wrote: per group and process, when each of its samples was scored."""
+
+    folder: Path
+    kills: list[float] = field(default_factory=list)
+
+    def by_group(self) -> dict[int, dict[str, list[float]]]:
+        found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for line in (self.folder / "scored").read_text().splitlines():
+            index, pid, at = line.split()
+            found[int(index) // SAMPLES][pid].append(float(at))
+        return found
+
+    def generated_twice(self) -> list[int]:
+        """Groups that were finished more than once. One whose process was ended right when it had been scored, by a
+        kill or by what another's kill led to, was not finished yet."""
+        twice = []
+        for group, times in self.by_group().items():
+            whole = [max(own) for own in times.values() if len(own) >= SAMPLES]
+            late = [at for at in whole if any(-_DYING_SECONDS < kill - at < NOTING_SECONDS for kill in self.kills)]
+            surplus = sum(len(own) // SAMPLES for own in times.values()) - len(late)
+            if surplus > 1:
+                twice.append(group)
+        return sorted(twice)
+
+
+VICTIMS = {
+    "driver": "",
+    "all": "",
+    "trainer": "ray::TrainerActor",
+    "engine": "slime.engines.embedded",
+    "rollout actor": "ray::RolloutActor",
+    "router": "sglang::router",
+    "reward worker": "slime.rollout.rewards.math_grading",
+    "raylet": "raylet/raylet",
+    "GCS": "gcs_server",
+    "holder": "slime/process_tree.py",
+}
+#: A reward that asks them.
+GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)
+
+
+def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
+    """Kill it, or stop it for so many seconds; false where it is not there."""
+    found = [psutil.Process(driver.process.pid)] if victim in ("driver", "all") else []
+    if victim != "driver":
+        found += driver.family(VICTIMS[victim])
+    driver.family("")  # from now on it is known, whoever dies
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP if seconds else signal.SIGKILL)
+    time.sleep(seconds)
+    for process in found if seconds else ():
+        with suppress(psutil.NoSuchProcess):  # whoever noticed has killed it
+            process.send_signal(signal.SIGCONT)
+    return bool(found)
+
+
+#: Rollouts beyond the step at which a victim is to be struck that go on, so that it is struck in their midst.
+AHEAD = 4
+
+
+def length_of(num_victims: int, pace: int) -> int:
+    """Rollouts of a run in which so many are struck, about one in ``pace`` rollouts."""
+    return pace * num_victims + AHEAD
+
+
+def let_through(folder: Path, groups: int) -> None:
+    """So many groups get a reward; the others wait."""
+    (folder / "hold-groups-from.new").write_text(str(groups))
+    (folder / "hold-groups-from.new").rename(folder / "hold-groups-from")
+
+
+def trained_indices(driver: Driver, num_rollouts: int) -> list[int]:
+    """Of all samples that were trained on, sorted; one that was trained on twice is there twice."""
+    return sorted(sample["index"] for samples in trained_on(driver, num_rollouts) for sample in samples)
+
+
+def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
+    """Of each rollout: the samples of its record."""
+    files = [driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+# -- runs that are killed -------------------------------------------------------------------------------------------
 
 _TOLERANT = ("--use-fault-tolerance", "--max-restarts", 99)
 _TWO_RANKS = ("--actor-num-gpus-per-node", 2)
@@ -81,7 +167,7 @@ class Struck:
         self.hold = world.outputs / f"{self.name}.hold"
         self.hold.mkdir(parents=True)
         self.flags = ("--num-rollout", self.length, "--save-interval", 3, "--deterministic-rollout")
-        self.flags = (*self.flags, "--rollout-shuffle", *_GRADED, *flags)
+        self.flags = (*self.flags, "--rollout-shuffle", *GRADED, *flags)
         self.scores = Scores(self.hold)
         self.driver = self.begin()
 
@@ -99,12 +185,12 @@ class Struck:
         wait_until(self.ended, "the driver ends", 3 * PATIENCE)
         status = self.driver.end()
         ended = time.monotonic()
-        while (left := _left()) and time.monotonic() - ended < LIMIT_SECONDS:
+        while (left := running_below()) and time.monotonic() - ended < LIMIT_SECONDS:
             time.sleep(0.05)
         self.out.slowest_end = max(self.out.slowest_end, round(time.monotonic() - ended, 2))
         if left:
             self.out.wrong.append(f"left after {self.out.kills[-1:]}: {left}")
-            wait_until(lambda: not _left(), "they are gone", PATIENCE)
+            wait_until(lambda: not running_below(), "they are gone", PATIENCE)
         if "Traceback" in self.driver.stderr:
             self.out.wrong.append(f"traceback after {self.out.kills[-1:]}: {self.driver.stderr[-2000:]}")
         return status
@@ -125,7 +211,7 @@ class Struck:
 
     def strike(self, number: int, victim: str) -> None:
         """One kill: at a step, or while the driver comes up, where it has just been started."""
-        _let_through(self.hold, _GROUPS * (number + _AHEAD))
+        let_through(self.hold, GROUPS * (number + AHEAD))
         if self.ended():
             self._again()
         at_launch = not self.driver.steps() and self.dice.random() < 0.5
@@ -169,7 +255,7 @@ class Struck:
             wrong.append(f"steps {driver.steps()}")
         if twice := self.scores.generated_twice():
             wrong.append(f"groups {twice} were generated twice")
-        if trained_indices(driver, self.length) != list(range(self.length * _GROUPS * _SAMPLES)):
+        if trained_indices(driver, self.length) != list(range(self.length * GROUPS * SAMPLES)):
             wrong.append("samples were lost or trained on twice")
         weights = load_file(driver.path / "model" / "model.safetensors")
         different = [name for name in expected if not torch.equal(weights[name], expected[name])]
@@ -189,17 +275,6 @@ def undisturbed(world: World, kind: str, folder: Path) -> dict[str, torch.Tensor
         folder.mkdir(parents=True, exist_ok=True)
         kept.write_bytes((struck.driver.path / "model" / "model.safetensors").read_bytes())
     return load_file(kept)
-
-
-def _left() -> list[str]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if is_running(process):
-                found.append(" ".join(process.cmdline())[:150] or process.name())
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def plan() -> Iterator[tuple[str, int]]:

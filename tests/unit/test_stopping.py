@@ -144,6 +144,38 @@ def test_a_terminal_that_goes_is_let_go_of_and_files_are_not(signals: StopSignal
     assert terminal == devices and not signals.requested()
 
 
+_SWALLOWED = """
+import os, signal, sys
+from slime import __main__ as command
+
+def main(words):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+    except:  # as libraries do while they are imported
+        pass
+    print("went on")
+
+sys.modules["run"] = sys.modules["__main__"]
+command.COMMANDS["train"] = command.Command("run", "main", "", "train")
+sys.exit(command.main(["train"]))
+"""
+
+
+def test_ctrl_c_before_there_is_a_run_cannot_be_swallowed() -> None:
+    words = [sys.executable, "-c", _SWALLOWED]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 # -- an end that hangs -----------------------------------------------------------------------------------------------
 
 
