@@ -1,11 +1,12 @@
 """Runs that are killed at random moments and resumed, compared with runs that nothing happened to.
 
-    python -m tests.support.random_kills OUT.jsonl --seconds 300
+    python -m tests.support.random_kills FOLDER --seconds 300      goes on with the plan
+    python -m tests.support.random_kills FOLDER --compare          says how it stands
 
 Each run of the plan takes some kills (SIGKILL) of any process, also while it comes up, and is begun again whenever it
-ended of one. A line of the output says what was killed when, and everything that differs from an undisturbed run:
-weights bit by bit, steps, samples, what was generated twice, and processes that were left 5 s after an end. A run that
-is in the output already is not repeated, so that the plan can be worked through in parts.
+ended of one. A line of FOLDER/kills.jsonl says what was killed when, and everything that is wrong with the end: steps,
+samples, what was generated twice, and processes that were left 5 s after an end. Its weights are kept, to be compared
+bit by bit with those of an undisturbed run, which the plan makes too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -130,11 +132,11 @@ _TWO_RANKS = ("--actor-num-gpus-per-node", 2)
 _APART = ("--no-colocate",)
 #: Name → script and flags.
 KINDS: dict[str, tuple[str, tuple[object, ...]]] = {
-    "sync": ("train.py", ()),
-    "sync, tolerant": ("train.py", _TOLERANT),
     "sync, two ranks, async save, tolerant": ("train.py", (*_TWO_RANKS, "--async-save", *_TOLERANT)),
     "async, async save": ("train_async.py", (*_APART, "--async-save")),
+    "sync, tolerant": ("train.py", _TOLERANT),
     "async, two ranks, async save, tolerant": ("train_async.py", (*_APART, *_TWO_RANKS, "--async-save", *_TOLERANT)),
+    "sync": ("train.py", ()),
 }
 #: Kills of a run.
 _KILLS = 6
@@ -232,16 +234,20 @@ class Struck:
             self.scores.kills.pop()  # it is not there yet
             time.sleep(0.05)
 
-    def run(self, expected: dict[str, torch.Tensor]) -> Outcome:
+    def run(self, deadline: float, kept: Path) -> Outcome:
+        """Strike until ``deadline`` (`time.monotonic`), let it finish, and keep its weights."""
         began = time.monotonic()
         try:
             for number in range(_KILLS):
+                if time.monotonic() > deadline:
+                    break
                 self.strike(number, self.dice.choice(list(VICTIMS)))
             (self.hold / "hold-groups-from").unlink()
             while self.end() != 0:
                 assert self.out.launches < _MOST_LAUNCHES, self.driver.stderr[-2000:]
                 self.driver = self.begin()
-            self._compare(expected)
+            self._check()
+            shutil.copyfile(self.driver.path / "model" / "model.safetensors", kept)
         except AssertionError as error:
             self.out.wrong.append(str(error))
         finally:
@@ -249,7 +255,7 @@ class Struck:
         self.out.seconds = round(time.monotonic() - began, 1)
         return self.out
 
-    def _compare(self, expected: dict[str, torch.Tensor]) -> None:
+    def _check(self) -> None:
         wrong, driver = self.out.wrong, self.driver
         if driver.steps() != list(range(1, self.length + 1)):
             wrong.append(f"steps {driver.steps()}")
@@ -257,54 +263,79 @@ class Struck:
             wrong.append(f"groups {twice} were generated twice")
         if trained_indices(driver, self.length) != list(range(self.length * GROUPS * SAMPLES)):
             wrong.append("samples were lost or trained on twice")
-        weights = load_file(driver.path / "model" / "model.safetensors")
-        different = [name for name in expected if not torch.equal(weights[name], expected[name])]
-        if different or set(weights) != set(expected):
-            wrong.append(f"{len(different)} of {len(expected)} weights differ")
 
 
-def undisturbed(world: World, kind: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the run that nothing happens to; kept in ``folder``."""
+def weights_of(folder: Path, kind: str, seed: int) -> Path:
+    """Where the weights of a run are kept; seed 0: those of the undisturbed one, which kinds share."""
     script, flags = KINDS[kind]
     ranks = 2 if _TWO_RANKS[0] in flags else 1
-    kept = folder / f"{script}-{ranks}.safetensors"
-    if not kept.exists():
-        struck = Struck(world, kind, 0)
-        status = struck.end()
-        assert status == 0 and not struck.out.wrong, (struck.out.wrong, struck.driver.stderr)
-        folder.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes((struck.driver.path / "model" / "model.safetensors").read_bytes())
-    return load_file(kept)
+    name = f"{kind}-{seed}" if seed else f"undisturbed-{script}-{ranks}"
+    return folder / f"{name.replace(' ', '-').replace(',', '')}.safetensors"
+
+
+def compare(folder: Path) -> str:
+    """Say what the kills have done, in a few lines."""
+    rows = [json.loads(line) for line in (folder / "kills.jsonl").read_text().splitlines()]
+    compared, differ, wrong = 0, [], []
+    for row in rows:
+        kept, calm = weights_of(folder, row["kind"], row["seed"]), weights_of(folder, row["kind"], 0)
+        wrong += row["wrong"]
+        if kept.exists() and calm.exists():
+            compared += len(row["kills"])
+            mine, theirs = load_file(kept), load_file(calm)
+            if set(mine) != set(theirs) or not all(torch.equal(mine[name], theirs[name]) for name in theirs):
+                differ.append(f"{row['kind']} {row['seed']}")
+    kills = [kill for row in rows for kill in row["kills"]]
+    by_victim = {victim: sum(kill.startswith(victim) for kill in kills) for victim in VICTIMS}
+    lines = [
+        f"{len(kills)} kills in {len(rows)} runs with {sum(row['launches'] for row in rows)} launches: {by_victim}"
+    ]
+    lines += [f"weights compared bit by bit behind {compared} of them: {differ or 'all equal'}"]
+    lines += [f"slowest end of all processes: {max((row['slowest_end'] for row in rows), default=0)} s"]
+    return "\n".join([*lines, *(f"wrong: {one}" for one in wrong)])
 
 
 def plan() -> Iterator[tuple[str, int]]:
-    for seed in range(1, 100):
+    """A round of all kinds, then the undisturbed runs, then further rounds."""
+    for seed in (1, 0, *range(2, 100)):
         for kind in KINDS:
             yield kind, seed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--folder", type=Path, required=True, help="for the runs and what is compared with")
-    parser.add_argument("--seconds", type=float, default=300.0, help="no run begins later")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=300.0, help="nothing is begun or killed later")
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
+    folder: Path = given.folder
+    if given.compare:
+        print(compare(folder))
+        return
     adopt_orphans()
-    began = time.monotonic()
-    lines = given.output.read_text().splitlines() if given.output.exists() else []
+    deadline = time.monotonic() + given.seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "kills.jsonl"
+    lines = output.read_text().splitlines() if output.exists() else []
     done: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    world = World.create(given.folder / str(int(time.time())))
+    world = World.create(folder / str(int(time.time())))
     for kind, seed in plan():
-        if time.monotonic() - began > given.seconds or sum(len(row["kills"]) for row in done) >= given.kills:
-            break
-        if any((row["kind"], row["seed"]) == (kind, seed) for row in done):
+        kept = weights_of(folder, kind, seed)
+        if kept.exists() or any((row["kind"], row["seed"]) == (kind, seed) for row in done):
             continue
-        expected = undisturbed(world, kind, given.folder / "undisturbed")
-        done.append(asdict(Struck(world, kind, seed).run(expected)))
-        with open(given.output, "a") as file:
+        if time.monotonic() > deadline or (seed and sum(len(row["kills"]) for row in done) >= given.kills):
+            break
+        struck = Struck(world, kind, seed)
+        if not seed:
+            assert struck.end() == 0 and not struck.out.wrong, (struck.out.wrong, struck.driver.stderr)
+            shutil.copyfile(struck.driver.path / "model" / "model.safetensors", kept)
+            continue
+        done.append(asdict(struck.run(deadline, kept)))
+        with open(output, "a") as file:
             file.write(json.dumps(done[-1]) + "\n")
         print(done[-1], flush=True)
+    shutil.rmtree(world.inputs.parent)
 
 
 if __name__ == "__main__":
