@@ -53,8 +53,8 @@ def hit(seconds: float, number: signal.Signals, flags: Sequence[str], folder: Pa
         folder: the run folder.
     Returns:
         "status" of the driver, "survivors" (command lines) ``LIMIT_SECONDS`` after its end, "gone_after" seconds,
-        "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines) then, "state" in
-        run.json, and "stderr".
+        "lasted" seconds in all, "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines)
+        then, "phase" (the last line that it had written), "state" in run.json, and "stderr".
     """
     request = {"seconds": seconds, "signal": number.name, "flags": list(flags), "folder": str(folder)}
     command = [sys.executable, "-m", "tests.support.moments", json.dumps(request)]
@@ -80,6 +80,7 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
             start_new_session=True,
         )
     alive: list[str] = []
+    started = time.monotonic()
     try:
         driver.wait(request["seconds"])
         was_hit = False
@@ -102,6 +103,7 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
         "was_hit": was_hit,
         "phase": phase,
         "alive": alive,
+        "lasted": round(ended - started, 2),
         "took": round(ended - began, 2),
         "survivors": left,
         "gone_after": round(gone_after, 2),

@@ -133,6 +133,37 @@ def test_a_raylet_that_is_killed_is_seen_at_once() -> None:
     assert ran.stdout.endswith("seen\n"), ran.stderr[-2000:]
 
 
+_LEFT = """
+import os, psutil, ray, select, subprocess, sys
+from slime.cluster.ray_session import start_ray
+from slime.config import make_config
+from tests.support.moments import DAEMON
+from tests.support.processes import wait_until
+
+@ray.remote
+def leave(file):
+    subprocess.run([sys.executable, "-S", "-c", DAEMON, file], check=True)
+
+assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
+ray.get(leave.remote(sys.argv[1]))
+wait_until(lambda: os.path.exists(sys.argv[1]), "the daemon runs")
+agents = [child for child in psutil.Process().children(recursive=True) if "dashboard" in " ".join(child.cmdline())]
+ports = {each.laddr.port for child in agents for each in child.net_connections("tcp") if each.status == "LISTEN"}
+daemon = os.pidfd_open(int(open(sys.argv[1]).read()))
+ray.shutdown()
+poller = select.poll()
+poller.register(daemon, select.POLLIN)
+print(bool(poller.poll(0)), 52365 in ports, psutil.Process().children(), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_daemons_of_a_task_are_gone_when_ray_is_shut_down(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LEFT, str(tmp_path / "daemon")]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert ran.stdout.endswith("True False []\n"), ran.stderr[-2000:]
+
+
 def test_slots_that_others_hold_are_waited_for_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
