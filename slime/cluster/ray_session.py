@@ -50,7 +50,8 @@ _FREE_SHARED_MEMORY = [sys.executable, "-m", "slime.engines.wire.shared_memory"]
 _KILLED_SECONDS = 6.0
 #: For a raylet to register, which waits for its agents; each of them imports Ray.
 _START_SECONDS = 120.0
-#: Ports of Ray's agents, reserved until the next start: nobody waits for the agents to take them.
+_NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
+#: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to take its own.
 _PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 _ports: dict[str, PortReservation] = {}
 _is_starting = False
@@ -219,7 +220,7 @@ class _Daemon(services.ConsolePopen):
         script = [sys.executable, "-S", "-E", process_tree.__file__]
         super().__init__(script, **options | {"stdin": subprocess.PIPE})
         assert self.stdin is not None
-        request = {"owner": os.getpid(), "command": list(args), "last_command": _FREE_SHARED_MEMORY}
+        request = {"owner": os.getpid(), "command": _without_dashboard_agent(args), "last_command": _FREE_SHARED_MEMORY}
         with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
             pipe.write(json.dumps(request).encode())
 
@@ -232,6 +233,18 @@ class _Daemon(services.ConsolePopen):
                 self.wait(_KILLED_SECONDS)
         if self.poll() is None:
             super().kill()
+
+
+def _without_dashboard_agent(args: Sequence[str]) -> list[str]:
+    """The raylet's command, with a process that does nothing in the place of the agent that serves its metrics.
+
+    The raylet insists on an agent that lives, and ends itself where ports of agents are not in files of its session
+    within 15 seconds; one that imports Ray on a crowded host takes longer.
+    """
+    given = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    for name, reserved in _ports.items():
+        (Path(given["--session_dir"]) / f"{name}_{given['--node_id']}").write_text(str(reserved.port))
+    return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
 
 
 @contextmanager
@@ -266,11 +279,8 @@ def _with_few_daemons() -> Iterator[None]:
 
 @contextmanager
 def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Give the raylet and its agents time on a crowded host, and free ports.
-
-    Left alone, one agent takes a fixed port, which another Ray of this host may have, and the raylet ends itself where
-    the ports that others choose are not known within 15 seconds.
-    """
+    """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray does for the raylet
+    to come up: as long as it lives, and nobody asks the run to stop."""
     global _ports, _is_starting
     _ports = {name: reserve_port() for name in _PORTS}
     kept = parameter.RayParams, services.get_node

@@ -147,8 +147,8 @@ def leave(file):
 assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
 ray.get(leave.remote(sys.argv[1]))
 wait_until(lambda: os.path.exists(sys.argv[1]), "the daemon runs")
-agents = [child for child in psutil.Process().children(recursive=True) if "dashboard" in " ".join(child.cmdline())]
-ports = {each.laddr.port for child in agents for each in child.net_connections("tcp") if each.status == "LISTEN"}
+family = psutil.Process().children(recursive=True)
+ports = {each.laddr.port for child in family for each in child.net_connections("tcp") if each.status == "LISTEN"}
 daemon = os.pidfd_open(int(open(sys.argv[1]).read()))
 ray.shutdown()
 poller = select.poll()
