@@ -6,13 +6,15 @@
 Each run of the plan takes some kills (SIGKILL) of any process, also while it comes up, and is begun again whenever it
 ended of one. A line of FOLDER/kills.jsonl says what was killed when, and everything that is wrong with the end: steps,
 samples, what was generated twice, and processes that were left 5 s after an end. Its weights are kept, to be compared
-bit by bit with those of an undisturbed run, which the plan makes too.
+bit by bit with those of an undisturbed run, which the plan makes too. What is not finished when the seconds are over is
+killed, and goes on with the next call.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import signal
@@ -156,10 +158,19 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Struck:
-    """A run that is struck, in ``folder``."""
+class OutOfTimeError(Exception):
+    """The seconds of this call are over."""
 
-    def __init__(self, world: World, kind: str, seed: int) -> None:
+
+class Struck:
+    """A run that is struck.
+
+    Args:
+        deadline: `time.monotonic` from which on `OutOfTimeError` is raised.
+    """
+
+    def __init__(self, world: World, kind: str, seed: int, deadline: float) -> None:
+        self.deadline = deadline
         script, flags = KINDS[kind]
         self.script, self.world = script, world
         self.dice = random.Random(f"{kind} {seed}")
@@ -167,10 +178,15 @@ class Struck:
         self.length = length_of(_KILLS, 1)
         self.name = "".join(letter if letter.isalnum() else "-" for letter in f"{kind}-{seed}")
         self.hold = world.outputs / f"{self.name}.hold"
-        self.hold.mkdir(parents=True)
+        self.state = self.hold / "state.json"
+        self.hold.mkdir(parents=True, exist_ok=True)
         self.flags = ("--num-rollout", self.length, "--save-interval", 3, "--deterministic-rollout")
         self.flags = (*self.flags, "--rollout-shuffle", *GRADED, *flags)
         self.scores = Scores(self.hold)
+        if self.state.exists():
+            state = json.loads(self.state.read_text())
+            self.out, self.scores.kills = Outcome(**state["out"]), state["kills"]
+            self.dice.seed(f"{kind} {seed} {len(self.out.kills)}")
         self.driver = self.begin()
 
     def begin(self) -> Driver:
@@ -180,6 +196,8 @@ class Struck:
         return start(words, self.world.outputs / self.name, self.script, SLIME_TEST_HOLD=str(self.hold))
 
     def ended(self) -> bool:
+        if time.monotonic() > self.deadline:
+            raise OutOfTimeError
         return self.driver.process.poll() is not None or has_ended(self.driver.process.pid)
 
     def end(self) -> int:
@@ -234,15 +252,17 @@ class Struck:
             self.scores.kills.pop()  # it is not there yet
             time.sleep(0.05)
 
-    def run(self, deadline: float, kept: Path) -> Outcome:
-        """Strike until ``deadline`` (`time.monotonic`), let it finish, and keep its weights."""
+    def run(self, kept: Path) -> Outcome:
+        """Strike it, let it finish, and keep its weights.
+
+        Raises:
+            OutOfTimeError: it is not finished; it was killed, and goes on another time.
+        """
         began = time.monotonic()
         try:
-            for number in range(_KILLS):
-                if time.monotonic() > deadline:
-                    break
+            for number in range(len(self.out.kills), _KILLS if self.out.seed else 0):
                 self.strike(number, self.dice.choice(list(VICTIMS)))
-            (self.hold / "hold-groups-from").unlink()
+            (self.hold / "hold-groups-from").unlink(missing_ok=True)
             while self.end() != 0:
                 assert self.out.launches < _MOST_LAUNCHES, self.driver.stderr[-2000:]
                 self.driver = self.begin()
@@ -250,10 +270,28 @@ class Struck:
             shutil.copyfile(self.driver.path / "model" / "model.safetensors", kept)
         except AssertionError as error:
             self.out.wrong.append(str(error))
+        except OutOfTimeError:
+            self._put_off(time.monotonic() - began)
+            raise
         finally:
             self.driver.clean_up()
-        self.out.seconds = round(time.monotonic() - began, 1)
+        self.out.seconds = round(self.out.seconds + time.monotonic() - began, 1)
         return self.out
+
+    def _put_off(self, seconds: float) -> None:
+        self.deadline = math.inf
+        if not self.ended():
+            since, steps = time.monotonic() - self.began, len(self.driver.steps())
+            self.scores.kills.append(time.time())
+            strike(self.driver, "driver")
+            self.out.kills.append(f"driver at step {steps}" if steps else f"driver {since:.1f} s after a start")
+            self.end()
+        if not self.out.seed:  # it is to be undisturbed
+            shutil.rmtree(self.driver.path)
+            shutil.rmtree(self.hold)
+            return
+        self.out.seconds = round(self.out.seconds + seconds, 1)
+        self.state.write_text(json.dumps({"out": asdict(self.out), "kills": self.scores.kills}))
 
     def _check(self) -> None:
         wrong, driver = self.out.wrong, self.driver
@@ -319,23 +357,22 @@ def main() -> None:
     output = folder / "kills.jsonl"
     lines = output.read_text().splitlines() if output.exists() else []
     done: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    world = World.create(folder / str(int(time.time())))
-    for kind, seed in plan():
-        kept = weights_of(folder, kind, seed)
-        if kept.exists() or any((row["kind"], row["seed"]) == (kind, seed) for row in done):
-            continue
-        if time.monotonic() > deadline or (seed and sum(len(row["kills"]) for row in done) >= given.kills):
-            break
-        struck = Struck(world, kind, seed)
-        if not seed:
-            assert struck.end() == 0 and not struck.out.wrong, (struck.out.wrong, struck.driver.stderr)
-            shutil.copyfile(struck.driver.path / "model" / "model.safetensors", kept)
-            continue
-        done.append(asdict(struck.run(deadline, kept)))
-        with open(output, "a") as file:
-            file.write(json.dumps(done[-1]) + "\n")
-        print(done[-1], flush=True)
-    shutil.rmtree(world.inputs.parent)
+    world = World(folder / "world" / "inputs", folder / "world" / "outputs")
+    if not world.inputs.exists():
+        World.create(folder / "world")
+    with suppress(OutOfTimeError):
+        for kind, seed in plan():
+            kept = weights_of(folder, kind, seed)
+            if kept.exists() or any((row["kind"], row["seed"]) == (kind, seed) for row in done):
+                continue
+            if seed and sum(len(row["kills"]) for row in done) >= given.kills:
+                break
+            struck = Struck(world, kind, seed, deadline)
+            done.append(asdict(struck.run(kept)))
+            if seed:
+                with open(output, "a") as file:
+                    file.write(json.dumps(done[-1]) + "\n")
+            print(done[-1], flush=True)
 
 
 if __name__ == "__main__":
