@@ -39,10 +39,15 @@ LIMIT_SECONDS = 5.0
 
 
 def reward_with_daemons(args: Any, sample: Any, **_: Any) -> float:
-    """A reward that leaves a child behind, and a daemon."""
+    """A reward that leaves processes behind."""
+    leave_daemons()
+    return float(len(sample.response))
+
+
+def leave_daemons() -> None:
+    """Leave a child behind, and a daemon."""
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     subprocess.run([sys.executable, "-S", "-c", DAEMON], check=True)
-    return float(len(sample.response))
 
 
 def hit(seconds: float, number: signal.Signals, flags: Sequence[str], folder: Path) -> dict[str, Any]:
