@@ -134,9 +134,9 @@ _TWO_RANKS = ("--actor-num-gpus-per-node", 2)
 _APART = ("--no-colocate",)
 #: Name → script and flags.
 KINDS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "sync, tolerant": ("train.py", _TOLERANT),
     "sync, two ranks, async save, tolerant": ("train.py", (*_TWO_RANKS, "--async-save", *_TOLERANT)),
     "async, async save": ("train_async.py", (*_APART, "--async-save")),
-    "sync, tolerant": ("train.py", _TOLERANT),
     "async, two ranks, async save, tolerant": ("train_async.py", (*_APART, *_TWO_RANKS, "--async-save", *_TOLERANT)),
     "sync": ("train.py", ()),
 }
