@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -248,33 +248,37 @@ def _without_dashboard_agent(args: Sequence[str]) -> list[str]:
 
 
 @contextmanager
+def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
+    kept = {name: getattr(owner, name) for name in ours}
+    try:
+        for name, value in ours.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def _as_a_guest() -> Iterator[None]:
     """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    kept = services.ConsolePopen, ray_utils.set_sigterm_handler
-    ours = _Daemon, lambda handler: None
     try:
-        services.ConsolePopen, ray_utils.set_sigterm_handler = ours  # type: ignore[misc]
-        yield
+        with (
+            _replaced(services, ConsolePopen=_Daemon),
+            _replaced(ray_utils, set_sigterm_handler=lambda handler: None),
+        ):
+            yield
     finally:
-        services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
 
 
-@contextmanager
-def _with_few_daemons() -> Iterator[None]:
+def _with_few_daemons() -> AbstractContextManager[None]:
     """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
     list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
-    kept = {name: getattr(node.Node, name) for name in names}
-    try:
-        for name in names:
-            setattr(node.Node, name, lambda self, **_: None)
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(node.Node, name, method)
+    return _replaced(node.Node, **dict.fromkeys(names, lambda self, **_: None))
 
 
 @contextmanager
@@ -283,13 +287,14 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
     to come up: as long as it lives, and nobody asks the run to stop."""
     global _ports, _is_starting
     _ports = {name: reserve_port() for name in _PORTS}
-    kept = parameter.RayParams, services.get_node
+    ports = {name: reserved.port for name, reserved in _ports.items()}
+    ask = services.get_node
     end = time.monotonic() + _START_SECONDS
 
     def get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
         while True:
             try:
-                return dict(kept[1](gcs_address, node_id))
+                return dict(ask(gcs_address, node_id))
             except RuntimeError as error:  # not yet; Ray itself catches it
                 if should_stop():
                     raise StopRequested("starting Ray") from error
@@ -298,14 +303,15 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise
 
+    _is_starting = True
     try:
-        parameter.RayParams = partial(kept[0], **{name: reserved.port for name, reserved in _ports.items()})
-        services.get_node = get_node
-        _is_starting = True
-        yield
+        with (
+            _replaced(parameter, RayParams=partial(parameter.RayParams, **ports)),  # type: ignore[arg-type]
+            _replaced(services, get_node=get_node),
+        ):
+            yield
     finally:
         _is_starting = False
-        parameter.RayParams, services.get_node = kept
 
 
 @contextmanager

@@ -51,6 +51,36 @@ def test_workers_of_a_local_ray_have_the_priority_of_the_driver(monkeypatch: pyt
     assert seen == ["0"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "error"),
+    [(True, None, StopRequested), (False, 1, Exception)],
+    ids=["SIGTERM has come", "it has ended"],
+)
+def test_a_raylet_that_does_not_come_up_is_not_waited_for(
+    asked: bool, status: int | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_not_there(address: str, node: str) -> None:
+        raise RuntimeError("not yet")
+
+    monkeypatch.setattr(ray_session.services, "get_node", is_not_there)
+    monkeypatch.setattr(ray_session._Daemon, "raylet", SimpleNamespace(poll=lambda: status))
+    with ray_session._patient(lambda: asked):
+        assert ray_session.is_starting()
+        with pytest.raises(error, match="starting Ray" if asked else "ended as it started"):
+            ray_session.services.get_node("address", "node")
+    assert not ray_session.is_starting() and ray_session.services.get_node is is_not_there
+
+
+def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metrics(tmp_path: Path) -> None:
+    given = ["raylet", f"--session_dir={tmp_path}", "--node_id=abc", "--dashboard_agent_command=python agent.py"]
+    with ray_session._patient(lambda: False):
+        command = ray_session._without_dashboard_agent([*given, "--head"])
+        ports = {name: reserved.port for name, reserved in ray_session._ports.items()}
+    assert command == [*given[:-1], ray_session._NO_AGENT, "--head"]
+    assert {path.name.removesuffix("_abc"): int(path.read_text()) for path in tmp_path.iterdir()} == ports
+    assert len(set(ports.values())) == len(ray_session._PORTS) and 52365 not in ports.values()
+
+
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a cluster that accepts connections and says nothing."""
