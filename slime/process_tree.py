@@ -1,6 +1,6 @@
 """A tree of processes that ends as a whole. Who leaves it, by a new session or a double fork, is adopted and found.
 
-    driver ─► this file as a script ─► raylet ─► agents, workers, engines, and whatever users' functions start
+    driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever users' functions start
 
 The script starts one command and ends all that came of it when the command ends, when it is told to (SIGTERM), or when
 the driver is gone, however that came. The kernel gives it every process of the tree that loses its parent
@@ -26,6 +26,7 @@ _LOOK_SECONDS = 0.2
 #: Ray kills the raylet a second after it has asked it to end.
 _GRACE_SECONDS = 0.8
 _LAST_COMMAND_SECONDS = 30.0
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
@@ -105,6 +106,8 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     """Run ``command`` until it ends, SIGTERM asks for its end, or process ``owner``, our parent, is gone; then end all
     that came of it.
 
+    Two processes do so, one below the other: when one of them is killed, the other one ends what is left.
+
     Args:
         last_command: run when the owner is gone, for what the tree leaves besides processes.
     Returns:
@@ -116,8 +119,15 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     _LIBC.prctl(_PDEATHSIG, 0)  # Ray sets it for its daemons; this one has work to do when the driver dies
     if os.getppid() != owner:
         return 1
-    signals = {signal.SIGTERM, signal.SIGCHLD}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they are waited for
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for
+    outer = os.getpid()
+    inner = os.fork()
+    if inner:
+        status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
+        if os.getppid() != owner:
+            subprocess.run(last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False)
+        return status
+    adopt_orphans()  # which a fork does not inherit
     own = os.getpid()
 
     def in_child() -> None:
@@ -127,19 +137,22 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
             os._exit(1)
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+    os._exit(_watch(outer, child.pid, _GRACE_SECONDS))
+
+
+def _watch(owner: int, child: int, grace: float) -> int:
+    """Wait for an end, and end all; returns the exit status of ``child``."""
     limit = float("inf")
-    while not (ended := has_ended(child.pid)) and os.getppid() == owner and time.monotonic() < limit:
-        came = signal.sigtimedwait(signals, _LOOK_SECONDS)
+    while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
+        came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         if came is not None and came.si_signo == signal.SIGTERM:
             if limit < float("inf"):
                 break  # told twice: at once
-            limit = time.monotonic() + _GRACE_SECONDS
-            child.terminate()
-    status = child.wait() if ended else 1
+            limit = time.monotonic() + grace
+            os.kill(child, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended else 1
     end_all()
-    if os.getppid() != owner:
-        subprocess.run(last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False)
-    return status
+    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from slime.process_tree import adopt_orphans, has_ended
+from slime.process_tree import adopt_orphans, end_all, has_ended
 from tests.support.moments import LIMIT_SECONDS, running_below
 from tests.support.processes import PATIENCE, Driver, World, start, wait_until
 
@@ -180,8 +180,8 @@ class Struck:
         self.hold = world.outputs / f"{self.name}.hold"
         self.state = self.hold / "state.json"
         self.hold.mkdir(parents=True, exist_ok=True)
-        self.flags = ("--num-rollout", self.length, "--save-interval", 3, "--deterministic-rollout")
-        self.flags = (*self.flags, "--rollout-shuffle", *GRADED, *flags)
+        length: tuple[object, ...] = ("--num-rollout", self.length, "--save-interval", 3)
+        self.flags = (*length, "--deterministic-rollout", "--rollout-shuffle", *GRADED, *flags)
         self.scores = Scores(self.hold)
         if self.state.exists():
             state = json.loads(self.state.read_text())
@@ -210,7 +210,7 @@ class Struck:
         self.out.slowest_end = max(self.out.slowest_end, round(time.monotonic() - ended, 2))
         if left:
             self.out.wrong.append(f"left after {self.out.kills[-1:]}: {left}")
-            wait_until(lambda: not running_below(), "they are gone", PATIENCE)
+            end_all()
         if "Traceback" in self.driver.stderr:
             self.out.wrong.append(f"traceback after {self.out.kills[-1:]}: {self.driver.stderr[-2000:]}")
         return status
