@@ -13,11 +13,13 @@ import os
 import platform
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from slime import __version__
 from slime.errors import UserError
@@ -107,8 +109,30 @@ def _dispatch(words: list[str]) -> int:
 
         print_help(command.entry, rest)
         return 0
-    function = getattr(importlib.import_module(command.module), command.function)
-    return int(function(rest) or 0)
+    with _interruptible() if command.entry or name == "resume" else nullcontext():
+        function = getattr(importlib.import_module(command.module), command.function)
+        return int(function(rest) or 0)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process at once until the run takes the signal over (`slime.stopping`). Libraries that are being
+    imported swallow a KeyboardInterrupt, and nothing is there yet that would have to be closed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    is_ours = threading.current_thread() is threading.main_thread() and os.environ.get("SLIME_DEBUG") != "1"
+    before = signal.getsignal(signal.SIGINT)
+    if not is_ours or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _usage() -> str:
@@ -171,11 +195,11 @@ def _status_of(action: Callable[[], int]) -> int:
             raise
         print(f"error: {missing}", file=sys.stderr)
         return UserError.exit_status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + next(iter(error.args), signal.SIGINT)  # SIGQUIT also raises it
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:

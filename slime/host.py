@@ -1,5 +1,4 @@
-"""What this host has, found without torch: processors, memory, its address, ports that nobody else takes,
-and the way past proxies."""
+"""What this host has, found without torch: processors, memory, limits, addresses, free ports, the way past proxies."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import fcntl
 import os
 import random
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -23,6 +23,13 @@ from slime.errors import UserError
 _MEMINFO = Path("/proc/meminfo")
 _FIRST_PORT, _LAST_PORT = 15000, 32000  # below the kernel's ephemeral range: no outgoing connection takes one
 _PORT_TRIES = 200
+#: Open files that are enough for any run, and without which none comes up.
+MANY_FILES, FEWEST_FILES = 65536, 256
+#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
+_LONGEST_FOLDER = 107 - 68
+_SHORT_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+#: Ray's logs of a start.
+_TRIED_BYTES = 1 << 20
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -92,6 +99,73 @@ def _number(path: Path) -> float | None:
     except OSError:
         return None
     return float(text) if text.isdigit() and int(text) < 1 << 60 else None
+
+
+# -- limits of a process -----------------------------------------------------------------------------------------
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files towards the hard one, for this process and those that it starts.
+
+    Returns:
+        The limit from now on.
+    Raises:
+        UserError: the hard limit is too low for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if most < FEWEST_FILES:
+        raise UserError(
+            f"a process may open {hard} files here, and a run needs at least {FEWEST_FILES}",
+            why="its processes hold connections to each other, and one for each request under way",
+            fix=f"ulimit -Hn {MANY_FILES}, as root; docker run --ulimit nofile={MANY_FILES}; LimitNOFILE= of systemd",
+        )
+    return soft
+
+
+def folder_of_sockets(environ: Mapping[str, str] = os.environ) -> tuple[Path, str]:
+    """Return the folder in which Ray keeps its sockets and logs, and why it is not the one that TMPDIR names, or "".
+
+    Raises:
+        UserError: RAY_TMPDIR names a folder that does not serve, or none does.
+    """
+    named = environ.get("RAY_TMPDIR")
+    wanted = Path(named or environ.get("TMPDIR") or "/tmp").absolute()
+    reason = _why_no_sockets(wanted)
+    if not reason:
+        return wanted, ""
+    others = [] if named else [folder for folder in _SHORT_FOLDERS if folder != wanted]
+    for folder in others:
+        if not _why_no_sockets(folder):
+            return folder, reason
+    raise UserError(
+        f"Ray cannot keep its sockets in {wanted}",
+        why=reason + ("" if named else f"; nor in {', '.join(map(str, others))}"),
+        fix=f"export RAY_TMPDIR=<a folder that can be written, of at most {_LONGEST_FOLDER} bytes>",
+    )
+
+
+def _why_no_sockets(folder: Path) -> str:
+    length = len(os.fsencode(folder))
+    if length > _LONGEST_FOLDER:
+        return f"{folder} has {length} bytes, and names of sockets leave room for {_LONGEST_FOLDER}"
+    there = folder / "ray"  # made by whoever comes first
+    while not there.is_dir() and there != there.parent:
+        there = there.parent
+    try:
+        _write_to(there)
+    except OSError as error:
+        return f"{there} cannot be written: {error.strerror}"
+    return ""
+
+
+def _write_to(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_TRIED_BYTES))
+        file.flush()
 
 
 # -- address and ports ---------------------------------------------------------------------------------------------

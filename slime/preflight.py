@@ -83,11 +83,20 @@ def from_the_hub(config: Config) -> Config:
 
 def check_flags(config: Config) -> None:
     """What flags name besides models and data: hooks, rewards, output directories."""
-    check_hooks(config.flat())
-    check_plugin_imports(hook_files(config.flat()))
+    check_functions(config.flat())
     warn_of_old_plugins(config)
     check_rewards(config)
     check_outputs(config)
+
+
+def check_functions(args: Any) -> None:
+    """Functions of the user's can be imported and called, and so can what they import of slime when they are called.
+
+    Args:
+        args: all flags (`Config.flat`).
+    """
+    check_hooks(args)
+    check_plugin_imports(hook_files(args))
 
 
 def warn_of_old_plugins(config: Config) -> None:

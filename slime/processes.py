@@ -1,16 +1,10 @@
-"""How a process ends with the one that it belongs to, however that one ended: the one place for every way of it.
+"""How a process ends with the one that it belongs to, however that one ended.
 
     die_with_parent    the kernel kills it at once: servers, graders
     follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines, workers of the data check
-    start_reaper       a small process beside the driver, for what a local Ray leaves behind when it is killed
     end_within         the other way round: what has a deadline to end, before its owner leaves without it
 
-The reaper is this very file as a script: it keeps a list of the driver's descendants and, when the driver is gone, ends
-those that are not. After `kill -9` of a driver some of Ray's agents were seen to live on, and what they hold with them.
-
-    driver ──pipe──► reaper            the pipe's end of file is the driver's death, however it came
-
-Standard library only, and nothing of slime's; the reaper reads /proc.
+What a local Ray starts ends as a whole (`slime.process_tree`).
 """
 
 from __future__ import annotations
@@ -20,22 +14,16 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 logger = logging.getLogger("slime.processes")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded once: between fork and exec of a child there should be little to do
 _LEAVE_SECONDS = 5.0
-_SCAN_SECONDS = 1.0
-_GRACE_SECONDS = 3.0  # Ray's own clean-up gets this long
-_KILL_SECONDS = 1.0
-_LAST_COMMAND_SECONDS = 30.0
 _HURRY_SECONDS = 2.0
 
 #: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter from ending, too.
@@ -140,88 +128,8 @@ def something_hangs() -> bool:
 
 
 def leave_what_hangs(status: int) -> None:
-    """End this process at once, should something have been left behind in it; the reaper has the rest."""
+    """End this process at once, should something have been left behind in it."""
     if _hangs.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-# -- the reaper --------------------------------------------------------------------------------------------------
-
-
-def start_reaper(last_command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the reaper of this process. Keep the returned object: its pipe is the sign of life.
-
-    Args:
-        last_command: run when all are gone, for what they leave besides processes.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-S", "-E", __file__, str(os.getpid()), *last_command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal must not end it before the driver
-        close_fds=True,
-    )
-
-
-def _reap(driver: int, last_command: Sequence[str]) -> None:
-    known: dict[int, str] = {}
-    while True:
-        readable, _, _ = select.select([sys.stdin], [], [], _SCAN_SECONDS)
-        if readable:  # nothing is ever written: readable means closed
-            break
-        _add_descendants(driver, known)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < deadline and _alive(known):
-        _add_descendants(driver, known)
-        time.sleep(0.1)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        _add_descendants(driver, known)
-        for pid in _alive(known):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-        end = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < end and _alive(known):
-            time.sleep(0.05)
-    subprocess.run(last_command, cwd=Path(__file__).parents[1], timeout=_LAST_COMMAND_SECONDS, check=False)
-
-
-def _processes() -> dict[int, tuple[int, str]]:
-    """pid → (parent pid, start time) of every process."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as stat:
-                    fields = stat.read().rpartition(")")[2].split()
-            except OSError:
-                continue  # ended while we looked
-            found[int(name)] = (int(fields[1]), fields[19])
-    return found
-
-
-def _add_descendants(root: int, known: dict[int, str]) -> None:
-    """Add the descendants of ``root``, and of everything known, to ``known`` (pid → start time)."""
-    processes = _processes()
-    roots = {root} | {pid for pid, start in known.items() if pid in processes and processes[pid][1] == start}
-    grew = True
-    while grew:
-        grew = False
-        for pid, (parent, start) in processes.items():
-            if parent in roots and pid not in roots and pid != os.getpid():
-                roots.add(pid)
-                known[pid] = start
-                grew = True
-
-
-def _alive(known: dict[int, str]) -> list[int]:
-    processes = _processes()
-    return [pid for pid, start in known.items() if processes.get(pid, (0, ""))[1] == start]
-
-
-if __name__ == "__main__":
-    _reap(int(sys.argv[1]), sys.argv[2:])

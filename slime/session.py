@@ -14,7 +14,7 @@ from slime import stacks
 from slime.changed_inputs import changes, fingerprints
 from slime.checkpoints.directory import newest_whole
 from slime.cluster.launch import Generating
-from slime.cluster.ray_session import dead_daemons
+from slime.cluster.ray_session import dead_daemons, is_starting
 from slime.cluster.rollout_actor import RolloutResult, say
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.silence import own_actors, stopped_parts
@@ -338,14 +338,17 @@ class Session:
         self.saving.finish()
 
     def _who_blocks_the_end(self) -> str:
-        """Parts that are stopped; while a checkpoint is being written, only those that write it."""
+        """Parts that are stopped; while a checkpoint is being written, only those that write it. Ray, while it starts,
+        where nothing can be lost."""
+        if is_starting():
+            return "Ray, which is starting,"
         stopped = list(stopped_parts().values())
         if self.sinks.open_phase == "save_model":
             stopped = [part for part in stopped if TrainerActor.__name__ in part]
         return ", ".join(stopped)
 
     def _give_up(self, who: str) -> None:
-        logger.error("%s is stopped and keeps the run from ending: it ends without it, what is not saved is lost", who)
+        logger.error("%s does not answer: the run ends without it, and what is not saved is lost", who)
         self.run.set_state("stopped")
 
     def _end_without_hearing(self, error: BaseException) -> None:

@@ -5,6 +5,7 @@
     another one          nothing: `timeout` and schedulers send it to a process and to its group, and it is under way
     Ctrl-C               the same where training would be lost; otherwise the run is left at once
     another one          the run is left at once, without a save that is not finished
+    SIGQUIT              the stacks of all threads are written, and the run is left at once
     once the end began   the end takes place, and faster after Ctrl-C; nothing may come after it
 
 A signal that was ignored when the run began (`nohup`, a background job) stays so.
@@ -16,8 +17,12 @@ ends the program without them.
 
 from __future__ import annotations
 
+import faulthandler
+import math
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -54,21 +59,28 @@ class StopSignals:
         self._asked = threading.Event()
         self._pending = threading.Event()
         self._interrupted = False
+        self._by = signal.SIGINT
         self._ending = False
         self._before: dict[int, Any] = {}
-        self._is_over = threading.Event()
         self._before_pipe = -1
         self._pipe: tuple[int, int] | None = None
         """The kernel's word that a signal came, whatever the main thread does: its reading and its writing end."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            handlers = {signal.SIGTERM: self._on_stop, signal.SIGHUP: self._on_hang_up, signal.SIGINT: self._on_ctrl_c}
+            handlers = {
+                signal.SIGTERM: self._on_stop,
+                signal.SIGHUP: self._on_hang_up,
+                signal.SIGINT: self._on_ctrl_c,
+                signal.SIGQUIT: self._on_quit,
+            }
             for number, handler in handlers.items():
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
                     self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
                     signal.signal(number, handler)
+            if signal.SIGQUIT in self._before:  # in C, also while the main thread is in a call that does not return
+                faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True)
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # as the writing end must be
             os.set_blocking(self._pipe[0], True)
             self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -76,7 +88,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._is_over.set()
+        if signal.SIGQUIT in self._before:
+            faulthandler.unregister(signal.SIGQUIT)
         for number, before in self._before.items():
             signal.signal(number, before)
         if self._pipe is not None:
@@ -98,8 +111,8 @@ class StopSignals:
         self._ending = True
 
     def end_program(self) -> NoReturn:
-        """Exit status 0 after SIGTERM, that of Ctrl-C after it."""
-        raise KeyboardInterrupt if self._interrupted else SystemExit(0)
+        """Exit status 0 after SIGTERM, that of the signal after Ctrl-C or SIGQUIT."""
+        raise KeyboardInterrupt(self._by) if self._interrupted else SystemExit(0)
 
     def end_if_asked(self) -> None:
         """After the end of a run that reached its goal: what came meanwhile also stops what would come next."""
@@ -109,23 +122,21 @@ class StopSignals:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _stand_by(self, pipe: int) -> None:
-        try:
-            if not self._hears(pipe):
-                return
-            end = time.monotonic() + _BLOCKED_SECONDS
-            while not self._is_over.wait(_LOOK_SECONDS):
-                if time.monotonic() > end and (who := self.blocks()):
-                    self.gives_up(who)
-                    os._exit(1)
-        finally:
-            os.close(pipe)
-
-    def _hears(self, pipe: int) -> bool:
-        """Wait for one of the signals; false at the end of the context."""
+        limit, quits = math.inf, False
+        poller = select.poll()
+        poller.register(pipe, select.POLLIN)
         while True:
-            numbers = set(os.read(pipe, 64))
-            if not numbers or numbers & (set(self._before) - {signal.SIGHUP}):
-                return bool(numbers)
+            if poller.poll(_LOOK_SECONDS * 1000 if limit < math.inf else None):
+                numbers = set(os.read(pipe, 64))
+                if not numbers:  # the end of the context
+                    break
+                if numbers & (set(self._before) - {signal.SIGHUP}):
+                    limit = min(limit, time.monotonic() + _BLOCKED_SECONDS)
+                quits = quits or signal.SIGQUIT in numbers
+            if time.monotonic() > limit and (who := self.blocks() or ("the main thread" if quits else "")):
+                self.gives_up(who)
+                os._exit(1)
+        os.close(pipe)
 
     # -- handlers --------------------------------------------------------------------------------------
 
@@ -139,6 +150,14 @@ class StopSignals:
         if not self._ending:
             self._pending.set()
             logger.warning("%s: finishing up", signal.Signals(number).name)
+
+    def _on_quit(self, number: int, frame: FrameType | None) -> None:
+        self.insists = self._interrupted = True
+        self._by = signal.SIGQUIT
+        if self._ending:
+            self.hurry.set()
+            return
+        raise KeyboardInterrupt(signal.SIGQUIT)
 
     def _on_ctrl_c(self, number: int, frame: FrameType | None) -> None:
         self.insists, self._interrupted = self._interrupted or self._asked.is_set(), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -10,27 +11,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
-from ray._private import node, ray_constants, services
+from ray._private import node, parameter, ray_constants, services
 from ray._private import utils as ray_utils
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime import process_tree
 from slime.cluster.placement import Place, Slots
 from slime.cluster.silence import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.host import PortReservation, folder_of_sockets, reserve_port
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
-from slime.processes import die_with_parent, start_reaper
+from slime.processes import die_with_parent
 from slime.redact import is_secret, redact_argv
 
 logger = get_logger(__name__)
@@ -41,8 +44,17 @@ _JOIN_DEADLINE = 20.0
 _LOOK_SECONDS = 0.1
 _JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
-#: The reaper of this process; it ends by itself when the process does.
-_reaper: subprocess.Popen[bytes] | None = None
+#: What trainers that were killed leave, besides processes; run where no driver is there to do it.
+_FREE_SHARED_MEMORY = [sys.executable, "-m", "slime.engines.wire.shared_memory"]
+#: For the kernel to end a tree of processes.
+_KILLED_SECONDS = 6.0
+#: For a raylet to register, which waits for its agents; each of them imports Ray.
+_START_SECONDS = 120.0
+_NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
+#: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to take its own.
+_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+_ports: dict[str, PortReservation] = {}
+_is_starting = False
 
 #: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
 _FORWARDED = (
@@ -90,18 +102,20 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    global _reaper
-    if _reaper is None or _reaper.poll() is not None:
-        _reaper = start_reaper([sys.executable, "-m", "slime.engines.wire.shared_memory"])  # what killed trainers leave
+    sockets, not_there = folder_of_sockets()
+    if not_there:
+        logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
     try:
         on_loopback = _on_loopback(not config.cluster.listen_on_network)
-        with _as_a_guest(), _with_few_daemons(), on_loopback, _inherited(environment):
+        with _as_a_guest(), _with_few_daemons(), _patient(should_stop), on_loopback, _inherited(environment):
             ray.init(
                 address="local",  # without it Ray joins whatever cluster was started on this host last
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
+                _temp_dir=str(sockets / "ray"),
+                _metrics_export_port=_ports["metrics_export_port"].port,
             )
     except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
         stopped = ", ".join(stopped_parts().values())  # while Ray waits for its GCS, no thread of ours can say so
@@ -112,9 +126,14 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
             "Ray does not start on this host",
             why=(f"{stopped} is stopped (SIGSTOP); " if stopped else "")
             + (str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__),
-            fix="begin again: a crowded host passes Ray's deadlines; its logs are in /tmp/ray/session_latest/logs",
+            fix=f"begin again: a crowded host passes Ray's deadlines; its logs: {sockets}/ray/session_latest/logs",
         ) from error
     return True
+
+
+def is_starting() -> bool:
+    """Whether this process is in `ray.init`, which may wait in C++ and hear no signal."""
+    return _is_starting
 
 
 def dead_daemons() -> list[str]:
@@ -181,13 +200,63 @@ def _join(address: str, environment: dict[str, Any]) -> None:
         raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
 
 
-class _InItsOwnSession(services.ConsolePopen):
-    """A daemon of Ray that leads a session. Ray starts them in the driver's process group, where a SIGTERM for the
-    group (``timeout``, Slurm, a supervisor) or a terminal that closes would end them before the driver can save a
-    checkpoint. Workers are in the session of the daemon that starts them. All still die with the driver."""
+class _Daemon(services.ConsolePopen):
+    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it (`slime.process_tree`).
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, start_new_session=True, **options)
+    Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``, Slurm, a supervisor) or a
+    terminal that closes would end them before the driver can save a checkpoint. Workers are in the session of the
+    daemon that starts them. All still die with the driver.
+    """
+
+    raylet: ClassVar[subprocess.Popen[bytes] | None] = None
+
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
+        options["start_new_session"] = True
+        self._is_held = Path(args[0]).name == "raylet"
+        if not self._is_held:
+            super().__init__(args, **options)
+            return
+        type(self).raylet = self
+        script = [sys.executable, "-S", "-E", process_tree.__file__]
+        super().__init__(script, **options | {"stdin": subprocess.PIPE})
+        assert self.stdin is not None
+        request = {"owner": os.getpid(), "command": _without_dashboard_agent(args), "last_command": _FREE_SHARED_MEMORY}
+        with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
+            pipe.write(json.dumps(request).encode())
+
+    def kill(self) -> None:
+        """End the raylet with its tree. SIGKILL would leave the tree to the host."""
+        if self._is_held:
+            self.terminate()
+            self.send_signal(signal.SIGCONT)  # should somebody have stopped it
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(_KILLED_SECONDS)
+        if self.poll() is None:
+            super().kill()
+
+
+def _without_dashboard_agent(args: Sequence[str]) -> list[str]:
+    """The raylet's command, with a process that does nothing in the place of the agent that serves its metrics.
+
+    The raylet insists on an agent that lives, and ends itself where ports of agents are not in files of its session
+    within 15 seconds; one that imports Ray on a crowded host takes longer.
+    """
+    given = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    for name, reserved in _ports.items():
+        (Path(given["--session_dir"]) / f"{name}_{given['--node_id']}").write_text(str(reserved.port))
+    return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
+
+
+@contextmanager
+def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
+    kept = {name: getattr(owner, name) for name in ours}
+    try:
+        for name, value in ours.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -195,33 +264,59 @@ def _as_a_guest() -> Iterator[None]:
     """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group.
     Ray's table of jobs gets the command line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    kept = services.ConsolePopen, ray_utils.set_sigterm_handler
-    ours = _InItsOwnSession, lambda handler: None
-    entrypoint = ray_utils.get_entrypoint_name
     try:
-        services.ConsolePopen, ray_utils.set_sigterm_handler = ours  # type: ignore[misc]
-        ray_utils.get_entrypoint_name = lambda: " ".join(redact_argv(sys.orig_argv))
-        yield
+        with (
+            _replaced(services, ConsolePopen=_Daemon),
+            _replaced(
+                ray_utils,
+                set_sigterm_handler=lambda handler: None,
+                get_entrypoint_name=lambda: " ".join(redact_argv(sys.orig_argv)),
+            ),
+        ):
+            yield
     finally:
-        services.ConsolePopen, ray_utils.set_sigterm_handler = kept  # type: ignore[misc]
-        ray_utils.get_entrypoint_name = entrypoint
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
 
 
-@contextmanager
-def _with_few_daemons() -> Iterator[None]:
+def _with_few_daemons() -> AbstractContextManager[None]:
     """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
     list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
-    kept = {name: getattr(node.Node, name) for name in names}
+    return _replaced(node.Node, **dict.fromkeys(names, lambda self, **_: None))
+
+
+@contextmanager
+def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray does for the raylet
+    to come up: as long as it lives, and nobody asks the run to stop."""
+    global _ports, _is_starting
+    _ports = {name: reserve_port() for name in _PORTS}
+    ports = {name: reserved.port for name, reserved in _ports.items()}
+    ask = services.get_node
+    end = time.monotonic() + _START_SECONDS
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
+        while True:
+            try:
+                return dict(ask(gcs_address, node_id))
+            except RuntimeError as error:  # not yet; Ray itself catches it
+                if should_stop():
+                    raise StopRequested("starting Ray") from error
+                if _Daemon.raylet is not None and _Daemon.raylet.poll() is not None:
+                    raise Exception("The raylet ended as it started.") from error
+                if time.monotonic() > end:
+                    raise
+
+    _is_starting = True
     try:
-        for name in names:
-            setattr(node.Node, name, lambda self, **_: None)
-        yield
+        with (
+            _replaced(parameter, RayParams=partial(parameter.RayParams, **ports)),  # type: ignore[arg-type]
+            _replaced(services, get_node=get_node),
+        ):
+            yield
     finally:
-        for name, method in kept.items():
-            setattr(node.Node, name, method)
+        _is_starting = False
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
 from slime.hook_loading import check_signature, load_function
-from slime.hooks import RewardFunction, check_hooks
+from slime.hooks import RewardFunction
 from slime.prompts.prepare import remember
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
@@ -76,7 +76,7 @@ def data(case: Case, look: Look) -> None:
 
 def hooks(case: Case, look: Look) -> None:
     """Every function of the user's can be imported and called."""
-    look.attempt(check_hooks, case.run.flat(), trouble=known.HOOK)
+    look.attempt(preflight.check_functions, case.run.flat(), trouble=known.HOOK)
     look.attempt(preflight.warn_of_old_plugins, case.run)
 
 

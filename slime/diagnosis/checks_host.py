@@ -18,7 +18,8 @@ import psutil
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
-from slime.host import free_host_memory, host_memory, num_cpus, num_gpus, reserve_port
+from slime.errors import UserError
+from slime.host import FEWEST_FILES, folder_of_sockets, free_host_memory, host_memory, num_cpus, num_gpus, reserve_port
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
 from slime.models.layout_rules import Layout
@@ -29,8 +30,6 @@ SHARED_MEMORY = Path("/dev/shm")
 _BUCKETS = 2
 #: Files that processes of a run hold besides the connections of requests.
 _OTHER_FILES = 512
-#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
-_LONGEST_FOLDER = 107 - 68
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 _TORCH_SECONDS = 60.0
@@ -44,12 +43,11 @@ _WEIGHT, _STATES = 2, 12
 def host(case: Case, look: Look) -> None:
     """Cores, memory, packages that are compiled, open files."""
     look.note(f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free")
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    if len(folder.encode()) > _LONGEST_FOLDER and (case.config is None or joined_cluster(case.config) is None):
-        detail = (
-            f"{folder} has {len(folder.encode())} characters, of which Ray's sockets leave room for {_LONGEST_FOLDER}"
-        )
-        look.found(known.TEMPORARY_FOLDER, detail, source="TMPDIR")
+    if case.config is None or joined_cluster(case.config) is None:
+        try:
+            folder_of_sockets()
+        except UserError as error:
+            look.found(known.TEMPORARY_FOLDER, f"{error}: {error.why}", source="RAY_TMPDIR")
     if os.environ.get("PYTHONDONTWRITEBYTECODE") and (names := _not_compiled()):
         folder = " ".join(sorted({str(path.parents[1]) for path in names.values()}))
         look.found(
@@ -58,13 +56,13 @@ def host(case: Case, look: Look) -> None:
             f"unset PYTHONDONTWRITEBYTECODE, or once: python -m compileall -q -j 0 {folder}",
             is_fatal=False,
         )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises the soft one by itself
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which a run raises the soft one
     if hard == resource.RLIM_INFINITY:
         return
     wanted = _OTHER_FILES + (_requests(case.config) if case.config is not None else 0)
     if hard < wanted:
         detail = f"a process may open {hard} files, and about {wanted} are wanted for the requests under way"
-        look.found(known.OPEN_FILES, detail, is_fatal=False)
+        look.found(known.OPEN_FILES, detail, is_fatal=hard < FEWEST_FILES)
 
 
 def _not_compiled() -> dict[str, Path]:

@@ -21,7 +21,9 @@ from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.record import Finding
 from slime.errors import UserError, several
 from slime.files import json_safe
+from slime.host import folder_of_sockets, raise_open_files
 from slime.log import get_logger
+from slime.preflight import joins_cluster
 
 logger = get_logger(__name__)
 
@@ -101,6 +103,9 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     Raises:
         UserError: everything that cannot work, in one.
     """
+    raise_open_files()
+    if not joins_cluster(config):
+        folder_of_sockets()
     case = Case(config, list(errors), is_launch=True)
     outcomes = outcomes_of(case, AT_LAUNCH)
     findings = list(dict.fromkeys(one for outcome in outcomes for one in outcome.findings))

@@ -49,7 +49,8 @@ BYTECODE = Trouble(
 TEMPORARY_FOLDER = Trouble(
     "temporary-folder",
     "Ray does not start: “AF_UNIX path length cannot exceed 107 bytes”",
-    "Ray keeps sockets in RAY_TMPDIR, TMPDIR or /tmp, and the names of sockets may not be longer.",
+    "Ray keeps sockets in RAY_TMPDIR, and the names of sockets may not be longer. Where TMPDIR does not serve, they"
+    " go to a short folder by themselves.",
     ("export RAY_TMPDIR=/tmp",),
     "a RAY_TMPDIR of 100 characters",
 )

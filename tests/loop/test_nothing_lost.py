@@ -3,19 +3,15 @@ run makes, bit for bit."""
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,48 +19,29 @@ from safetensors.torch import load_file
 from slime.__main__ import main
 from slime.observe.watch.folders import RunWatch
 from tests.support.processes import PATIENCE, Driver, StartHeld, World, wait_until, wait_while_running
+from tests.support.random_kills import (
+    AHEAD,
+    GRADED,
+    GROUPS,
+    NOTING_SECONDS,
+    SAMPLES,
+    VICTIMS,
+    Scores,
+    length_of,
+    let_through,
+    strike,
+    trained_indices,
+    trained_on,
+)
 
 pytestmark = pytest.mark.slow
 
-_SAMPLES = 2  # per group, in the world of these runs
-_GROUPS = 4  # per rollout
 _REWARD = ("--custom-rm-path", "tests.support.hold.reward_and_count")
-#: Between the last score of a group and the record of it in the journal.
-_NOTING_SECONDS = 0.3
-#: Between a kill and the end of the processes that its run ends with.
-_DYING_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World.create(tmp_path_factory.mktemp("lost"))
-
-
-@dataclass
-class Scores:
-    """What `reward_and_count` wrote: per group and process, when each of its samples was scored."""
-
-    folder: Path
-    kills: list[float] = field(default_factory=list)
-
-    def by_group(self) -> dict[int, dict[str, list[float]]]:
-        found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for line in (self.folder / "scored").read_text().splitlines():
-            index, pid, at = line.split()
-            found[int(index) // _SAMPLES][pid].append(float(at))
-        return found
-
-    def generated_twice(self) -> list[int]:
-        """Groups that were finished more than once. One whose process was ended right when it had been scored, by a
-        kill or by what another's kill led to, was not finished yet."""
-        twice = []
-        for group, times in self.by_group().items():
-            whole = [max(own) for own in times.values() if len(own) >= _SAMPLES]
-            late = [at for at in whole if any(-_DYING_SECONDS < kill - at < _NOTING_SECONDS for kill in self.kills)]
-            surplus = sum(len(own) // _SAMPLES for own in times.values()) - len(late)
-            if surplus > 1:
-                twice.append(group)
-        return sorted(twice)
 
 
 @pytest.fixture
@@ -89,7 +66,7 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     wait_while_running(driver, (hold / "held-sample-15").exists, "the last sample")
     scores = Scores(hold, [time.time()])
     wait_while_running(driver, lambda: sum(map(len, scores.by_group().values())) == 8, "the others")
-    time.sleep(_NOTING_SECONDS)
+    time.sleep(NOTING_SECONDS)
     driver.signal(signal.SIGKILL)
     driver.end()
     driver.leaves_nothing()
@@ -101,7 +78,7 @@ def test_what_was_finished_is_not_generated_again(begin: Callable[..., Driver], 
     assert driver.end() == 0, driver.stderr
     assert scores.generated_twice() == [] and len(scores.by_group()) == 8
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
-    assert [row["rollout/num_restored_groups"] for row in rows] == [_GROUPS, _GROUPS - 1]
+    assert [row["rollout/num_restored_groups"] for row in rows] == [GROUPS, GROUPS - 1]
     assert not (driver.path / "journal").exists(), "a run that is finished needs it no more"
 
 
@@ -117,7 +94,7 @@ def test_what_others_try_does_not_disturb_a_run(
     (hold / "hold-sample-23").touch()
     driver = begin("beside", *flags)
     wait_while_running(driver, (hold / "held-sample-23").exists, "the last sample")
-    time.sleep(_NOTING_SECONDS)
+    time.sleep(NOTING_SECONDS)
     run, before = str(driver.path), kept(driver.path)
     same = [*world.resumable("beside", *_REWARD, "--deterministic-rollout"), *map(str, flags)]
     tried = {
@@ -166,7 +143,7 @@ def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold:
     wait_while_running(driver, (hold / "held-sample-15").exists, "the last sample")
     scores = Scores(hold)
     wait_while_running(driver, lambda: sum(map(len, scores.by_group().values())) == 8, "the others")
-    time.sleep(_NOTING_SECONDS)
+    time.sleep(NOTING_SECONDS)
     driver.signal(signal.SIGKILL)
     driver.end()
     (hold / "hold-sample-15").unlink()
@@ -176,7 +153,7 @@ def test_another_learning_rate_behind_a_kill(begin: Callable[..., Driver], hold:
     assert driver.stderr.count("the run goes on from its checkpoint in another way than before") == 1
     assert sorted(group for group, lives in scores.by_group().items() if len(lives) > 1) == [4, 5, 6, 7]
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
-    assert [row.get("rollout/num_restored_groups", 0) for row in rows] == [_GROUPS, 0]
+    assert [row.get("rollout/num_restored_groups", 0) for row in rows] == [GROUPS, 0]
     assert rows[0]["perf/tokens_per_gpu_per_sec"] == 0 < rows[1]["perf/tokens_per_gpu_per_sec"], "what it generated"
 
     unbroken = begin("unbroken-rate", *flags, "--lr", 1e-3)
@@ -203,38 +180,8 @@ def test_the_only_engine_and_the_trainer_at_once(begin: Callable[..., Driver], h
 
 # -- injections ----------------------------------------------------------------------------------------------
 
+
 #: Who is killed → what its command line has; the driver is itself, "all" its whole family.
-VICTIMS = {
-    "driver": "",
-    "all": "",
-    "trainer": "ray::TrainerActor",
-    "engine": "slime.engines.embedded",
-    "rollout actor": "ray::RolloutActor",
-    "router": "sglang::router",
-    "reward worker": "slime.rollout.rewards.math_grading",
-    "raylet": "raylet/raylet",
-    "GCS": "gcs_server",
-}
-#: A reward that asks them.
-_GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)
-
-
-def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
-    """Kill it, or stop it for so many seconds; false where it is not there."""
-    found = [psutil.Process(driver.process.pid)] if victim in ("driver", "all") else []
-    if victim != "driver":
-        found += driver.family(VICTIMS[victim])
-    driver.family("")  # from now on it is known, whoever dies
-    for process in found:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGSTOP if seconds else signal.SIGKILL)
-    time.sleep(seconds)
-    for process in found if seconds else ():
-        with suppress(psutil.NoSuchProcess):  # whoever noticed has killed it
-            process.send_signal(signal.SIGCONT)
-    return bool(found)
-
-
 def broken(
     begin: Callable[[], Driver],
     scores: Scores,
@@ -243,10 +190,10 @@ def broken(
     dice: random.Random,
     longest_stop: float = 6.0,
     first: int = 0,
-    drawn: int = _GROUPS,
+    drawn: int = GROUPS,
 ) -> tuple[Driver, list[str]]:
     """A run that is struck at random moments, and begun again when it has ended of it, until it is finished. Every
-    other victim is stopped for a while instead of killed. Rollouts wait for their rewards (`_GRADED`) before they come
+    other victim is stopped for a while instead of killed. Rollouts wait for their rewards (`GRADED`) before they come
     so far that not all can be struck.
 
     Args:
@@ -256,13 +203,13 @@ def broken(
     Returns:
         Its last driver, and what was struck when, in words.
     """
-    pace, told = (num_rollouts - _AHEAD) // len(victims), list[str]()
-    _let_through(scores.folder, 0)
+    pace, told = (num_rollouts - AHEAD) // len(victims), list[str]()
+    let_through(scores.folder, 0)
     driver = begin()
     for number, victim in enumerate(victims):
         goal, delay = first + pace * number + dice.randint(0, pace - 1), dice.uniform(0.0, 1.0)
         seconds = dice.uniform(0.5, longest_stop) if number % 2 else 0.0
-        _let_through(scores.folder, drawn * (goal + _AHEAD - 1))
+        let_through(scores.folder, drawn * (goal + AHEAD - 1))
         is_struck = False
         while not is_struck:  # or the run had ended of what was before
             driver = reach(begin, driver, goal)
@@ -275,21 +222,6 @@ def broken(
     (scores.folder / "hold-groups-from").unlink()
     assert len(told) == len(victims)
     return reach(begin, driver, num_rollouts, to_its_end=True), told
-
-
-#: Rollouts beyond the step at which a victim is to be struck that go on, so that it is struck in their midst.
-_AHEAD = 4
-
-
-def length_of(num_victims: int, pace: int) -> int:
-    """Rollouts of a run in which so many are struck, about one in ``pace`` rollouts."""
-    return pace * num_victims + _AHEAD
-
-
-def _let_through(folder: Path, groups: int) -> None:
-    """So many groups get a reward; the others wait."""
-    (folder / "hold-groups-from.new").write_text(str(groups))
-    (folder / "hold-groups-from.new").rename(folder / "hold-groups-from")
 
 
 def _is_there_or_ended(driver: Driver, victim: str) -> bool:
@@ -316,17 +248,6 @@ def reach(begin: Callable[[], Driver], driver: Driver, step: int, *, to_its_end:
 
 def _has_reached(driver: Driver, step: int) -> bool:
     return len(driver.steps()) >= step or driver.process.poll() is not None
-
-
-def trained_indices(driver: Driver, num_rollouts: int) -> list[int]:
-    """Of all samples that were trained on, sorted; one that was trained on twice is there twice."""
-    return sorted(sample["index"] for samples in trained_on(driver, num_rollouts) for sample in samples)
-
-
-def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
-    """Of each rollout: the samples of its record."""
-    files = [driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +298,7 @@ def test_kills_and_stops_at_random_leave_what_an_unbroken_run_leaves(
     num_rollouts = length_of(len(victims), 1 if is_short else _PACE)
     apart = ["--no-colocate"] if "async" in script else []
     flags: tuple[Any, ...] = ("--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *apart)
-    flags = (*flags, *_GRADED, "--max-restarts", 99, "--rollout-shuffle")
+    flags = (*flags, *GRADED, "--max-restarts", 99, "--rollout-shuffle")
     scores = Scores(hold)
     name = f"struck-{seed}-{script}"
     start = partial(begin, name, *flags, script=script)
@@ -385,7 +306,7 @@ def test_kills_and_stops_at_random_leave_what_an_unbroken_run_leaves(
     driver, told = broken(start, scores, num_rollouts, victims, dice, **cheap)
     assert driver.steps() == list(range(1, num_rollouts + 1)), told
     assert scores.generated_twice() == [], told
-    assert trained_indices(driver, num_rollouts) == list(range(num_rollouts * _GROUPS * _SAMPLES)), told
+    assert trained_indices(driver, num_rollouts) == list(range(num_rollouts * GROUPS * SAMPLES)), told
     if is_short and apart:
         return  # a run to compare with would take another launch: the long ones have one
     struck = weights_of(driver)
@@ -399,13 +320,13 @@ def test_kills_and_stops_at_random_leave_what_an_unbroken_run_leaves(
 
 #: Options → script, flags, who is struck two times of three.
 _OPTIONS: dict[str, tuple[str, tuple[object, ...], list[str]]] = {
-    "pieces": ("train.py", (*_GRADED, "--rollout-request-tokens", 1), []),
+    "pieces": ("train.py", (*GRADED, "--rollout-request-tokens", 1), []),
     "paced": (
         "train_async.py",
-        (*_GRADED, "--no-colocate", "--async-buffer-size", 3, "--max-staleness", 1, "--rollout-request-tokens", 2),
+        (*GRADED, "--no-colocate", "--async-buffer-size", 3, "--max-staleness", 1, "--rollout-request-tokens", 2),
         [],
     ),
-    "reward workers": ("train_async.py", ("--no-colocate", *_GRADED, "--rm-num-workers", 2), ["reward worker"]),
+    "reward workers": ("train_async.py", ("--no-colocate", *GRADED, "--rm-num-workers", 2), ["reward worker"]),
 }
 _FEWER = 6
 
@@ -448,7 +369,7 @@ def test_groups_that_are_put_back_and_dropped_under_kills_and_stops(
     was finished is finished again with other tokens."""
     dice, num_rollouts = random.Random(seed), length_of(_FEWER, _PACE)
     flags = ("--no-colocate", "--async-buffer-size", 2, "--over-sampling-batch-size", 6, "--no-deterministic-rollout")
-    flags = (*flags, "--dynamic-sampling-filter-path", "tests.support.hold.drop_every_third", *_GRADED)
+    flags = (*flags, "--dynamic-sampling-filter-path", "tests.support.hold.drop_every_third", *GRADED)
     flags = (*flags, *_CHOOSING[options], "--num-rollout", num_rollouts, "--save-interval", 3)
     flags = (*flags, "--use-fault-tolerance", "--max-restarts", 99)
     victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
@@ -456,8 +377,8 @@ def test_groups_that_are_put_back_and_dropped_under_kills_and_stops(
     driver, told = broken(start, Scores(hold), num_rollouts, victims, dice, drawn=6)
     assert driver.steps() == list(range(1, num_rollouts + 1)), told
     indices = trained_indices(driver, num_rollouts)
-    assert len(indices) == len(set(indices)) == num_rollouts * _GROUPS * _SAMPLES, told
-    assert not any(index // _SAMPLES % 3 == 2 for index in indices), told
+    assert len(indices) == len(set(indices)) == num_rollouts * GROUPS * SAMPLES, told
+    assert not any(index // SAMPLES % 3 == 2 for index in indices), told
     assert finished_differently(hold) == {}, told
 
 
@@ -481,17 +402,17 @@ def test_pushes_in_flight_under_kills_and_stops(
     flags = ("--no-colocate", "--update-weights-in-flight", "--async-buffer-size", 2, "--max-staleness", 1)
     flags = (*flags, "--rollout-request-tokens", 2, "--rollout-max-response-len", 24, "--no-deterministic-rollout")
     flags = (*flags, "--eval-prompt-data", "sums", f"{world.inputs / 'train.jsonl'}@[0:4]", "--eval-interval", 4)
-    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *_GRADED)
+    flags = (*flags, "--num-rollout", num_rollouts, "--save-interval", 3, "--use-fault-tolerance", *GRADED)
     flags = (*flags, "--max-restarts", 99)
     victims = [dice.choice(list(VICTIMS)) for _ in range(_FEWER)]
     start = partial(begin, f"flight-{seed}", *flags, script="train_async.py")
     driver, told = broken(start, Scores(hold), num_rollouts, victims, dice)
     assert driver.steps() == list(range(1, num_rollouts + 1)), told
     rows = [row for row in driver.rows() if "rollout/raw_reward" in row]
-    assert [row["rollout/num_samples"] for row in rows] == [_GROUPS * _SAMPLES] * len(rows), told
+    assert [row["rollout/num_samples"] for row in rows] == [GROUPS * SAMPLES] * len(rows), told
     assert not any(row["rollout/staleness/num_too_old"] for row in rows), told
     indices = trained_indices(driver, num_rollouts)
-    assert len(indices) == len(set(indices)) == num_rollouts * _GROUPS * _SAMPLES, told
+    assert len(indices) == len(set(indices)) == num_rollouts * GROUPS * SAMPLES, told
     for sample in (sample for samples in trained_on(driver, num_rollouts) for sample in samples):
         versions = [version for _, _, version in sample["token_spans"]]
         assert versions == sorted(versions), (told, sample)

@@ -27,8 +27,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def begin(world: World, start_held: StartHeld) -> Start:
-    """``begin(name, *flags)``: a driver whose rewards obey ``hold``."""
+def begin(world: World, start_held: StartHeld, hold: Path) -> Start:
+    """``begin(name, *flags)``: a driver whose rewards obey ``hold``, and leave processes behind."""
+    (hold / "daemons").touch()
 
     def start_driver(name: str, *flags: object, script: str = "train.py") -> Driver:
         words = world.resumable(name, "--custom-rm-path", "tests.support.hold.reward", *flags)

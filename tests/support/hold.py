@@ -1,7 +1,7 @@
 """A reward function that holds a rollout up, so that tests can hit a run at a known place.
 
 SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold-<k> exists; then it has written
-<folder>/held-<k>. <folder>/raise-<k> makes it fail.
+<folder>/held-<k>. <folder>/raise-<k> makes it fail, and <folder>/daemons leave processes behind.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from slime.samples.types import Sample
+from tests.support.moments import leave_daemons
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:
     assert sample.index is not None
     rollout_id = sample.index // (args.rollout_batch_size * args.n_samples_per_prompt)
     folder = Path(os.environ["SLIME_TEST_HOLD"])
+    if (folder / "daemons").exists():
+        leave_daemons()
     end = time.monotonic() + 60
     while (folder / f"hold-{rollout_id}").exists() and time.monotonic() < end:
         (folder / f"held-{rollout_id}").touch()

@@ -43,6 +43,7 @@ FLOORS = (
         "host_memory",
         "between_ranks",
         "http_access",
+        "process_tree",
         "processes",
         "hub",
     ),

@@ -34,7 +34,6 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: downs.append(None))
-    monkeypatch.setattr(ray_session, "start_reaper", lambda command: None)
     with pytest.raises(type(error) if isinstance(error, KeyboardInterrupt) else UserError) as caught:
         ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
     assert downs == [None]
@@ -48,9 +47,38 @@ def test_workers_of_a_local_ray_have_the_priority_of_the_driver(monkeypatch: pyt
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get(variable)))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_session, "start_reaper", lambda command: None)
     assert ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
     assert seen == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "error"),
+    [(True, None, StopRequested), (False, 1, Exception)],
+    ids=["SIGTERM has come", "it has ended"],
+)
+def test_a_raylet_that_does_not_come_up_is_not_waited_for(
+    asked: bool, status: int | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_not_there(address: str, node: str) -> None:
+        raise RuntimeError("not yet")
+
+    monkeypatch.setattr(ray_session.services, "get_node", is_not_there)
+    monkeypatch.setattr(ray_session._Daemon, "raylet", SimpleNamespace(poll=lambda: status))
+    with ray_session._patient(lambda: asked):
+        assert ray_session.is_starting()
+        with pytest.raises(error, match="starting Ray" if asked else "ended as it started"):
+            ray_session.services.get_node("address", "node")
+    assert not ray_session.is_starting() and ray_session.services.get_node is is_not_there
+
+
+def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metrics(tmp_path: Path) -> None:
+    given = ["raylet", f"--session_dir={tmp_path}", "--node_id=abc", "--dashboard_agent_command=python agent.py"]
+    with ray_session._patient(lambda: False):
+        command = ray_session._without_dashboard_agent([*given, "--head"])
+        ports = {name: reserved.port for name, reserved in ray_session._ports.items()}
+    assert command == [*given[:-1], ray_session._NO_AGENT, "--head"]
+    assert {path.name.removesuffix("_abc"): int(path.read_text()) for path in tmp_path.iterdir()} == ports
+    assert len(set(ports.values())) == len(ray_session._PORTS) and 52365 not in ports.values()
 
 
 @pytest.fixture
@@ -115,12 +143,13 @@ def test_what_a_local_ray_inherits_is_not_the_drivers(monkeypatch: pytest.Monkey
 
 _KILLED = """
 import os, psutil, ray, signal
-from slime.cluster.ray_session import dead_daemons
+from slime.cluster.ray_session import dead_daemons, start_ray
+from slime.config import make_config
 from tests.support.processes import wait_until
 assert dead_daemons() == []
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
 assert dead_daemons() == []
-[raylet] = [process for process in psutil.Process().children() if process.name() == "raylet"]
+[raylet] = [process for process in psutil.Process().children(recursive=True) if process.name() == "raylet"]
 raylet.kill()
 wait_until(lambda: dead_daemons() == ["raylet"], "its end")
 print("seen", flush=True)
@@ -129,10 +158,40 @@ os._exit(0)
 
 
 def test_a_raylet_that_is_killed_is_seen_at_once() -> None:
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-c", _KILLED]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert ran.stdout.endswith("seen\n"), ran.stderr[-2000:]
+
+
+_LEFT = """
+import os, psutil, ray, select, subprocess, sys
+from slime.cluster.ray_session import start_ray
+from slime.config import make_config
+from tests.support.moments import DAEMON
+from tests.support.processes import wait_until
+
+@ray.remote
+def leave(file):
+    subprocess.run([sys.executable, "-S", "-c", DAEMON, file], check=True)
+
+assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
+ray.get(leave.remote(sys.argv[1]))
+wait_until(lambda: os.path.exists(sys.argv[1]), "the daemon runs")
+family = psutil.Process().children(recursive=True)
+ports = {each.laddr.port for child in family for each in child.net_connections("tcp") if each.status == "LISTEN"}
+daemon = os.pidfd_open(int(open(sys.argv[1]).read()))
+ray.shutdown()
+poller = select.poll()
+poller.register(daemon, select.POLLIN)
+print(bool(poller.poll(0)), 52365 in ports, psutil.Process().children(), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_daemons_of_a_task_are_gone_when_ray_is_shut_down(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LEFT, str(tmp_path / "daemon")]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert ran.stdout.endswith("True False []\n"), ran.stderr[-2000:]
 
 
 def test_slots_that_others_hold_are_waited_for_aloud(

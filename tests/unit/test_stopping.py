@@ -26,6 +26,7 @@ def signals() -> Iterator[StopSignals]:
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGHUP: signal.SIG_DFL,
         signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
     }
     found = {number: signal.signal(number, handler) for number, handler in of_a_terminal.items()}  # nohup ignores two
     try:
@@ -89,7 +90,18 @@ def test_ctrl_c_after_sigterm_leaves_at_once(signals: StopSignals) -> None:
     assert signals.insists
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_sigquit_writes_stacks_and_leaves_at_once(signals: StopSignals, capfd: pytest.CaptureFixture[str]) -> None:
+    signals.would_lose = lambda: "rollout 12"
+    with pytest.raises(KeyboardInterrupt) as end:
+        send(signal.SIGQUIT)
+    assert signals.insists and end.value.args == (signal.SIGQUIT,)
+    assert "test_sigquit_writes_stacks" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGQUIT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+)
 def test_the_end_takes_place_and_nothing_comes_after_it(
     signals: StopSignals, number: signal.Signals, status: type[BaseException]
 ) -> None:
@@ -97,7 +109,7 @@ def test_the_end_takes_place_and_nothing_comes_after_it(
     signals.end_if_asked()
     for _ in range(3):
         send(number)
-    assert signals.hurry.is_set() is (number == signal.SIGINT) and not signals.requested()
+    assert signals.hurry.is_set() is (number != signal.SIGTERM) and not signals.requested()
     with pytest.raises(status):
         signals.end_if_asked()
 
@@ -130,6 +142,38 @@ def test_a_terminal_that_goes_is_let_go_of_and_files_are_not(signals: StopSignal
     send(signal.SIGHUP)
     devices = [number for number in (0, 1, 2) if os.path.realpath(f"/proc/self/fd/{number}").startswith("/dev/")]
     assert terminal == devices and not signals.requested()
+
+
+_SWALLOWED = """
+import os, signal, sys
+from slime import __main__ as command
+
+def main(words):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+    except:  # as libraries do while they are imported
+        pass
+    print("went on")
+
+sys.modules["run"] = sys.modules["__main__"]
+command.COMMANDS["train"] = command.Command("run", "main", "", "train")
+sys.exit(command.main(["train"]))
+"""
+
+
+def test_ctrl_c_before_there_is_a_run_cannot_be_swallowed() -> None:
+    words = [sys.executable, "-c", _SWALLOWED]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 # -- an end that hangs -----------------------------------------------------------------------------------------------
@@ -172,7 +216,8 @@ def test_what_hangs_is_left_with_the_right_status(
     def fails(error: BaseException) -> int:
         raise error
 
-    for error, status in ((SystemExit(0), 0), (KeyboardInterrupt(), 130), (ZeroDivisionError(), 1)):
+    quit = KeyboardInterrupt(signal.SIGQUIT)
+    for error, status in ((SystemExit(0), 0), (KeyboardInterrupt(), 130), (quit, 131), (ZeroDivisionError(), 1)):
         assert command.guarded(lambda error=error: fails(error)) == status == left[-1]
     assert "ZeroDivisionError" in capsys.readouterr().err, "nobody else would print it"
 
@@ -187,21 +232,25 @@ stopping._BLOCKED_SECONDS = 0.2
 with stopping.StopSignals() as signals:
     signals.blocks = lambda: {who!r}
     signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(3)
+    try:
+        os.kill(os.getpid(), signal.{number})
+        time.sleep(3)
+    except KeyboardInterrupt:  # swallowed: it hangs
+        time.sleep(3)
 print("ended by itself")
 """
 
 
 @pytest.mark.parametrize(
-    ("who", "files", "status", "said"),
+    ("number", "who", "files", "status", "said"),
     [
-        ("pid 7", 0, 1, "gave up on pid 7"),
-        ("pid 7", 1100, 1, "gave up on pid 7"),  # descriptors beyond what select() can wait for
-        ("", 0, 0, "ended by itself\n"),
+        ("SIGTERM", "pid 7", 0, 1, "gave up on pid 7"),
+        ("SIGTERM", "pid 7", 1100, 1, "gave up on pid 7"),  # descriptors beyond what select() can wait for
+        ("SIGTERM", "", 0, 0, "ended by itself\n"),
+        ("SIGQUIT", "", 0, 1, "gave up on the main thread"),
     ],
 )
-def test_an_end_that_somebody_blocks_takes_place(who: str, files: int, status: int, said: str) -> None:
-    script = _BLOCKED.format(who=who, files=files)
+def test_an_end_that_somebody_blocks_takes_place(number: str, who: str, files: int, status: int, said: str) -> None:
+    script = _BLOCKED.format(who=who, files=files, number=number)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, said), done.stderr

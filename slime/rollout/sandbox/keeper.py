@@ -18,24 +18,25 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slime import process_tree
     from slime.rollout.sandbox import walls
 else:
     import walls  # beside this script
 
-_SUBREAPER = 36
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    import process_tree
+
 _LOOK_SECONDS = 0.03
-_END_SECONDS = 5.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Behind the walls, besides the program's own: processes, and bytes that they hold.
 _OURS, _OURS_BYTES = 2, 32 << 20
-_SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 _told_to_end = False
 
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    adopt_orphans()
+    process_tree.adopt_orphans()
     signal.signal(signal.SIGTERM, _end)
     walls.die_with(request["owner"], signal.SIGTERM)
     result: dict[str, Any] = {}
@@ -78,7 +79,7 @@ class Keeper:
         try:
             ended_by = self._watch(pid, told, heard)
         finally:
-            end_all()
+            process_tree.end_all()
         self._read(heard, last=True)
         self._hear(told)
         for descriptor in (told, heard):
@@ -291,49 +292,9 @@ class Keeper:
 # -- all that came of this process -----------------------------------------------------------------------------------
 
 
-def adopt_orphans() -> None:
-    """From now on, what loses its parent among them becomes a child of this process."""
-    walls.control(_SUBREAPER, 1)
-
-
-def descendants() -> list[int]:
-    """Processes that came of this one. Each names its children; kernels that are built without that are searched."""
-    children = _children_by_parent() if _SEARCHED else None
-    found, asked = [], [os.getpid()]
-    while asked:
-        pid = asked.pop()
-        new = children.get(pid, []) if children is not None else _children_of(pid)
-        found += new
-        asked += new
-    return found
-
-
-def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as children:
-                found += map(int, children.read().split())
-    except OSError:
-        pass  # it ended while we looked
-    return found
-
-
-def _children_by_parent() -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                parent = int(stat.read().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        found.setdefault(parent, []).append(int(pid))
-    return found
-
-
 def usage() -> tuple[int, int]:
     """Processes that came of this one, and bytes of memory that they hold; what they share counts for each."""
-    pids = descendants()
+    pids = process_tree.descendants()
     pages = 0
     for pid in pids:
         try:
@@ -342,24 +303,6 @@ def usage() -> tuple[int, int]:
         except OSError:
             continue
     return len(pids), pages * _PAGE
-
-
-def end_all() -> None:
-    """End them: stopped first, so that none starts another while the others are killed."""
-    deadline = time.monotonic() + _END_SECONDS
-    while time.monotonic() < deadline:
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in descendants():
-                try:
-                    os.kill(pid, number)
-                except (ProcessLookupError, PermissionError):
-                    continue
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.002)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.rollout.sandbox import keeper, walls
+    from slime import process_tree
+    from slime.rollout.sandbox import walls
 else:
-    import keeper  # beside this script
-    import walls
+    import walls  # beside this script
+
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    import process_tree
 
 _MOST_NAMED = 20
 
@@ -31,7 +34,7 @@ def main() -> None:
     signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they are waited for
     request = json.loads(sys.stdin.buffer.read())
-    keeper.adopt_orphans()
+    process_tree.adopt_orphans()
     walls.die_with(request["owner"], signal.SIGTERM)
     try:
         program = _start(request)
@@ -39,13 +42,13 @@ def main() -> None:
         print(json.dumps({"refused": [error.errno, error.strerror, error.filename]}))
         return
     ended = False
-    while not (ended := _has_ended(program.pid)) and signal.sigwait(signals) != signal.SIGTERM:
+    while not (ended := process_tree.has_ended(program.pid)) and signal.sigwait(signals) != signal.SIGTERM:
         pass
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
     left = _named(program.pid)
     status = program.wait() if ended else None
-    keeper.end_all()
+    process_tree.end_all()
     print(json.dumps({"status": status, "left": left}))
 
 
@@ -71,20 +74,10 @@ def _in_child(minder: int) -> None:
     walls.die_with(minder)
 
 
-def _has_ended(program: int) -> bool:
-    """Also takes leave of others that were left to this process and have ended. The program itself stays, so that its
-    number, which is that of its group, is nobody else's."""
-    while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if found.si_pid == program:
-            return True
-        os.waitpid(found.si_pid, 0)
-    return False
-
-
 def _named(group: int) -> list[str]:
     """What runs outside the program's own group."""
     found = []
-    for pid in keeper.descendants():
+    for pid in process_tree.descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
             words = line.read().replace(b"\0", b" ").decode(errors="replace").strip()
             if words and os.getpgid(pid) != group:  # who has ended has no words

@@ -1,0 +1,159 @@
+"""A tree of processes that ends as a whole. Who leaves it, by a new session or a double fork, is adopted and found.
+
+    driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever users' functions start
+
+The script starts one command and ends all that came of it when the command ends, when it is told to (SIGTERM), or when
+the driver is gone, however that came. The kernel gives it every process of the tree that loses its parent
+(PR_SET_CHILD_SUBREAPER), so that it needs no list of them.
+
+Standard library only, and nothing of slime's: scripts that start in a few milliseconds import this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+_PDEATHSIG, _SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
+_END_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
+#: Ray kills the raylet a second after it has asked it to end.
+_GRACE_SECONDS = 0.8
+_LAST_COMMAND_SECONDS = 30.0
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+_SEARCHED = not os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own."""
+    _LIBC.prctl(_SUBREAPER, 1)
+
+
+def descendants() -> list[int]:
+    """Return the processes that came of this one. Each names its children; kernels that are built without that are
+    searched."""
+    children = _children_by_parent() if _SEARCHED else None
+    found, asked = [], [os.getpid()]
+    while asked:
+        pid = asked.pop()
+        new = children.get(pid, []) if children is not None else _children_of(pid)
+        found += new
+        asked += new
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+    except OSError:
+        pass  # it ended while we looked
+    return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        found.setdefault(parent, []).append(int(pid))
+    return found
+
+
+def has_ended(child: int) -> bool:
+    """Whether a child has ended. It stays a zombie, so that its number is nobody else's; others that have ended are
+    reaped."""
+    while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if found.si_pid == child:
+            return True
+        os.waitpid(found.si_pid, 0)
+    return False
+
+
+def end_all() -> None:
+    """Kill all descendants: stopped first, so that none starts another while the others are killed."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in descendants():
+                try:
+                    os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+# -- the script ------------------------------------------------------------------------------------------------------
+
+
+def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int:
+    """Run ``command`` until it ends, SIGTERM asks for its end, or process ``owner``, our parent, is gone; then end all
+    that came of it.
+
+    Two processes do so, one below the other: when one of them is killed, the other one ends what is left.
+
+    Args:
+        last_command: run when the owner is gone, for what the tree leaves besides processes.
+    Returns:
+        The exit status of ``command``; 1 where it did not end by itself.
+    """
+    import subprocess
+
+    adopt_orphans()
+    _LIBC.prctl(_PDEATHSIG, 0)  # Ray sets it for its daemons; this one has work to do when the driver dies
+    if os.getppid() != owner:
+        return 1
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for
+    outer = os.getpid()
+    inner = os.fork()
+    if inner:
+        status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
+        if os.getppid() != owner:
+            subprocess.run(last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False)
+        return status
+    adopt_orphans()  # which a fork does not inherit
+    own = os.getpid()
+
+    def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != own:
+            os._exit(1)
+
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+    os._exit(_watch(outer, child.pid, _GRACE_SECONDS))
+
+
+def _watch(owner: int, child: int, grace: float) -> int:
+    """Wait for an end, and end all; returns the exit status of ``child``."""
+    limit = float("inf")
+    while not (ended := has_ended(child)) and os.getppid() == owner and time.monotonic() < limit:
+        came = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        if came is not None and came.si_signo == signal.SIGTERM:
+            if limit < float("inf"):
+                break  # told twice: at once
+            limit = time.monotonic() + grace
+            os.kill(child, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if ended else 1
+    end_all()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(hold(**json.load(sys.stdin)))
