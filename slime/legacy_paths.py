@@ -31,6 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from slime.documentation import doc_url
+
 if TYPE_CHECKING:
     from slime.config.config import Config
 
@@ -154,7 +156,7 @@ _NO_LOGITS = (
     "vocabulary"
 )
 _TRACKERS = "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) reaches them"
-_NO_WORKER = "rollouts overlap with training by themselves in train_async.py (docs/asynchronous.md)"
+_NO_WORKER = f"rollouts overlap with training by themselves in train_async.py: {doc_url('asynchronous.md')}"
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
@@ -189,12 +191,12 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.seqlen_balancing": "slime.samples.packing.plan_steps",
     "slime.utils.flops_utils": "slime.models.flops.sequence_cost",
     "slime.utils.routing_replay": "--use-routing-replay and --use-rollout-routing-replay do it",
-    "slime.utils.timer": "slime.observe.trace.span; phases of a step are metrics by themselves (docs/metrics.md)",
-    "slime.utils.memory_utils": "peaks of each phase are metrics by themselves (docs/memory.md)",
+    "slime.utils.timer": f"slime.observe.trace.span; the phases of a step are metrics: {doc_url('metrics.md')}",
+    "slime.utils.memory_utils": f"the peak of each phase is a metric: {doc_url('memory.md')}",
     "slime.utils.health_monitor": "--use-fault-tolerance",
-    "slime.ray": "processes are started by slime.cluster (docs/architecture.md)",
-    "slime.backends": "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
-    "slime.agent": "agents that speak an API get an endpoint per sample: docs/agents.md",
+    "slime.ray": f"processes are started by slime.cluster: {doc_url('architecture.md')}",
+    "slime.backends": f"training is slime.trainer, engines are slime.engines: {doc_url('architecture.md')}",
+    "slime.agent": f"agents that speak an API get an endpoint per sample: {doc_url('agents.md')}",
 }
 
 #: Old names that the run looks up when it calls them. What replaces another one is called by those who import it only.

@@ -299,8 +299,8 @@ def _damage(file: Path) -> str:
 
 
 _FIXES = {
-    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name of a"
-    " model on the hub, of which nothing may be here",
+    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer); for a Hub model"
+    " pass org/name; no local path of that name may exist",
     "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) or a"
     " Hugging Face directory; without it the reference model is that of --hf-checkpoint",
     "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"

@@ -57,7 +57,7 @@ def as_text(found: Explanation) -> str:
 
 _STATES = {
     "running": "it runs",
-    "killed": "its driver is gone without a word",
+    "killed": "the driver process died without logging an error",
     "unknown": "how it stands is not known",
 }
 

@@ -15,6 +15,7 @@ from slime.config.flags import GROUPS, all_flags
 from slime.config.megatron_flags import SHORTHANDS
 from slime.config.native import megatron_version
 from slime.config.resolve import DEFAULT_PROMPTS, DEFAULT_SAMPLES
+from slime.documentation import doc_url
 from slime.errors import UserError
 
 _INTRO = {
@@ -73,7 +74,7 @@ def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = No
     if topic == "all":
         print(
             f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same names; flags win.\n"
-            "A switch that a YAML file turned on is turned off by --no-<name>. docs/flags.md has all.\n",
+            f"A switch that a YAML file turned on is turned off by --no-<name>. All flags: {doc_url('flags.md')}\n",
             file=out,
         )
     for name in _topics() if topic == "all" else [topic]:

@@ -132,8 +132,12 @@ def text(report: Report) -> str:
         lines += ["", *_told(finding)]
     fatal = sum(finding.is_fatal for finding in report.findings)
     warnings = len(report.findings) - fatal
-    verdict = f"{fatal} in the way of a run, {warnings} to look at" if report.findings else "nothing found"
+    verdict = f"{_count(fatal, 'error')}, {_count(warnings, 'warning')}" if report.findings else "nothing found"
     return "\n".join([*lines, "", f"{verdict}; {len(report.outcomes)} checks in {report.seconds:.1f} s"])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _line(outcome: Outcome) -> str:

@@ -155,7 +155,7 @@ def _missing(file: str) -> UserError:
     return UserError(
         f"there is no data file '{file}'",
         why=f"{folder} has: {', '.join(there) or 'nothing'}" if folder.is_dir() else f"there is no folder {folder}",
-        fix="check the path; of the hub's data sets pass org/name, of which nothing may be here",
+        fix="check the path; for a Hub data set pass org/name; no local path of that name may exist",
     )
 
 

@@ -7,7 +7,7 @@ import { requestsFigure } from "/timeline.js";
 const TITLES = {
   "rollout/prefix_cache_hit_rate": ["Prefix cache", "share of prompt tokens found in the engines' caches"],
   "rollout/avg_cached_tokens_per_sample": ["Cached tokens", "prompt tokens per sample that were not computed again"],
-  "perf/engines_idle_ratio": ["Idle together", "share of the time without any request"],
+  "perf/engines_idle_ratio": ["Engine idle time", "share of the time without any request"],
   "rollout/engine_load/idle_ratio": ["Idle alone", "share of the time that an engine had no request while others had"],
 };
 

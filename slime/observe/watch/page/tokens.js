@@ -94,11 +94,14 @@ export function response(sample, coloring) {
   return h("pre", { class: "response-text", tabindex: 0, "aria-label": "response" }, out);
 }
 
+const DOCS = "https://github.com/slime-rl/slime/blob/main/docs"; // slime/documentation.py has the same
+const whatIsRecorded = () => h("a", { href: `${DOCS}/run-folder.md#samples` }, "What is recorded.");
+
 export const hasTokens = (record) => Array.isArray(record.tokens?.text);
 
 export function legend(coloring, record) {
-  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "The tokens of this sample are not here: of a rollout the first ones are recorded, see docs/run-folder.md.");
-  if (TRAINED[coloring] && !Array.isArray(record.tokens?.[TRAINED[coloring][1]])) return h("p", { class: "hint" }, "Not known of this sample: only of recorded tokens that were trained on, and a difference only where the engine gave log-probs; see docs/run-folder.md.");
+  if (coloring === "log_prob" && !hasTokens(record)) return h("p", { class: "hint" }, "This sample was not recorded token by token; only the first of a rollout are. ", whatIsRecorded());
+  if (TRAINED[coloring] && !Array.isArray(record.tokens?.[TRAINED[coloring][1]])) return h("p", { class: "hint" }, "Not known for this sample: it takes recorded tokens that were trained on, and for the difference the engine's log-probs. ", whatIsRecorded());
   const tones = (up, down) => [["up tone4", up], ["up tone2", " "], ["down tone2", " "], ["down tone4", down], ["untrained", "not trained on"]];
   const entries = {
     token_advantage: tones(`${TRAINED.token_advantage[2]} and more: made likelier`, `−${TRAINED.token_advantage[2]} and less: made less likely`),
