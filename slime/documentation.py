@@ -26,7 +26,7 @@ def doc_url(page: str) -> str:
 
 
 def with_doc_urls(text: str) -> str:
-    """``text`` with each page that it names as a path, ``docs/page.md``, named by its URL.
+    """``text`` with each page that it names by its path (docs/index.md) named by its URL.
 
     Not for text that holds users' own paths.
     """

@@ -26,8 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.documentation import with_doc_urls
-
 _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
@@ -322,7 +320,7 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
             FlagSpec(
                 (meta.name or field.name).replace("-", "_"), group, field.name, kind,
                 field.default if factory is dataclasses.MISSING else factory(),
-                many=many, optional=optional, choices=choices, help=with_doc_urls(docs.get(field.name, "")),
+                many=many, optional=optional, choices=choices, help=docs.get(field.name, ""),
                 meta=meta if meta.serves else dataclasses.replace(meta, serves=cls.SERVES),
             )
         )  # fmt: skip

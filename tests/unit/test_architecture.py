@@ -36,7 +36,7 @@ FLOORS = (
         "hook_loading",
         "log",
         "output",
-        "output",
+        "notebook",
         "host",
         "garbage",
         "footprint",
