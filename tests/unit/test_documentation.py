@@ -93,3 +93,14 @@ def test_the_project_has_one_url() -> None:
 def test_text_of_users_stays() -> None:
     assert with_doc_urls("see docs/serving.md#tools.") == f"see {doc_url('serving.md#tools')}."
     assert with_doc_urls("mydocs/a.md") == "mydocs/a.md"
+
+
+def test_links_to_sections_lead_to_a_heading() -> None:
+    wrong = []
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/*/README.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target, anchor in re.findall(r"\]\(([^):#\s]*)#([^)\s]+)\)", text):
+            named = page.parent / target if target else page
+            if named.suffix == ".md" and anchor not in anchors(named):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert wrong == []
