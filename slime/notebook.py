@@ -57,7 +57,6 @@ class LinePrinter:
 def _new_output() -> Any:
     """A display of IPython's with an id; None outside of a kernel."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if getattr(shell, "kernel", None) is None:
+    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return None
     return ipython.display.display({"text/plain": "starting …"}, raw=True, display_id=True)
