@@ -1,4 +1,4 @@
-"""`make demo`: from random weights to a model that adds, in about two minutes on a laptop CPU.
+"""`make demo`, or `python -m recipes.demo`: from random weights to a model that adds, in a few minutes on a laptop CPU.
 
     build a tiny Qwen3 and its data ─► SFT on sloppy demonstrations ─► GRPO with a reward ─► model/, report.html
 
@@ -23,7 +23,7 @@ GRPO_ROLLOUTS = 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m recipes.demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="outputs")
     parser.add_argument("--run-name", default=time.strftime("demo-%Y%m%d-%H%M%S"))
@@ -69,7 +69,7 @@ def _say_what_happened(run: Path) -> None:
     print(f"held-out accuracy: {scores[0]:.3f} after SFT → {scores[-1]:.3f} after GRPO")
     print(f"what happened, step by step: {run / 'report.html'}")
     print(f"the model that it made: {run / 'model' / 'grpo'}; ask it something: {slime_command()} chat {run}")
-    print("next: a real model on real data, recipes/smollm2-gsm8k/README.md")
+    print(f"next: a real model, {Path(__file__).parent / 'smollm2-arithmetic' / 'README.md'}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "init": Command("slime.cli.init", "main", "copy the recipes and examples into a folder"),
     "train": Command("slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"),
     "train-async": Command(
         "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"

@@ -37,6 +37,7 @@ from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hook_loading import check_signature, save_function
 from slime.hub import local_data
+from slime.notebook import LinePrinter
 from slime.observe.run_data import rows_by_stage
 from slime.observe.run_folder import RunFolder, is_held
 from slime.processes import die_with_parent
@@ -280,11 +281,11 @@ class TrainingRun:
                 )
 
             self._process = _STARTER.submit(start).result()
-        self._printer = threading.Thread(target=self._print, args=(log,), name="slime-run", daemon=True)
+        self._printer = threading.Thread(target=self._print, args=(log, LinePrinter()), name="slime-run", daemon=True)
         self._printer.start()
 
-    def _print(self, log: Path) -> None:
-        """Lines of the driver appear where prints of this process do, a notebook's cell included."""
+    def _print(self, log: Path, printer: LinePrinter) -> None:
+        """Show the driver's lines where this process prints, or in the notebook's cell."""
         assert self._process is not None
         is_error = False
         with open(log, encoding="utf-8", errors="replace") as lines:
@@ -294,7 +295,8 @@ class TrainingRun:
                     self._last_lines.append(line)
                     is_error = is_error or (self._is_awaited and line.startswith("error: "))  # which `wait` raises
                     if not is_error:
-                        print(line, end="", flush=True)
+                        printer.add(line)
+                printer.refresh(at_once=has_ended)
                 if has_ended:
                     return
                 time.sleep(0.1)

@@ -27,6 +27,7 @@ import orjson
 import xxhash
 
 from slime import user_calls
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.files import write_atomically
 from slime.user_calls import alone, in_thread, running
@@ -312,7 +313,9 @@ def user_frames(error: BaseException) -> str:
 def where_to_mend(error: BaseException) -> str:
     """The advice that goes with `with_user_frames`; a function of a library's has no line of the user's."""
     return (
-        "mend it at the line below" if user_frames(error) else "see which arguments it is called with (docs/hooks.md)"
+        "mend it at the line below"
+        if user_frames(error)
+        else f"see which arguments it is called with: {doc_url('hooks.md')}"
     )
 
 

@@ -31,6 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from slime.documentation import doc_url
+
 if TYPE_CHECKING:
     from slime.config.config import Config
 
@@ -174,7 +176,7 @@ _NO_LOGITS = (
 )
 _WHOLE_SAMPLES = "functions of losses see whole samples here, under context parallelism too"
 _TRACKERS = "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) reaches them"
-_NO_WORKER = "rollouts overlap with training by themselves in train_async.py (docs/asynchronous.md)"
+_NO_WORKER = f"rollouts overlap with training by themselves in train_async.py: {doc_url('asynchronous.md')}"
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
@@ -209,10 +211,10 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.seqlen_balancing": "slime.samples.packing.plan_steps",
     "slime.utils.flops_utils": "slime.models.flops.sequence_cost",
     "slime.utils.routing_replay": "--use-routing-replay and --use-rollout-routing-replay do it",
-    "slime.utils.timer": "slime.observe.trace.span; phases of a step are metrics by themselves (docs/metrics.md)",
-    "slime.utils.memory_utils": "peaks of each phase are metrics by themselves (docs/memory.md)",
+    "slime.utils.timer": f"slime.observe.trace.span; the phases of a step are metrics: {doc_url('metrics.md')}",
+    "slime.utils.memory_utils": f"the peak of each phase is a metric: {doc_url('memory.md')}",
     "slime.utils.health_monitor": "--use-fault-tolerance",
-    "slime.ray": "processes are started by slime.cluster (docs/architecture.md)",
+    "slime.ray": f"processes are started by slime.cluster: {doc_url('architecture.md')}",
     **{
         f"slime.backends.megatron_utils.cp_utils:{name}": _WHOLE_SAMPLES
         for name in ("get_logits_and_tokens_offset_with_cp", "get_chunked_loss_masks", "slice_with_cp")
@@ -224,15 +226,15 @@ NO_COUNTERPART: dict[str, str] = {
             *("slime.backends.megatron_utils.update_weight", "slime.backends.megatron_utils.megatron_to_hf"),
             *("slime.backends.sglang_utils", "slime.backends.fsdp_utils"),
         ),
-        "training is slime.trainer, engines are slime.engines (docs/architecture.md)",
+        f"training is slime.trainer, engines are slime.engines: {doc_url('architecture.md')}",
     ),
     **dict.fromkeys(
         (f"slime.observability.{name}" for name in ("communication_timeline", "profile_utils", "weight_sync_trace")),
-        "spans of every phase are in the run's trace (docs/watching.md); py-spy works on every process",
+        f"spans of every phase are in the run's trace: {doc_url('watching.md')}; py-spy works on every process",
     ),
     **dict.fromkeys(
         (f"slime.observability.{name}" for name in ("rollout_metrics", "train_metric_utils", "train_data_utils")),
-        "metrics of rollouts and of training are logged by themselves (docs/metrics.md)",
+        f"metrics of rollouts and of training are logged by themselves: {doc_url('metrics.md')}",
     ),
     "slime.observability.rollout_data_utils": "--save-debug-rollout-data and --load-debug-rollout-data",
     "slime.observability.wandb_utils": _TRACKERS,
@@ -241,7 +243,7 @@ NO_COUNTERPART: dict[str, str] = {
         f"slime.utils.accelerator:{name}": "the accelerator is CUDA, or the CPU where there is no GPU"
         for name in ("get_accelerator", "set_accelerator", "register_accelerator", "initialize_accelerator")
     },
-    "slime.agent": "agents that speak an API get an endpoint per sample: docs/agents.md",
+    "slime.agent": f"agents that speak an API get an endpoint per sample: {doc_url('agents.md')}",
 }
 
 #: Old names that the run looks up when it calls them. What replaces another one is called by those who import it only.
@@ -337,7 +339,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}")
         if fullname not in OLD_MODULES:
             if fullname.startswith(_OLD_PACKAGES):
-                raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; see docs/import-paths.md")
+                raise ModuleNotFoundError(
+                    f"{fullname} has no counterpart in this version; see {doc_url('import-paths.md')}"
+                )
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)
         return importlib.machinery.ModuleSpec(fullname, self, origin="slime.legacy_paths", is_package=is_package)

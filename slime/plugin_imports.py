@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.legacy_paths import NO_COUNTERPART, OLD_MODULES
 
@@ -42,7 +43,7 @@ def check_plugin_imports(files: list[Path]) -> None:
         raise UserError(
             f"{first.file}:{first.line} imports {first.name}, which has no counterpart in this version",
             why="; ".join(dict.fromkeys(f"line {one.line}: {one.name}: {one.reason}" for one in found)),
-            fix="replace the import; docs/import-paths.md lists the paths that there are",
+            fix=f"replace the import; the paths that there are: {doc_url('import-paths.md')}",
         )
 
 

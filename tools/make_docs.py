@@ -266,6 +266,13 @@ def _with_code(text: str) -> str:
     return "`".join(pieces)
 
 
+def _with_relative_links(text: str) -> str:
+    """A page whose links to other pages also work in a clone: messages name pages by URL."""
+    from slime.documentation import DOCS_URL
+
+    return re.sub(rf"(?<!\]\()(?<![`/\w])(?:{re.escape(DOCS_URL)}|docs)/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
+
+
 def _hook_table(tree: ast.Module) -> list[tuple[str, str]]:
     """(flag, Protocol) pairs of the ``HOOKS`` dict."""
     for node in tree.body:
@@ -350,10 +357,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is stale")
     check = parser.parse_args(argv).check
-    stale = [name for name, page in PAGES.items() if _read(ROOT / name) != page()]
+    texts = {name: _with_relative_links(page()) for name, page in PAGES.items()}
+    stale = [name for name, text in texts.items() if _read(ROOT / name) != text]
     for name in stale:
         if not check:
-            (ROOT / name).write_text(PAGES[name](), encoding="utf-8")
+            (ROOT / name).write_text(texts[name], encoding="utf-8")
         print(f"{name} is stale: run python tools/make_docs.py" if check else f"wrote {name}")
     return 1 if check and stale else 0
 

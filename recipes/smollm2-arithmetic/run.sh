@@ -3,11 +3,9 @@
 #   recipes/smollm2-arithmetic/run.sh [any flag of slime train]
 # Relative paths in flags are the caller's, and outputs/ is made in the folder that it is called in.
 set -euo pipefail
-root=$(realpath "$(dirname "$0")/../..")
-[ -n "${PYTHON:-}" ] || make --quiet -C "$root" install
-python=${PYTHON:-$root/.venv/bin/python}
-PYTHONPATH=$root "$python" -m recipes.smollm2 "$root/models/smollm2"
-PYTHONPATH=$root "$python" -m recipes.smollm2_data "$root/data/sums"
-exec "$python" "$root/train.py" --config "$root/recipes/smollm2-arithmetic/config.yaml" \
+. "$(dirname "$0")/../environment.sh"
+"$python" -m recipes.smollm2 "$root/models/smollm2"
+"$python" -m recipes.smollm2_data "$root/data/sums"
+exec "$python" -m slime train --config "$root/recipes/smollm2-arithmetic/config.yaml" \
     --hf-checkpoint "$root/models/smollm2" --prompt-data "$root/data/sums/train.jsonl" \
     --eval-prompt-data sums "$root/data/sums/test.jsonl" --output-dir "$PWD/outputs" "$@"

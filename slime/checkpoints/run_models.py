@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.checkpoints.directory import newest_whole
 from slime.checkpoints.load_plan import is_hf_dir
+from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.files import entries_of, read_object
 from slime.observe.run_folder import config_files
@@ -170,6 +171,12 @@ def _where(run_folder: Path, config: dict[str, Any], path: str, folder_of: Calla
     except IndexError:  # it was moved
         return Path(path)
     return started / path if started.joinpath(folder_of(path)).exists() else Path(path)
+
+
+def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
+    """The run's --prompt-data as seen from here; None where the configuration names none."""
+    named = config.get("data", {}).get("prompt_data")
+    return str(_where(run_folder, config, named, lambda path: Path(split_slice(path)[0]))) if named else None
 
 
 def started_from(run_folder: Path, output_dir: Path) -> Path:

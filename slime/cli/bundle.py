@@ -45,5 +45,5 @@ def main(argv: list[str]) -> int:
         "samples are in it: prompts and responses" if arguments.samples else
         "samples are not in it (--samples puts them in), nor are weights; keys and tokens are hidden",
     )  # fmt: skip
-    print("paths and hosts' names are in it, what your own functions printed and errors quote: look before you send it")
+    print("Contains paths, host names, your functions' output and error texts; review it before sharing.")
     return 0

@@ -12,21 +12,32 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.checkpoints.run_models import data_path, stage_configs
 from slime.cli.arguments import Arguments, at_least_one
 from slime.cli.model_source import model_directory, model_name
 from slime.cli.serve import add_model_flags, leave_on_signals, serving
 from slime.engines.keys import header_of, key_of
 from slime.engines.tool_calls import chat_template
 from slime.errors import RunFailed, UserError
+from slime.files import read_lines
+from slime.observe.run_folder import RunFolder
+from slime.prompts.problems import RowProblem
+from slime.prompts.readers import iter_rows
 
 #: Seconds until the next piece of an answer, at most.
 _PIECE_SECONDS = 300.0
+#: A model with smaller weights knows what its run taught it and nothing else.
+_TOY_BYTES = 20e6
+#: Longer questions are shown by their first characters.
+_EXAMPLE_LENGTH = 400
 _COMMANDS = "/reset, /system TEXT, /quit"
 
 
@@ -46,11 +57,49 @@ def main(argv: list[str]) -> int:
         has_turns = chat_template(directory) is not None
         if not has_turns:
             print("this model has no chat template: it continues each line as it stands", file=sys.stderr)
-        conversation = Conversation(server.url, name, sampling, flags.system, has_turns=has_turns)
+        example = example_question(Path(flags.path))
+        is_toy = example is not None and _bytes_of_weights(directory) < _TOY_BYTES
+        conversation = Conversation(server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy)
+        if example is not None:
+            print(f"the run's questions look like this: {example}", file=sys.stderr)
+        if is_toy:
+            print("a toy model: it knows only questions of this form, each by itself", file=sys.stderr)
         if is_terminal:
             print(f"{_COMMANDS}; Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
         _talk(conversation, is_terminal)
     return 0
+
+
+def example_question(run_folder: Path) -> str | None:
+    """A question of a run in the form that its user typed it, from its samples or its data.
+
+    None where the path is no run folder, or its questions are nowhere to be found.
+    """
+    configs = stage_configs(run_folder) if run_folder.is_dir() else {}
+    for stage, config in reversed(configs.items()):
+        recorded = sorted(RunFolder(run_folder, stage or None).samples.glob("rollout_*.jsonl"))
+        prompts = [record.get("prompt") for file in recorded[:1] for record in read_lines(file)[:1]]
+        data = config.get("data", {})
+        if data.get("apply_chat_template") or not prompts:  # recorded with the template around it
+            path = data_path(run_folder, config)
+            prompts = []
+            with contextlib.suppress(UserError, RowProblem, OSError):  # it may be elsewhere by now
+                rows = itertools.islice(iter_rows(path), 1) if path else ()
+                prompts = [row.get(data.get("input_key")) for _, row in rows]
+        if prompts and (text := _last_words_of_the_user(prompts[0])):
+            return text if len(text) <= _EXAMPLE_LENGTH else text[:_EXAMPLE_LENGTH] + " …"
+    return None
+
+
+def _last_words_of_the_user(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        said = [turn["content"] for turn in prompt if isinstance(turn, dict) and turn.get("role") == "user"]
+        prompt = said[-1] if said else ""
+    return prompt.strip() if isinstance(prompt, str) else ""
+
+
+def _bytes_of_weights(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -128,12 +177,21 @@ class Conversation:
         sampling: fields of the requests, by OpenAI's names.
         system: system prompt.
         has_turns: the model has a chat template; without one each line is continued on its own.
+        forgets: each question begins a conversation of its own.
     """
 
     def __init__(
-        self, url: str, model: str, sampling: dict[str, Any], system: str | None = None, *, has_turns: bool = True
+        self,
+        url: str,
+        model: str,
+        sampling: dict[str, Any],
+        system: str | None = None,
+        *,
+        has_turns: bool = True,
+        forgets: bool = False,
     ) -> None:
         self.system = system
+        self._forgets = forgets
         self._address, self._model, self._sampling, self._has_turns = urlsplit(url).netloc, model, sampling, has_turns
         self._key = header_of(key_of(url))
         self._turns: list[dict[str, str]] = []
@@ -163,7 +221,7 @@ class Conversation:
                 pieces.append(piece)
                 yield piece
         finally:
-            if pieces:
+            if pieces and not self._forgets:
                 self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:

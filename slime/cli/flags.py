@@ -12,6 +12,7 @@ from slime.config.flag import FlagSpec, Part
 from slime.config.flags import all_flags, nearest, own_flags, spellings
 from slime.config.help import default_text, flags_page, metavar, range_text, status_text
 from slime.config.other_systems import other_name
+from slime.documentation import with_doc_urls
 from slime.errors import UserError
 from slime.observe.run_folder import RunFolder
 from slime.redact import redacted
@@ -91,5 +92,5 @@ def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
         shown = redacted(values[spec.dest], spec.dest) if spec.dest in values else "not set"
         facts["value"], facts["origin"] = str(shown), config.origins.get(spec.dest, "default")
     head = f"{', '.join(spec.options)} {metavar(spec)}".rstrip()
-    lines = [f"    {spec.help}"] if spec.help else []
+    lines = [f"    {with_doc_urls(spec.help)}"] if spec.help else []
     return [head, *lines, *(f"    {fact}: {text}" for fact, text in facts.items() if text)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.config.flag import FlagMeta, FlagSpec, Kind
 from slime.config.foreign import ForeignArg, SourceReader
+from slime.documentation import doc_url
 
 TABLE = Path(__file__).with_name("sglang_flags.json")
 
@@ -40,7 +41,7 @@ class EngineOptions:
 ENGINE_OPTIONS = {"embedded": EngineOptions(), "sglang": EngineOptions("sglang", spans_nodes=True, splits_prefill=True)}
 
 _PORTS = "ports are reserved for each engine"
-_OWN_KEY = "each run makes a key of its own, which its engines and routers ask for (docs/security.md)"
+_OWN_KEY = f"each run makes its own key, which its engines and routers require: {doc_url('security.md')}"
 _PAST_KEY = "a gRPC listener would answer without the run's key"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
 _NO_QUANTISED = (

@@ -15,6 +15,7 @@ from slime.config.flags import GROUPS, all_flags
 from slime.config.megatron_flags import SHORTHANDS
 from slime.config.native import megatron_version
 from slime.config.resolve import DEFAULT_PROMPTS, DEFAULT_SAMPLES
+from slime.documentation import doc_url, with_doc_urls
 from slime.errors import UserError
 
 _INTRO = {
@@ -72,7 +73,7 @@ def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = No
     if topic == "all":
         print(
             f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same names; flags win.\n"
-            "A switch that a YAML file turned on is turned off by --no-<name>. docs/flags.md has all.\n",
+            f"A switch that a YAML file turned on is turned off by --no-<name>. All flags: {doc_url('flags.md')}\n",
             file=out,
         )
     for name in _topics() if topic == "all" else [topic]:
@@ -127,7 +128,7 @@ def _print_topic(name: str, width: int, out: TextIO) -> None:
         print(f"{name}: {(GROUPS[name].__doc__ or '').splitlines()[0]}", file=out)
         for spec in flags:
             if spec.group == name and not spec.sections:
-                print(_entry(spec, spec.help, width), file=out)
+                print(_entry(spec, with_doc_urls(spec.help), width), file=out)
         print(file=out)
     if name in _PASSED_ON:
         print(f"{name}: {_PASSED_ON[name]()}", file=out)
@@ -296,7 +297,7 @@ def _row(spec: FlagSpec) -> str:
     default = default_text(spec)
     default = f"*{default}*" if spec.meta.derived else f"`{default}`" if default else ""
     value = f"`{metavar(spec)}`" if metavar(spec) else ""
-    cells = (names, value, range_text(spec), default, status_text(spec), spec.help)
+    cells = (names, value, range_text(spec), default, status_text(spec), with_doc_urls(spec.help))
     return "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.draft import Given
+from slime.documentation import doc_url
 from slime.errors import UserError
 
 _PLUGINS = "slime_plugins.models."
@@ -96,5 +97,5 @@ def _refusal(name: str, lacks: str, named: list[str]) -> UserError:
     return UserError(
         f"{name} {plural} not in this version",
         why=f"{lacks} {'are' if lacks.endswith('s') else 'is'} missing; asked for by {', '.join(named)}",
-        fix="docs/model-families.md lists the families that can be trained",
+        fix=f"the families that can be trained: {doc_url('model-families.md')}",
     )

@@ -20,6 +20,7 @@ from slime.diagnosis import known_memory, known_processes, known_run
 from slime.diagnosis.reading import Line, Source, logs_of, read_ends, read_log
 from slime.diagnosis.record import Finding, Trouble
 from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.host import slime_command
 from slime.observe.alarms import Alarm, find_alarms
@@ -69,7 +70,7 @@ DEFECT = Trouble(
 )
 VANISHED = Trouble(
     "killed",
-    "the run's driver is gone, without a word",
+    "the driver process died without logging an error",
     "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went down.",
     (
         "dmesg, or the scheduler's log: who killed it?",
@@ -376,7 +377,7 @@ def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding
             ),
         )
         return Finding(ENDLESS, alarm.detail, remedies, "metrics.jsonl", False)
-    trouble = Trouble(alarm.name.replace("_", "-"), alarm.title, "docs/metrics.md tells what it means.",
+    trouble = Trouble(alarm.name.replace("_", "-"), alarm.title, f"What it means: {doc_url('metrics.md')}",
                       (alarm.fix,) if alarm.fix else (), "tests/unit/test_alarms.py")  # fmt: skip
     return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
 

@@ -6,6 +6,7 @@ import re
 
 from slime.diagnosis.record import Trouble
 from slime.diagnosis.signatures import Flags, Form, Level, Signature, flag_in, with_value
+from slime.documentation import doc_url
 from slime.engines.kinds import engine_named
 
 PORT_CLASH = Signature(
@@ -130,11 +131,11 @@ NO_ANSWER = Signature(
     Trouble(
         "no-answer",
         "a process of the run did not answer in time",
-        "It hangs, is stopped, or does something that takes longer than its deadline (docs/deadlines.md).",
+        "It hangs, is stopped, or does something that takes longer than its deadline.",
         (
             "the last lines of its log: what was it doing?",
             "py-spy dump --pid <pid>, while the run still goes, shows where it stands",
-            "a deadline that is too short for this model has a flag: docs/deadlines.md",
+            f"raise the deadline by its flag if it is too short for this model: {doc_url('deadlines.md')}",
         ),
         "kill -STOP of the rollout actor",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.diagnosis import troubles
 from slime.diagnosis.record import Trouble
 from slime.diagnosis.signatures import Form, Signature
+from slime.documentation import doc_url
 
 COMPILE_CACHE = Signature(
     Trouble(
@@ -187,7 +188,7 @@ USER_CODE = Signature(
         (
             "the error names function, sample and line",
             "slime reward runs a reward on its own",
-            "docs/hooks.md: what is wanted",
+            f"what each hook takes and returns: {doc_url('hooks.md')}",
         ),
         "a reward function that divides by 0",
     ),

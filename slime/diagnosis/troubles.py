@@ -19,6 +19,7 @@ from slime.diagnosis.troubles_flags import (
     STALE_WEIGHTS,
 )
 from slime.diagnosis.troubles_round import LARGE_GRADIENT, LOG_PROBS_DIFFER, ROUND_FAILED
+from slime.documentation import doc_url
 
 # -- host, device, network -------------------------------------------------------------------------------------------
 
@@ -154,7 +155,10 @@ MODEL_UNKNOWN = Trouble(
     "model-unknown",
     "an error at launch that there is no table for the model, or that it cannot be trained faithfully",
     "config.json is of a family that has no conversion table, or has settings that the trainer does not compute.",
-    ("take a model of a known family (docs/model-families.md)", "--model-name names the family of a like layout"),
+    (
+        f"take a model of a known family: {doc_url('model-families.md')}",
+        "--model-name names the family of a like layout",
+    ),
     "a config.json with the model_type mamba",
 )
 MODEL_FLAGS = Trouble(
@@ -175,8 +179,8 @@ MISSING_SHARDS = Trouble(
 QUANTISED_WEIGHTS = Trouble(
     "quantised-weights",
     "an error at launch about quantisation",
-    "config.json has a quantization_config that engines of this run cannot be pushed to: SGLang takes those formats in"
-    " those ways that were tried (docs/quantisation.md), or the method is not known here.",
+    "The engines of this run cannot take pushes in the format of config.json's quantization_config:"
+    f" no quantisation method of that name is known, or SGLang was not tried with it ({doc_url('quantisation.md')}).",
     (
         "slime convert quantised-to-hf makes plain weights of FP8 and INT4",
         "--rollout-engine embedded takes FP8 and INT4 (compressed-tensors), with --ref-load for the plain weights",
@@ -302,7 +306,10 @@ DATA_FILE = Trouble(
     "data-file",
     "a data file is not found or cannot be read",
     "No such file, of a type that is not known, without rows, or with several splits or configurations to choose from.",
-    ("check the path; docs/data.md lists the types that are read; path:split names a split, path@[a:b] takes a slice",),
+    (
+        "check the path; path:split names a split, path@[a:b] takes a slice",
+        f"the types that are read: {doc_url('data.md')}",
+    ),
     "--prompt-data nowhere.jsonl",
 )
 DATA_ROWS = Trouble(
@@ -360,7 +367,7 @@ HOOK = Trouble(
     "hook",
     "an error at launch about a function of your own",
     "There is no such module or function, importing it fails, or its arguments are not those it is called with.",
-    ("module.function or file.py:function, found from the working directory", "docs/hooks.md has each signature"),
+    ("module.function or file.py:function, found from the working directory", f"each signature: {doc_url('hooks.md')}"),
     "--custom-rm-path nowhere.reward",
 )
 OLD_PLUGIN = Trouble(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.diagnosis.record import Trouble
+from slime.documentation import doc_url
 
 FLAG_UNKNOWN = Trouble(
     "flag-unknown",
@@ -29,7 +30,7 @@ FLAG_UNSUPPORTED = Trouble(
     "flag-unsupported",
     "an error at launch that something is not supported in this version",
     "The flag is known, what it asks for is not there.",
-    ("leave the flag out; docs/coming-from.md says what takes its place",),
+    (f"leave the flag out; what replaces it: {doc_url('coming-from.md')}",),
     "--use-opd",
 )
 FLAG_WITHOUT_EFFECT = Trouble(
@@ -64,7 +65,7 @@ PARALLEL_LAYOUT = Trouble(
     (
         "let --tensor-model-parallel-size × --pipeline-model-parallel-size × --context-parallel-size divide"
         " --actor-num-nodes × --actor-num-gpus-per-node",
-        "docs/parallelism.md says what each size divides",
+        f"what each size divides: {doc_url('parallelism.md')}",
     ),
     "--tensor-model-parallel-size 2 on one GPU",
 )

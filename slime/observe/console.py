@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slime.notebook import can_move_cursor
 from slime.observe.alarms import Alarm
 
 #: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is not among them: the
@@ -173,8 +174,7 @@ class ConsoleSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervised, self._clock = supervised, clock
-        # FORCE_COLOR, which notebooks set, makes no terminal of a pipe: each state of the table would be a new line.
-        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
+        self._console = console or Console(stderr=True, force_terminal=can_move_cursor(sys.stderr))
         self._name, self._total = name, total_steps
         self._done = 0
         self._phase: str | None = None

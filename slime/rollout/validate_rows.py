@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from slime.config.config import Config
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.processes import follow_parent
@@ -265,7 +266,12 @@ class SftJudge:
             messages.append({"role": "assistant", "content": str(prompt.label)})
         if difference := mask_difference(self._rule, self._tokenizer, messages, tools, encoded.sequences):
             kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
-            yield RowProblem(kind, difference, "leave the flag out; docs/conversations.md tells why", refuse_at=_NEVER)
+            yield RowProblem(
+                kind,
+                difference,
+                f"leave the flag out; why: {doc_url('conversations.md#what-is-trained')}",
+                refuse_at=_NEVER,
+            )
 
     def _too_long(self, lengths: list[tuple[int, int]]) -> Iterator[RowProblem]:
         """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
+from slime.documentation import doc_url
 from slime.hook_loading import FunctionFailed, described
 from slime.samples.columns import Columns, Trainable, described_columns
 from slime.samples.reward_values import reward_number
@@ -69,7 +70,7 @@ def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
     """The dict that was returned, by our names; columns that are None are left out."""
-    names = "see slime.hooks.ConvertSamples (docs/hooks.md) for the names"
+    names = f"the names are those of slime.hooks.ConvertSamples: {doc_url('hooks.md')}"
     if not isinstance(result, dict):
         fix = f"return a dict of lists, one entry per sample in each; {names}"
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)

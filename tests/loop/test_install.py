@@ -19,6 +19,9 @@ import pytest
 
 from tests.support.processes import ROOT, World
 
+#: Folders of the clone that `slime init` copies.
+STARTER = ("recipes", "examples")
+
 # -- the wheel ---------------------------------------------------------------------------------------------
 
 
@@ -27,8 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that nothing is written into the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "slime", source / "slime", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("slime", *STARTER):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "outputs"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -68,9 +72,26 @@ def test_the_wheel_carries_its_data_files(wheel: Path) -> None:
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert data and data <= inside
+    starter = {
+        f"slime/starter/{path.relative_to(ROOT)}"
+        for name in STARTER
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and not {"__pycache__", "outputs"} & set(path.parts)
+    }
+    assert len(starter) > 50
+    assert starter == {name for name in inside if name.startswith("slime/starter/")}
     assert any(name.endswith(".json") for name in data) and any(name.endswith(".css") for name in data)
     assert not [name for name in inside if name.startswith(("tests/", "recipes/", "benchmarks/"))]
     assert any(name.endswith("LICENSE") for name in inside)
+
+
+def test_the_description_has_absolute_links(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith("METADATA")]
+        metadata = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert len(links) > 30
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
 def test_commands_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -83,6 +104,19 @@ def test_commands_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     done = in_folder(tmp_path, slime, "train", "--rolout-batch-size", 4)
     assert done.returncode == 2 and "did you mean --rollout-batch-size?" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+def test_init_and_the_command_that_it_prints(installed: Path, tmp_path: Path) -> None:
+    """As in README.md for an installed package: two commands, and a model has learnt."""
+    done = in_folder(tmp_path, installed / "slime", "init", "start")
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.splitlines()[-1].removeprefix("next: ")
+    assert command.startswith("cd start && ") and command.endswith(" -m recipes.demo")
+    done = in_folder(tmp_path, "sh", "-c", f"{command} --run-name demo", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"held-out accuracy: 0\.\d+ after SFT → 0\.[6-9]\d+ after GRPO", done.stdout)
+    assert list((tmp_path / "start" / "outputs" / "demo").rglob("config.json"))
 
 
 @pytest.mark.full

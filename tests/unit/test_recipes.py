@@ -116,7 +116,7 @@ def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(re
     command = [str(ROOT / "recipes" / recipe / "run.sh"), "--load", "earlier"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
     words = done.stdout.splitlines()[-1].split()
-    assert words[0] == str(ROOT / "train.py") and words[-2:] == ["--load", "earlier"]
+    assert words[:3] == ["-m", "slime", "train"] and words[-2:] == ["--load", "earlier"]
     assert words[words.index("--output-dir") + 1] == str(tmp_path / "outputs")
     assert words[words.index("--hf-checkpoint") + 1] == str(ROOT / "models" / "smollm2")
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.rollout.agents.endpoint import agent_endpoint
 from slime.rollout.environments.bash_agent import Agent, bash_agent
@@ -72,7 +73,8 @@ class Box:
             raise UserError(
                 f"the task {self.task} needs a container",
                 why=f"a sandbox has no {', '.join(more)}",
-                fix="give HarborTasks a runner that starts containers (docs/environments.md), or leave the task out",
+                fix="leave the task out, or give HarborTasks a runner that starts containers: "
+                + doc_url("environments.md"),
             )
 
     async def run(self, command: Sequence[str], *, seconds: float | None = None) -> Ran:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.host import past_proxies
 from slime.rollout.agents.endpoint import AgentError, agent_endpoint
@@ -98,7 +99,7 @@ class VerifiersTaskset:
             raise UserError(
                 f"an episode of {self.name} has {len(episode.traces)} agents",
                 why="their rewards differ, and one endpoint speaks for all of them",
-                fix="give each agent an endpoint in a generate function of your own (docs/agents.md)",
+                fix="give each agent an endpoint in a generate function of your own: " + doc_url("agents.md"),
             )
         trace = episode.traces[0] if episode.traces else None
         samples = endpoint.samples(reward=trace.reward if trace is not None else 0.0)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.host import num_cpus
 from slime.log import get_logger
@@ -269,7 +270,7 @@ def _no_sandbox(why: str) -> UserError:
     return UserError(
         "no sandbox can be made for a program here",
         why=why,
-        fix="run on a host, or in a container, that allows unprivileged user namespaces (docs/security.md)",
+        fix="run on a host, or in a container, that allows unprivileged user namespaces: " + doc_url("security.md"),
     )
 
 

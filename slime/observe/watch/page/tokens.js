@@ -94,6 +94,9 @@ export function response(sample, coloring) {
   return h("pre", { class: "response-text", tabindex: 0, "aria-label": "response" }, out);
 }
 
+const DOCS = "https://github.com/slime-rl/slime/blob/main/docs"; // slime/documentation.py has the same
+const whatIsRecorded = () => h("a", { href: `${DOCS}/run-folder.md#samples` }, "What is recorded.");
+
 export const hasTokens = (record) => Array.isArray(record.tokens?.text);
 
 export function legend(coloring, record) {

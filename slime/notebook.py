@@ -1,0 +1,62 @@
+"""Output in notebooks: a run in a kernel is shown in one output of its cell, which is updated in place."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+_SHOWN_LINES = 25
+_SECONDS_BETWEEN_UPDATES = 0.5
+
+
+def can_move_cursor(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``stream`` is a terminal on which a table can be redrawn.
+
+    FORCE_COLOR makes none of a pipe. The terminal that ``!command`` of a notebook runs in is none
+    either: each state of the table would be added to the cell. Kernels set these variables for it.
+    """
+    is_of_notebook = environ.get("TERM") == "xterm-color" and environ.get("GIT_PAGER") == "cat"
+    return stream.isatty() and not is_of_notebook
+
+
+class LinePrinter:
+    """Shows the lines of a run: printed one by one, or in a notebook the last ones in one output.
+
+    Make it in the thread that runs the cell; the other methods may be called in another one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines: deque[str] = deque(maxlen=_SHOWN_LINES)
+        self._is_changed = False
+        self._updated = clock()
+        self._output = _new_output()
+
+    def add(self, line: str) -> None:
+        """Show one more line, which ends with a newline."""
+        if self._output is None:
+            print(line, end="", flush=True)
+            return
+        self._lines.append(line)
+        self._is_changed = True
+
+    def refresh(self, at_once: bool = False) -> None:
+        """Update the notebook's output if there are new lines, twice a second at most."""
+        now = self._clock()
+        is_due = at_once or now - self._updated >= _SECONDS_BETWEEN_UPDATES
+        if self._output is not None and self._is_changed and is_due:
+            self._output.update({"text/plain": "".join(self._lines)}, raw=True)
+            self._is_changed = False
+            self._updated = now
+
+
+def _new_output() -> Any:
+    """A display of IPython's with an id; None outside of a kernel."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
+        return None
+    return ipython.display.display({"text/plain": "starting …"}, raw=True, display_id=True)
