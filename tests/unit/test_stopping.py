@@ -188,7 +188,7 @@ with stopping.StopSignals() as signals:
     signals.blocks = lambda: {who!r}
     signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(3)
+    time.sleep({seconds})
 print("ended by itself")
 """
 
@@ -202,6 +202,6 @@ print("ended by itself")
     ],
 )
 def test_an_end_that_somebody_blocks_takes_place(who: str, files: int, status: int, said: str) -> None:
-    script = _BLOCKED.format(who=who, files=files)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    script = _BLOCKED.format(who=who, files=files, seconds=100 if who else 2)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, said), done.stderr
