@@ -180,6 +180,7 @@ def test_training_alone(trained: RunResult, generated: RunResult) -> None:
     assert all(norm > 0 for norm in trained.series("train/grad_norm"))
 
 
+@pytest.mark.full  # every layout: tests/unit/test_debug_dumps.py
 def test_a_dump_trains_alike_at_another_layout(train_on: Callable[..., RunResult], trained: RunResult) -> None:
     """Two pipeline stages: also the logged metrics are those of the stage that computes the loss."""
     staged = train_on("staged", "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)
