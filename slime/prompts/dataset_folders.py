@@ -9,9 +9,6 @@ their values stay as they are written.
 from __future__ import annotations
 
 import difflib
-import functools
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +18,7 @@ from typing import Any
 from slime.data_path import split_name, split_slice
 from slime.errors import UserError
 from slime.hub import shown_path
-from slime.prompts.arrow_rows import loading
+from slime.prompts.arrow_rows import cache_folder, loading
 
 #: Splits that are taken where a path names none, the first that there is.
 TRAINING = ("train",)
@@ -117,25 +114,11 @@ def split_notice(path: str, preferred: Sequence[str]) -> str | None:
     return f"{found.name}: {use} takes the split {found.split} (others: {others}; {found.name}:SPLIT names one)"
 
 
-def _cache_folder() -> str | None:
-    """Return a temporary folder where the cache of `datasets`, which it locks even to read text, is read-only."""
-    import datasets
-
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    return None if os.access(existing, os.W_OK) else _temporary_folder().name
-
-
-@functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="slime-datasets-")
-
-
 def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
     import datasets
 
     with loading(path):
-        return datasets.load_dataset(str(folder), config, split=split, cache_dir=_cache_folder())
+        return datasets.load_dataset(str(folder), config, split=split, cache_dir=cache_folder())
 
 
 def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
@@ -168,7 +151,7 @@ def _builder(folder: Path, config: str | None, path: str) -> Any:
 
     declared = _declared_configs(folder) if config is None else []
     try:
-        return datasets.load_dataset_builder(str(folder), config, cache_dir=_cache_folder())
+        return datasets.load_dataset_builder(str(folder), config, cache_dir=cache_folder())
     except ValueError as error:
         if len(declared) > 1 and "Config name is missing" in str(error):
             shown = shown_path(path)
