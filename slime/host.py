@@ -115,7 +115,7 @@ def python_module(name: str) -> list[str]:
     replace Python's own. A clone that is not installed is found only through that directory.
     """
     is_in_clone = os.getcwd() == str(Path(__file__).resolve().parents[1])
-    return [sys.executable, *([] if is_in_clone else ["-P"]), "-m", name]
+    return [sys.executable, "-m" if is_in_clone else "-Pm", name]
 
 
 @contextmanager
