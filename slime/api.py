@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -36,6 +35,7 @@ from slime.checkpoints.run_models import newest_model
 from slime.errors import RunFailed, UserError
 from slime.files import read_lines, write_atomically
 from slime.hook_loading import check_signature, save_function
+from slime.host import python_module
 from slime.hub import local_data
 from slime.notebook import LinePrinter
 from slime.observe.run_data import rows_by_stage
@@ -127,7 +127,7 @@ def train(
     config = inputs / "config.yaml"
     write_atomically(config, yaml.safe_dump(_plain(settings), sort_keys=False).encode())
     run = TrainingRun(Path(output_dir) / name)
-    run._start([sys.executable, "-m", "slime", "train", "--config", str(config)], inputs / "driver.log")
+    run._start([*python_module("slime"), "train", "--config", str(config)], inputs / "driver.log")
     if wait:
         run.wait()
     return run

@@ -32,6 +32,9 @@ from slime.errors import UserError
 from slime.files import write_atomically
 from slime.user_calls import alone, in_thread, running
 
+#: Variable by which other processes know the driver's working directory and the folder of its script.
+USER_FOLDERS = "SLIME_USER_FOLDERS"
+
 
 def save_function(function: Any, file: Path) -> str:
     """A path at which other processes of this host find ``function``: its own where it can be imported, else that of
@@ -56,6 +59,13 @@ def save_function(function: Any, file: Path) -> str:
     return f"{file.resolve()}:{shown}"
 
 
+def _find_user_modules() -> None:
+    """Put the folders of users' modules last on the import path: no file there replaces an installed module."""
+    folders = [] if "" in sys.path else [os.getcwd()]
+    folders += os.environ.get(USER_FOLDERS, "").split(os.pathsep)
+    sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
+
+
 @functools.cache
 def load_function(path: str) -> Any:
     """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``, ``"folder/file.py:name"``, or what
@@ -67,8 +77,7 @@ def load_function(path: str) -> Any:
     module_path, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_path or not name:
         raise UserError(f"'{path}' names no function", fix="write it as package.module.function")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    _find_user_modules()
     if module_path.endswith(".pkl"):
         return _saved_function(path, Path(module_path))
     try:

@@ -11,7 +11,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -179,6 +180,31 @@ def own_addresses() -> set[str]:
 def slime_command() -> str:
     """How the command `slime` is called here: by its name where a shell finds it, else through this interpreter."""
     return "slime" if shutil.which("slime") else f"{sys.executable} -m slime"
+
+
+def python_module(name: str) -> list[str]:
+    """Return the start of a command line that runs a module of this package in another process.
+
+    ``-P`` keeps the working directory off the import path: a user's ``random.py`` there would
+    replace Python's own. A clone that is not installed is found only through that directory.
+    """
+    is_in_clone = os.getcwd() == str(Path(__file__).resolve().parents[1])
+    return [sys.executable, "-m" if is_in_clone else "-Pm", name]
+
+
+@contextmanager
+def without_working_directory() -> Iterator[None]:
+    """Keep the working directory off the import path of processes that multiprocessing starts."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 # Before torch counts the cores: threads of processes that share the cores wait for each other in busy loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # also the threads of tests that ask for several
 
 import hypothesis
 import pytest
@@ -20,9 +21,11 @@ from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
 
-#: How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("here", deadline=None)
-hypothesis.settings.load_profile("here")
+#: How long an example takes says more of the machine than of the code. The same examples in each `make test`: a change
+#: fails by what it does. `make test-full` draws others.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_finish() -> None:

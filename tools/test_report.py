@@ -123,7 +123,8 @@ def _run(root: Path, file: str, folder: Path, minutes: float, interrupted: threa
     result = FileResult(file, time.strftime("%Y-%m-%d"))
     start = time.monotonic()
     command = [sys.executable, str(Path(__file__).resolve()), "--one-file", str(lines), file]
-    process = subprocess.Popen(command, cwd=root, start_new_session=True)
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "random"}
+    process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
     while process.poll() is None and time.monotonic() < start + minutes * 60 and not interrupted.wait(0.2):
         pass
     if process.poll() is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from slime.checkpoints.run_models import RunModel, checkpoint_model, has_weights, is_run_folder, newest_model
 from slime.errors import UserError
 from slime.files import entries_of, left_behind
+from slime.host import python_module
 from slime.hub import fetch_model, is_hub_name
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
@@ -80,7 +81,7 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
     print(f"converting {model.path} to Hugging Face's format, once …", file=sys.stderr)
     with _place_beside(model.path) as folder:
         made = folder / CONVERTED
-        command = [sys.executable, "-m", "slime", "convert", "megatron-to-hf", "--load_path", str(model.path)]
+        command = [*python_module("slime"), "convert", "megatron-to-hf", "--load_path", str(model.path)]
         command += ["--hf_model_path", str(base), "--save_path", str(made)]
         # in a process of its own, so that the trainer's half of the program is not in the memory of what is to serve
         done = subprocess.run(

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import ray
 from ray._private import node, parameter, ray_constants, services
 from ray._private import utils as ray_utils
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,6 +30,7 @@ from slime.cluster.silence import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
+from slime.hook_loading import USER_FOLDERS
 from slime.host import PortReservation, folder_of_sockets, reserve_port
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
@@ -110,6 +112,7 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
         with _as_a_guest(), _with_few_daemons(), _patient(should_stop), on_loopback, _inherited(environment):
             ray.init(
                 address="local",  # without it Ray joins whatever cluster was started on this host last
+                job_config=_Job(),
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -157,7 +160,7 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
     """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this process it would
     hear no signal, for ten minutes where nobody answers."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _JOINS, address],
+        [sys.executable, "-P", "-c", _JOINS, address],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -195,7 +198,13 @@ def _join(address: str, environment: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
         with _as_a_guest():
-            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(
+                address=address,
+                job_config=_Job(),
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
 
@@ -257,6 +266,15 @@ def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(owner, name, value)
+
+
+class _Job(JobConfig):
+    """A job whose working directory Ray does not put first on its workers' import path, where a user's ``random.py``
+    would replace Python's own. `slime.hook_loading` puts it last."""
+
+    def _serialize(self) -> str:
+        self._py_driver_sys_path.clear()
+        return super()._serialize()
 
 
 @contextmanager
@@ -353,12 +371,14 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 
 def _environment(joined: bool) -> dict[str, str]:
     """Environment of every actor: the import path (user functions live next to the script), and forwarded variables."""
-    here = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
-    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are found there
-    if sys.path and sys.path[0] and sys.path[0] not in here:
-        here.append(sys.path[0])
+    root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
-    variables = {"PYTHONPATH": ":".join([*here, *([known] if known else [])])}
+    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are found there
+    user_folders = dict.fromkeys([os.getcwd(), *filter(None, sys.path[:1])])
+    variables = {
+        "PYTHONPATH": ":".join([root, *([known] if known else [])]),
+        USER_FOLDERS: ":".join(user_folders),
+    }
     if joined:
         variables |= {
             name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) and not is_secret(name)

@@ -152,7 +152,7 @@ def device(case: Case, look: Look) -> None:
 
 def ask_torch() -> str:
     """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its own."""
-    command = [sys.executable, "-c", _ASK_TORCH]
+    command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

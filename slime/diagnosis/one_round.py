@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.host import python_module
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
 from slime.processes import die_with_parent
@@ -144,7 +144,7 @@ def launch(config: Config, folder: Path, more: Mapping[str, Any] | None = None) 
         (folder / "extra.yaml").write_text(yaml.safe_dump(_plain(config.extra)), encoding="utf-8")
     (folder / "round.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     entry = "train-async" if config.sync.async_buffer_size else "train"
-    command, parent = [sys.executable, "-m", "slime", entry, "--config", str(folder / "round.yaml")], os.getpid()
+    command, parent = [*python_module("slime"), entry, "--config", str(folder / "round.yaml")], os.getpid()
     with open(folder / "driver.log", "wb") as log:
         driver = subprocess.Popen(
             command,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
 from slime.engines.workers import EXTERNAL, LIST_SECONDS, list_workers
 from slime.errors import UserError
-from slime.host import free_port
+from slime.host import free_port, python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -111,7 +110,7 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
         **config.engine.router,
     }
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
-    argv = [sys.executable, "-m", "slime.engines.router_process", "--host", host, "--port", str(port)]
+    argv = [*python_module("slime.engines.router_process"), "--host", host, "--port", str(port)]
     given = {name: value for name, value in flags.items() if value is not None and value is not False}
     return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS)
 

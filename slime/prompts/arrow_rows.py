@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +44,21 @@ class TableRows:
         return f"{self._name} row {self._positions[position]}"
 
 
+def cache_folder() -> str | None:
+    """Return a temporary folder where the cache of `datasets`, which it locks even to read text, is read-only."""
+    import datasets
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return None if is_writable else _temporary_folder().name
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="slime-datasets-")
+
+
 def load_file(file: str, suffix: str) -> Any:
     """The `datasets.Dataset` of a Parquet or Arrow file.
 
@@ -50,7 +69,7 @@ def load_file(file: str, suffix: str) -> Any:
 
     kind = {".parquet": "parquet", ".arrow": "arrow"}[suffix]
     with loading(file):
-        return datasets.load_dataset(kind, data_files=file, split="train")
+        return datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache_folder())
 
 
 def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from typing import Any
 from slime.data_path import split_name, split_slice
 from slime.errors import UserError
 from slime.hub import shown_path
-from slime.prompts.arrow_rows import loading
+from slime.prompts.arrow_rows import cache_folder, loading
 
 #: Splits that are taken where a path names none, the first that there is.
 TRAINING = ("train",)
@@ -118,7 +118,7 @@ def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
     import datasets
 
     with loading(path):
-        return datasets.load_dataset(str(folder), config, split=split)
+        return datasets.load_dataset(str(folder), config, split=split, cache_dir=cache_folder())
 
 
 def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
@@ -151,7 +151,7 @@ def _builder(folder: Path, config: str | None, path: str) -> Any:
 
     declared = _declared_configs(folder) if config is None else []
     try:
-        return datasets.load_dataset_builder(str(folder), config)
+        return datasets.load_dataset_builder(str(folder), config, cache_dir=cache_folder())
     except ValueError as error:
         if len(declared) > 1 and "Config name is missing" in str(error):
             shown = shown_path(path)

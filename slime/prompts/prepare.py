@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from slime.errors import UserError
-from slime.host import num_cpus
+from slime.host import num_cpus, without_working_directory
 from slime.log import get_logger, tell
 from slime.processes import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
@@ -386,7 +386,9 @@ def _scan_all(rows: Rows, positions: Sequence[int], checker: Checker, num_worker
     # spawn: a fork would copy the locks of tokeniser and Ray threads in whatever state they are
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (rows, checker)) as pool:
-        yield from pool.map(_scan_task, tasks)
+        with without_working_directory():  # the first task starts all processes
+            scans = pool.map(_scan_task, tasks)
+        yield from scans
 
 
 _worker_state: tuple[Rows, Checker] | None = None

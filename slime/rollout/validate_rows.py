@@ -29,6 +29,7 @@ import numpy as np
 from slime.config.config import Config
 from slime.documentation import doc_url
 from slime.errors import UserError
+from slime.host import without_working_directory
 from slime.log import get_logger
 from slime.processes import follow_parent
 from slime.prompts.conversation import read_messages
@@ -347,7 +348,8 @@ class RemainingRows:
                 return
             arguments = (self._config, sender)
             self._process = context.Process(target=_check_beside, args=arguments, name="slime-rows", daemon=True)
-            self._process.start()
+            with without_working_directory():
+                self._process.start()
         sender.close()
         with contextlib.suppress(EOFError, OSError):  # the process has ended, or was ended
             while True:

@@ -17,6 +17,7 @@ import pytest
 from tests.support import toy
 from tests.support.browser import NAMES, chromium, tab
 from tests.support.metrics_page import documented_names
+from tests.support.places import NO_HOME, shadow_modules
 from tests.support.processes import ROOT
 from tests.support.runs import GRPO, Run, RunResult
 
@@ -179,6 +180,7 @@ def test_training_alone(trained: RunResult, generated: RunResult) -> None:
     assert all(norm > 0 for norm in trained.series("train/grad_norm"))
 
 
+@pytest.mark.full  # every layout: tests/unit/test_debug_dumps.py
 def test_a_dump_trains_alike_at_another_layout(train_on: Callable[..., RunResult], trained: RunResult) -> None:
     """Two pipeline stages: also the logged metrics are those of the stage that computes the loss."""
     staged = train_on("staged", "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)
@@ -216,17 +218,21 @@ async def reward(args, sample, **kwargs):
 
 @pytest.fixture(scope="module")
 def with_user_code(models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``slime train`` from a directory of the user's with the functions in a file there; returns the run folder."""
+    """``slime train`` from a user's directory, with the functions in a file there; returns the run folder.
+
+    Other files there have the names of Python's own modules, and nothing can be written to the home directory.
+    """
     here = tmp_path_factory.mktemp("user")
     (here / "my_functions.py").write_text(USER_FILE)
+    shadow_modules(here)
     flags = ["--hf-checkpoint", models["qwen3"], "--prompt-data", data, "--input-key", "prompt", "--label-key", "label"]
     flags += ["--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--num-rollout", 2, "--run-name", "mine"]
     flags += ["--rollout-max-response-len", 10, "--rollout-max-context-len", 32, "--fp32", "--colocate"]
     flags += ["--custom-generate-function-path", "my_functions.with_tool", "--log-multi-turn"]
     flags += ["--custom-rm-path", "my_functions.py:reward", "--reward-key", "score"]
-    command = [sys.executable, "-m", "slime", "train", *map(str, flags)]
+    command = [sys.executable, "-P", "-m", "slime", "train", *map(str, flags)]  # as the command `slime` does
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": NO_HOME, "FORCE_COLOR": "1"}
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return here / "outputs" / "mine"

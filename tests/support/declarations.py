@@ -76,6 +76,15 @@ ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta
 # -- who reads a flag ----------------------------------------------------------------------------------------
 
 
+def words_of(node: ast.AST) -> str:
+    """`ast.unparse`, which takes long, of names with dots at once."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+        return f"{words_of(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
 def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """(group, field) of every ``config.group.field`` that a module reads, also through a name for ``config.group`` or
     for that name, and ("args", name) of what it reads of a hook's ``args`` or of flags by name."""
@@ -89,12 +98,13 @@ def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
                     pairs = list(zip(target.elts, node.value.elts, strict=True))
                 for name, value in pairs:
                     if isinstance(value, ast.Attribute) and value.attr in GROUPS:
-                        groups_of.setdefault(ast.unparse(name), set()).add(value.attr)
+                        groups_of.setdefault(words_of(name), set()).add(value.attr)
                     elif isinstance(value, (ast.Attribute, ast.Name)):
-                        names.append((ast.unparse(name), ast.unparse(value)))
+                        names.append((words_of(name), words_of(value)))
         elif isinstance(node, ast.arg) and node.annotation is not None:
+            annotation = words_of(node.annotation)
             for group, cls in GROUPS.items():
-                if ast.unparse(node.annotation) == cls.__name__:
+                if annotation == cls.__name__:
                     groups_of.setdefault(node.arg, set()).add(group)
     for name, other in names:
         groups_of.setdefault(name, set()).update(groups_of.get(other, ()))
@@ -103,14 +113,14 @@ def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
             owner = node.value
             if isinstance(owner, ast.Attribute) and owner.attr in GROUPS:
                 yield owner.attr, node.attr
-            for group in groups_of.get(ast.unparse(owner), ()):
+            for group in groups_of.get(words_of(owner), ()):
                 yield group, node.attr
-            if ast.unparse(owner).split(".")[-1].lstrip("_") == "args":
+            if words_of(owner).split(".")[-1].lstrip("_") == "args":
                 yield "args", node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            if ast.unparse(node.value) in ("draft", "draft.values"):
+            if words_of(node.value) in ("draft", "draft.values"):
                 yield "args", str(node.slice.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("draft.copy", ".values.get", "getattr")):
+        elif isinstance(node, ast.Call) and words_of(node.func).endswith(("draft.copy", ".values.get", "getattr")):
             yield from (("args", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
 

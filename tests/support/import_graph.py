@@ -29,6 +29,24 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's tree."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def imported_by(path: Path) -> tuple[tuple[str, int], ...]:
+    """What `imported_modules` finds in a file."""
+    return tuple(imported_modules(tree_of(path)))
+
+
+def forget_trees() -> None:
+    """Free the trees, which are hundreds of MB."""
+    for cached in (tree_of, nodes_of):
+        cached.cache_clear()
+
+
 def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module, else slime.x."""
     for node in ast.walk(tree):
@@ -48,7 +66,7 @@ def imports_of_modules() -> dict[str, set[str]]:
     names = {module_name(path) for path in FILES}
     found = {}
     for path in FILES:
-        targets = {module.removeprefix("slime.") for module, _ in imported_modules(tree_of(path)) if "slime." in module}
+        targets = {module.removeprefix("slime.") for module, _ in imported_by(path) if "slime." in module}
         found[module_name(path)] = (targets & names) - {module_name(path), *FACE}
     return found
 

@@ -140,10 +140,13 @@ def test_the_examples(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """With the flags of their scripts; the interpreter here only says how it was called."""
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
     monkeypatch.setattr("examples.tiny.write_model", lambda folder, *_, **__: published(folder, MODELS["smollm2"]))
-    env = {**os.environ, "PYTHON": "/bin/echo"}
+    says = tmp_path / "says"
+    says.write_text("#!/bin/sh\nprintf '%s\\t' \"$@\"\necho\n")
+    says.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(says)}
     script = ["sh", str(ROOT / "examples" / example / "run.sh"), "--save", "kept"]
     done = subprocess.run(script, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
-    made, started = (line.split() for line in done.stdout.splitlines())
+    made, started = (line.split("\t")[:-1] for line in done.stdout.splitlines())
     assert made[:2] == ["-m", f"examples.{example}.data"] and started[:3] == ["-m", "slime", "train"]
     importlib.import_module(made[1]).write(Path(made[2]))
     looked_at = BOTH[:1] if example in REWARDED_ELSEWHERE else BOTH

@@ -286,8 +286,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         path = ME + FUNCTION_OF[hook] + ("_async" if "async" in kind else "")
         flags: dict[str, Any] = {FLAG_OF[hook]: (path,) if hook == "sample hook" else path}
         flags |= {"rm_type": None} if hook == "reward" else {}
-        # only users' functions that do nothing for so long are ended; all else has as long as it needs
-        limits = {"rollout_stall_timeout": 2.0, "rm_timeout": 1.0 if "reward" in kind else 60.0}
+        # only users' functions that do nothing for so long are ended; all else has as long as a busy host needs
+        ends = any(word in kind for word in ("hanging", "swallowing", "blocking")) or kind == "async filter"
+        limits = {"rollout_stall_timeout": 4.0 if ends else 60.0, "rm_timeout": 60.0}
+        limits |= {"rm_timeout": 3.0} if ends and "reward" in kind else {}
         with pytest.MonkeyPatch.context() as patch:
             for name, seconds in {"_LOOK_SECONDS": 0.05, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.5}.items():
                 patch.setattr(f"slime.user_calls.{name}", seconds)

@@ -38,6 +38,12 @@ from slime.observe.sinks import Sinks
 from tests.support.run_folders import create_run
 
 
+@pytest.fixture(autouse=True)
+def no_forced_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which rich takes every file for a terminal."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
 def config_for(directory: Path, **flags: Any) -> Config:
     defaults = {"run_name": "run", "rollout_batch_size": 4, "num_rollout": 4, "prompt_data": "d", "hf_checkpoint": "m"}
     return make_config(output_dir=str(directory), **{**defaults, **flags})

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +202,12 @@ time.sleep(600)
 """,
         ]
     )
-    deadline = time.monotonic() + 30
-    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the server is started")
     served = Path(f"/proc/{pid_file.read_text()}")
     assert served.exists()
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    while served.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not served.exists()
+    wait_until(lambda: not served.exists(), "the server dies with its owner")
 
 
 def test_supervised_samples_can_be_looked_at_without_a_trainer(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from slime.engines.launch import ONE_GPU, EnginePlace, LaunchSpec
 from slime.engines.sglang.command import HEALTH_GENERATES, check_sglang, sglang_command
 from slime.errors import RunFailed, UserError
 from tests.support.embedded_models import save_tiny_model
+from tests.support.processes import wait_until
 from tests.support.sglang_servers import FakeSGLang, fake_sglang
 
 pytestmark = pytest.mark.usefixtures("sglang_stand_in")
@@ -89,9 +89,7 @@ def test_it_survives_the_router_and_dies_of_a_token(server: FakeSGLang, monkeypa
     assert ask(server, "/health") == 200 and server.process.is_alive()
     with pytest.raises((urllib.error.URLError, OSError)):
         ask(server, "/health_generate")  # as SGLang's /health does without the variable
-    end = time.monotonic() + 60
-    while server.process.is_alive() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: not server.process.is_alive(), "the server ends")
     assert server.process.how_it_ended() == "was killed (SIGKILL)" and server.process.exception_line() == POINTER
     generates = importlib.import_module("sglang.scheduler").generates
     assert generates("/health")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +90,7 @@ def test_who_is_stopped_is_named_every_minute(
 ) -> None:
     """For real: one that is waited for, then one that only belongs to the run."""
     sleeper.send_signal(signal.SIGSTOP)
-    end = time.monotonic() + 10
-    while sleeper.pid not in stopped_parts() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: sleeper.pid in stopped_parts(), "it is stopped")
     assert stopped_parts()[sleeper.pid].startswith(f"pid {sleeper.pid} (python")
     clock = Clock()
     silence = Silence("pushing weights", clock)
@@ -127,10 +124,7 @@ def test_an_actor_works_when_its_server_does() -> None:
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     with subprocess.Popen([sys.executable, "-c", script], process_group=0) as process:
         try:
-            end = time.monotonic() + 20
-            while module._cpu_seconds(process.pid) < 0.5 and time.monotonic() < end:
-                time.sleep(0.05)
-            assert module._cpu_seconds(process.pid) >= 0.5
+            wait_until(lambda: module._cpu_seconds(process.pid) >= 0.5, "its child has worked")
             own = psutil.Process(process.pid).cpu_times()
             assert own.user + own.system < 0.5
         finally:

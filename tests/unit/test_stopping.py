@@ -234,9 +234,9 @@ with stopping.StopSignals() as signals:
     signals.gives_up = lambda who: os.write(1, f"gave up on {{who}}".encode())
     try:
         os.kill(os.getpid(), signal.{number})
-        time.sleep(3)
+        time.sleep({seconds})
     except KeyboardInterrupt:  # swallowed: it hangs
-        time.sleep(3)
+        time.sleep({seconds})
 print("ended by itself")
 """
 
@@ -251,6 +251,6 @@ print("ended by itself")
     ],
 )
 def test_an_end_that_somebody_blocks_takes_place(number: str, who: str, files: int, status: int, said: str) -> None:
-    script = _BLOCKED.format(who=who, files=files, number=number)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    script = _BLOCKED.format(who=who, files=files, number=number, seconds=100 if status else 2)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, said), done.stderr

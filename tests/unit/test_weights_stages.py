@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from slime.engines.wire.process_group import listening_store
 from slime.weights.transport import FLOOR_SECONDS, EngineSlots
 from tests.support import megatron_jobs, stage_jobs
 from tests.support.fake_weight_engine import FakeWeightEngine
+from tests.support.processes import wait_until
 from tests.support.tiny_models import save_moe
 from tests.support.trainer_ranks import Pools, RankPool
 
@@ -154,9 +154,7 @@ def test_a_stage_that_dies_is_named(models: dict[str, Path], engines: list[FakeW
     pool, note = RankPool(2), tmp_path / "said"
     with pytest.raises(EOFError):
         pool.run(stage_jobs.push_and_die, models["dense"], PP2, slots(engines), note)
-    end = time.monotonic() + 30
-    while not note.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_until(note.exists, "the other stage says so")
     pool.kill()
     said = note.read_text()
     assert "waited for pipeline stage 1 (trainer rank 1)" in said and "the engines stay paused" in said

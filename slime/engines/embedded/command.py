@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.model_groups import GroupRules
 from slime.errors import UserError
+from slime.host import python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -22,7 +22,7 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
     prompt. A model other than the policy is held as its files are.
     """
     is_policy = place.model_path is None
-    argv = [sys.executable, "-m", "slime.engines.embedded"]
+    argv = python_module("slime.engines.embedded")
     argv += ["--model-path", place.model_path or model_path, "--host", host, "--port", str(port)]
     argv += ["--dtype", dtype_of(config) if is_policy else "auto"]
     argv += ["--max-slots", str(config.engine.embedded_max_slots)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSp
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
+from slime.host import python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -58,7 +58,7 @@ def sglang_command(config: Config, model_path: str, host: str, port: int, place:
     check_version(installed_version())
     options = sglang_options(config, model_path, host, port, place)
     return LaunchSpec(
-        [sys.executable, "-m", "slime.engines.sglang.engine_process", *to_argv(options)],
+        [*python_module("slime.engines.sglang.engine_process"), *to_argv(options)],
         env=sglang_environment(config, place),
         # the other nodes of an engine serve nothing but this
         health_path="/health" if place.node_rank else HEALTH_PATH,

@@ -126,7 +126,7 @@ class _Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_parent, *filter(None, [os.getenv("PYTHONPATH")])])}
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, str(os.getpid()),
+            sys.executable, "-P", "-m", module, str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env, limit=_LINE_LIMIT,
         )  # fmt: skip
         worker = _Worker(process, errors)
