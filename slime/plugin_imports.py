@@ -98,8 +98,9 @@ def _unavailable(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]
     for alias in node.names:
         path = f"{module}.{alias.name}"
         known = OLD_MODULES.get(module)
-        if reason := NO_COUNTERPART.get(f"{module}:{alias.name}") or NO_COUNTERPART.get(path):
-            yield path, reason
+        refused = NO_COUNTERPART.get(f"{module}:{alias.name}") or NO_COUNTERPART.get(path)
+        if refused:
+            yield path, refused
         elif known is not None and alias.name not in (*known, "*") and path not in OLD_MODULES:
             yield path, f"of {module} there are {', '.join(sorted(known)) or 'no names'}"
 

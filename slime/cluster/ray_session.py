@@ -31,7 +31,7 @@ from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_fo
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.hook_loading import USER_FOLDERS
-from slime.host import PortReservation, folder_of_sockets, reserve_port
+from slime.host import PortReservation, folder_of_sockets, python_module, reserve_port
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
@@ -47,7 +47,7 @@ _LOOK_SECONDS = 0.1
 _JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 #: What trainers that were killed leave, besides processes; run where no driver is there to do it.
-_FREE_SHARED_MEMORY = [sys.executable, "-m", "slime.engines.wire.shared_memory"]
+_FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
 #: For the kernel to end a tree of processes.
 _KILLED_SECONDS = 6.0
 #: For a raylet to register, which waits for its agents; each of them imports Ray.

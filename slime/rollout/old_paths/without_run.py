@@ -12,6 +12,7 @@ import inspect
 from typing import Any
 
 from slime.config.flags import all_flags
+from slime.errors import UserError
 from slime.hook_loading import load_function
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import sampling_params as engine_params
@@ -75,6 +76,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     old = importlib.import_module(_OLD)
     state = old.GenerateState(args)
     if not sample.tokens:
+        if not isinstance(sample.prompt, str):
+            raise UserError("the prompt is no text", fix="render messages first, with --apply-chat-template in a run")
         sample.tokens = token_ids(state.tokenizer, sample.prompt)
     params = dict(sampling_params)
     if sample.response_length:

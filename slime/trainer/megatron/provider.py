@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -105,7 +104,7 @@ def default_layer_spec(args: Any, config: TransformerConfig, vp_stage: int | Non
 
 
 def specified_layers(
-    spec: tuple[str, ...], args: SimpleNamespace, config: TransformerConfig, vp_stage: int | None, default: Layers
+    spec: tuple[str, ...], args: Any, config: TransformerConfig, vp_stage: int | None, default: Layers
 ) -> TransformerBlockSubmodules:
     """The layers that the function or object of ``--spec`` gives for this stage.
 
