@@ -46,7 +46,7 @@ class TrainConfig:
     micro_batch_size: int = flag(
         1,
         range=SOME,
-        needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens"),
+        needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens", warns=True),
         serves="samples",
     )
     """Samples per micro-batch; given, it turns packing by tokens off."""
@@ -164,7 +164,9 @@ class CheckpointConfig:
     )
     """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the trainer's weights for
     a fresh start."""
-    trust_remote_code: bool = flag(False, serves=("driver", "collection", "generation", "samples", "trainer", "engine"))
+    trust_remote_code: bool = flag(
+        False, serves=("driver", "collection", "generation", "samples", "training", "engine")
+    )
     """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off: a model that needs
     it is refused."""
     model_name: str | None = flag(None, serves=("generation", "samples", "trainer", "push"))

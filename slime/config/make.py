@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.config.checks import check, incomplete, refuse_unsupported, unsupported, violations
@@ -166,19 +166,26 @@ def _with_files(flags: Given, errors: list[UserError] | None) -> Given:
         errors: takes what is wrong with the files; None: it is raised.
     """
     given = Given()
-    for dest, read in (("config", read_config_file), ("custom_config_path", read_custom_config)):
-        if dest == "custom_config_path":
-            given.update(flags)
-        path = (flags if dest == "config" else given).values.get(dest)
-        if path is None:
-            continue
-        try:
-            given.update(read(path, errors))
-        except UserError as error:
-            if errors is None:
-                raise
-            errors.append(error)
+    _add_file(given, flags.values.get("config"), read_config_file, errors)
+    given.update(flags)
+    _add_file(given, given.values.get("custom_config_path"), read_custom_config, errors)
     return given
+
+
+def _add_file(
+    given: Given,
+    path: str | None,
+    read: Callable[[str, list[UserError] | None], Given],
+    errors: list[UserError] | None,
+) -> None:
+    if path is None:
+        return
+    try:
+        given.update(read(path, errors))
+    except UserError as error:
+        if errors is None:
+            raise
+        errors.append(error)
 
 
 def _finish(draft: Draft) -> Config:

@@ -59,7 +59,8 @@ PLACES: dict[str, tuple[Part, ...]] = {
 DRIVES = ("cluster/run_cluster.py", "loop.py", "placement.py", "saving.py", "schedule.py", "session.py")
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no part acts by it.
 LOOKS_AHEAD = (
-    "cli", "cluster/engine_fit.py", "diagnosis", "legacy_paths.py", "memory", "preflight.py", "pushes.py",
+    "changed_inputs.py", "cli", "cluster/engine_fit.py", "diagnosis", "hooks.py", "legacy_paths.py", "memory",
+    "preflight.py", "pushes.py",
     "rollout/old_paths", "rollout/rewards/row_checks.py", "rollout/validate_rows.py", "trainer/quantised_rules.py",
     "weights/quantised_launch.py",
 )  # fmt: skip
@@ -192,6 +193,9 @@ def not_taken(spec: FlagSpec) -> set[Any]:
 
 
 def other_than_default(spec: FlagSpec) -> Any:
+    chosen = {"spec": ("my.layers", "layers"), "prefill_num_servers": 1, "kl_loss_type": "k2"}
+    if spec.dest in chosen:
+        return chosen[spec.dest]
     if spec.kind == "bool":
         return not spec.default
     if spec.choices:
@@ -199,8 +203,6 @@ def other_than_default(spec: FlagSpec) -> Any:
         return (value,) if spec.many else value
     if spec.dest == "rollout_external_engine_addrs":
         return ("host:7",)
-    if spec.dest in ("spec", "prefill_num_servers"):
-        return {"spec": ("my.layers", "layers"), "prefill_num_servers": 1}[spec.dest]
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
     numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]

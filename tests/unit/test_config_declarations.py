@@ -346,5 +346,5 @@ def test_what_this_system_sets_itself_is_refused_at_its_default_too(flag: str) -
     ["router_api_key", "sglang_api_key", "sglang_ssl_keyfile", "router_tls_cert_path", "router_jwt_issuer"],
 )
 def test_keys_that_each_run_makes_and_encryption_that_no_client_speaks_are_refused(flag: str) -> None:
-    with pytest.raises(UserError, match=r"a key of its own|plain HTTP"):
+    with pytest.raises(UserError, match=r"its own key|plain HTTP"):
         make_config(**{flag: "x"})
