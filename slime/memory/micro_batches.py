@@ -9,8 +9,8 @@ from slime.memory.hardware import DeviceMemory, device_memory, is_on_gpu
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import joined_cluster
 
-#: Most tokens of a derived limit. Larger micro-batches were not faster: on GPUs the products are large enough at 16,384
-#: tokens, on CPUs the activations of 4,096 leave the caches anyway (docs/performance.md, "Micro-batches").
+#: Most tokens of a derived limit: GPUs are busy with the products of so many, and a CPU gains little from 1,024 on
+#: (docs/performance.md, "Micro-batches").
 LARGEST_ON_GPU = 16384
 LARGEST_ON_CPU = 4096
 SMALLEST = 512
