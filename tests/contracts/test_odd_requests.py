@@ -79,7 +79,7 @@ ODD: list[tuple[str, Any, str]] = [
     ("/resume_memory_occupation", {"tags": ["heap"]}, "tags must be one of: weights, kv_cache"),
     ("/weights_checker", {"action": []}, "action must be one of"),
     ("/weights_checker", {"names": 5}, "names must be"),
-    ("/destroy_weights_update_group", {"group_name": []}, "group_name must be a string"),
+    ("/destroy_weights_update_group", {"group_name": []}, "group_name must be a text"),
     ("/update_weights_from_tensor", {"load_format": "shared_memory", "segments": [5]}, "segments"),
     ("/tokenize", {"prompt": 5}, "prompt must be a string"),
     ("/detokenize", {"tokens": [10**9]}, "tokens must be an integer from 0"),

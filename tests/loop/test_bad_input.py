@@ -122,7 +122,7 @@ def model(world: World, tmp_path: Path) -> Path:
 
 def test_no_model_directory(refuse: Callable[..., str]) -> None:
     error = refuse("--hf-checkpoint", "models/../Qwen3-0.6B")
-    assert "does not exist" in error and "org/name of a model on the hub" in error
+    assert "no such directory" in error and "org/name for a Hub model" in error
 
 
 def test_no_tokenizer(refuse: Callable[..., str], model: Path) -> None:
