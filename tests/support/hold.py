@@ -17,11 +17,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.generate import is_in_run
 from slime.samples.types import Sample
 from tests.support.moments import leave_daemons
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:
+    if not is_in_run():  # the launch tries it on a label
+        return 0.0
     assert sample.index is not None
     rollout_id = sample.index // (args.rollout_batch_size * args.n_samples_per_prompt)
     folder = Path(os.environ["SLIME_TEST_HOLD"])
@@ -66,6 +69,8 @@ def hold_saves(args: Any) -> None:
 
 def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
     """A reward that uses a client which goes by the environment's proxies; 1 when the run's router answers it."""
+    if not is_in_run():
+        return 0.0
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/liveness"
     with urllib.request.urlopen(url, timeout=30) as answer:
         return float(answer.status == 200)
@@ -76,7 +81,8 @@ def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
 
 def reward_and_note(args: Any, sample: Sample, **_: Any) -> float:
     """`reward` in the rollout actor, which also writes its environment down."""
-    _note_environment("rollout")
+    if is_in_run():
+        _note_environment("rollout")
     return reward(args, sample)
 
 
@@ -115,6 +121,8 @@ def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: An
 def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
     """Takes a moment, waits while <folder>/hold-sample-<index> exists, and appends "index pid time" to <folder>/scored
     in one write, so that it is there whatever is killed next."""
+    if not is_in_run():
+        return 0.0
     folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 240
     time.sleep(0.05)
     while (folder / f"hold-sample-{sample.index}").exists() and time.monotonic() < end:
@@ -130,6 +138,8 @@ async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
     Groups from the number in <folder>/hold-groups-from on wait (two minutes at most) while it is there."""
     from slime.rollout.loop import current_loop
 
+    if not is_in_run():
+        return 0.0
     end = time.monotonic() + 120
     while _is_held(sample) and time.monotonic() < end:
         await asyncio.sleep(0.05)
