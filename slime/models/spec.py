@@ -247,8 +247,8 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
         raise UserError(
             f"no model config at {path}",
             why=f"the directory holds: {', '.join(there) or 'nothing'}" if there is not None else "no such directory",
-            fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name"
-            " for a Hub model; no local path of that name may exist",
+            fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, *.safetensors, tokenizer), or"
+            " org/name for a Hub model; no local path of that name may exist",
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON", why=str(error), fix="copy the file again") from error
