@@ -217,7 +217,7 @@ def build(
         spec = specs[dest]
         if not spec.sections:
             groups[spec.group][spec.attribute] = value
-        for section in spec.sections if not spec.meta.no_effect else ():
+        for section in spec.sections:
             groups[spec.group].setdefault(section, {})[spec.attribute] = value
     built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
     return Config(**built, origins=origins, extra=extra, warnings=warnings)

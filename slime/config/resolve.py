@@ -28,7 +28,7 @@ DEFAULT_PROMPTS, DEFAULT_SAMPLES = 32, 8
 
 
 #: From one checkpoint to the next: a short run would spend a third of its time on them.
-_LEAST_SECONDS = 120.0
+_CHECKPOINT_SPACING = 120.0
 
 
 def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False) -> Draft:
@@ -251,7 +251,7 @@ def _references(draft: Draft) -> None:
 
 def _checkpoints(draft: Draft) -> None:
     timed = draft["save_interval"] is None
-    draft.derive("save_min_seconds", _LEAST_SECONDS if timed else 0.0, "120, or 0 with save_interval")
+    draft.derive("save_min_seconds", _CHECKPOINT_SPACING if timed else 0.0, "120, or 0 with save_interval")
     if draft["save"] is not None and timed:
         draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
     fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]

@@ -46,8 +46,8 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
 def _without_effect(flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
     """Flags by dest that Megatron reads for other models than this one, and why they change nothing here."""
     idle = {}
-    for name in flags.transformer.keys() - _acting(spec.transformer, flags.transformer).keys():
-        idle[name] = "multi-latent attention has no biases"
+    if spec.is_mla and flags.transformer.get("add_qkv_bias"):
+        idle["add_qkv_bias"] = "multi-latent attention has no biases"
     if described["mscale"] is None and flags.model.get("rotary_scaling_factor", 1) == 1:
         for dest in ("mscale", "mscale_all_dim"):
             if flags.model.get(dest) == 1.0:
@@ -79,8 +79,10 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields without those that Megatron does not read for this kind of attention."""
-    idle = ("add_qkv_bias",) if described.get("multi_latent_attention") else ()
+    """The given fields without those whose flags have no effect, or that Megatron does not read for this attention."""
+    idle = {spec.attribute for spec in all_flags().values() if "transformer" in spec.sections and spec.meta.no_effect}
+    if described.get("multi_latent_attention"):
+        idle.add("add_qkv_bias")
     return {name: value for name, value in given.items() if name not in idle}
 
 

@@ -173,7 +173,7 @@ SETTINGS = {
     "router_policy": st.sampled_from(["cache_aware", "round_robin"]),
     "dynamic_sampling_filter_path": st.sampled_from([None, "slime.rollout.filters.check_reward_nonzero_std"]),
 }
-_ADVISED = re.compile(r"--([a-z][a-z-]+)(?: ([\w.]+))?(?! \(it is)")
+_ADVISED = re.compile(r"--([a-z][a-z-]+)(?: ([\w.]+)(?![\w.]))?(?! \(it is)")
 
 
 @given(flags=st.fixed_dictionaries(SETTINGS), name=st.sampled_from([*FAULTS, "nonfinite", "large_gradient"]))

@@ -77,7 +77,7 @@ KNOWN: dict[str, tuple[Callable[[Mistakes], object], str]] = {
     "no effect": (lambda m: m.add("--opsm-delta", "0.3"), "--opsm-delta has no effect"),
     "range": (lambda m: m.add("--gamma", "2"), "--gamma is 2"),
     "layout": (lambda m: m.add("--tensor-model-parallel-size", "2"), "cannot be divided by 2"),
-    "not supported": (lambda m: m.add("--use-opd"), "--use-opd is not supported"),
+    "not supported": (lambda m: m.add("--use-opd"), "on-policy distillation is not in this version"),
     "data": (lambda m: m.add("--prompt-data", "nowhere.jsonl"), "nowhere.jsonl"),
     "evaluation": (lambda m: m.add("--eval-prompt-data", "held-out", "nothing.jsonl"), "nothing.jsonl"),
     "hook": (lambda m: m.add("--custom-generate-function-path", "nowhere.generate"), "nowhere"),

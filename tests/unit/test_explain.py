@@ -262,7 +262,7 @@ def test_what_an_earlier_launch_failed_of_is_over(tmp_path: Path) -> None:
 
 def test_alarms_of_the_metrics_follow(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "finished", flags={**FLAGS, "more": {"rollout_max_response_len": 512}})
-    rows = [{"step": step, "rollout/truncated_ratio": 1.0, "train/grad_norm": 1.0} for step in range(6)]
+    rows = [{"step": step, "rollout/truncated_ratio": 1.0, "train/grad_norm": 1.0} for step in range(20)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (finding,) = explain(folder).findings
     assert finding.trouble.name == "endless-generation" and not finding.is_fatal
