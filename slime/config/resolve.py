@@ -312,7 +312,8 @@ def derive_batch_sizes(draft: Draft) -> None:
 def _micro_batches(draft: Draft) -> None:
     """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the launch."""
     if not draft.is_run:
-        draft.derive("use_dynamic_batch_size", False, "a part of the system, without the defaults of a run")
+        packs = draft.is_given("max_tokens_per_gpu")
+        draft.derive("use_dynamic_batch_size", packs, "a part of the system: with max_tokens_per_gpu")
     elif draft.is_given("micro_batch_size"):
         draft.derive("use_dynamic_batch_size", False, "micro_batch_size is given")
     draft.derive("use_dynamic_batch_size", True, "micro_batch_size is not given")

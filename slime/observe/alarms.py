@@ -376,7 +376,8 @@ def stale_samples(rows: Rows, flags: Flags) -> list[Alarm]:
         f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or without it"
         " --async-buffer-size and --update-weights-interval: earlier rollouts have put them back"
     )
-    fix = "pass --use-tis, which weighs their tokens, or --max-staleness, which has such groups generated anew"
+    weighing = "" if flags.get("use_tis") else "pass --use-tis, which weighs their tokens; "
+    fix = f"{weighing}--max-staleness has such groups generated anew"
     return [Alarm("Samples are too old", detail, fix)]
 
 

@@ -225,7 +225,7 @@ def plain_name(metric: str) -> tuple[str, str]:
     if parts[0] not in _PREFIXES or len(parts) < 2:
         return metric, unit  # a user's own
     title = ", ".join(map(_worded, parts[1:]))
-    return title[:1].upper() + title[1:], unit
+    return title[:1].upper() + title[1:] if title.strip() else metric, unit
 
 
 def _worded(part: str) -> str:

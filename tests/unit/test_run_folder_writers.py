@@ -44,6 +44,7 @@ def flags(base: Path, name: str = "run", lr: str = "1e-3", save: str = "outputs/
         "--n-samples-per-prompt": 2,
         "--num-rollout": 9,
         "--rm-type": "math",
+        "--micro-batch-size": 1,
     }
     return [str(word) for pair in given.items() for word in pair]
 

@@ -131,7 +131,7 @@ def test_which_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"--no-api-key does not go with --host 0\.0\.0\.0"):
         _key(flags(no_api_key=True, host="0.0.0.0"))
     for wrong in ("", "short", "has a blank", "nön-ascii-key"):
-        with pytest.raises(UserError, match="--api-key is not usable as a key"):
+        with pytest.raises(UserError, match="--api-key is no key"):
             _key(flags(api_key=wrong))
     monkeypatch.setenv(VARIABLE, "of-the-environment")
     assert _key(flags()) == "of-the-environment" and _key(flags(api_key="of-the-flag")) == "of-the-flag"
