@@ -123,4 +123,4 @@ def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(re
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda path: path.parent.name)
 def test_every_recipe_keeps_what_it_trains(path: Path) -> None:
-    assert "no-save" not in path.read_text()
+    assert "\nno-save:" not in path.read_text()
