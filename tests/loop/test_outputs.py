@@ -105,7 +105,13 @@ def test_report_is_one_file(observed: RunResult) -> None:
 
 async def look_through(address: str) -> None:
     """Every view of one run, in a browser that complains of nothing."""
-    drawn = {"overview": "figure", "timeline": "canvas", "engines": "figure", "samples": "tbody tr", "settings": "td"}
+    drawn = {
+        "overview": "figure",
+        "timeline": "canvas",
+        "engines": "figure",
+        "samples": "details.group",
+        "settings": "td",
+    }
     async with tab() as page:
         for view, part in drawn.items():
             await page.open("about:blank")

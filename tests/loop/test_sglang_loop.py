@@ -65,7 +65,7 @@ def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path)
         assert len(engines) == 2
         push = ["resume weights", "pause", "bucket {}", "continue", "resume cuda_graph kv_cache", "generate"]
         release = "release cuda_graph kv_cache weights"
-        expected = [release, *push] * 3  # the last "generate" is the canary's
+        expected = [*[release, *push] * 3, release]  # the last "generate" is the canary's; then the model is written
         versions = iter("123")
         expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
         for engine in engines:

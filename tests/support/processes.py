@@ -134,7 +134,7 @@ class Driver:
         """Its living descendants whose title or command line contains ``what``."""
         self._take_note()
         found = []
-        for process in self._family:
+        for process in tuple(self._family):
             try:
                 if what in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
