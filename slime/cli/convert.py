@@ -111,6 +111,7 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
     given, specs = read_argv(words).values, all_flags()
     takes_them = options.command in (hf_to_megatron, megatron_to_hf)
+    given.pop("spec", None)  # tensors are those of the family, whatever layers compute with them
     foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
     if foreign or (given and not takes_them):
         raise UserError(
