@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.engines.api import EngineClient
-from slime.host import reserve_port
+from slime.processes.host import reserve_port
 
 NUM_REQUESTS = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -95,7 +95,7 @@ async def over_http(url: str, prompts: list[list[int]], lengths: list[int]) -> f
 @contextmanager
 def server(model_path: Path, dtype: str, threads: int, flags: list[str]) -> Iterator[str]:
     reservation = reserve_port("127.0.0.1")
-    argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model_path)]
+    argv = [sys.executable, "-m", "slime.embedded", "--model-path", str(model_path)]
     argv += ["--port", str(reservation.port), "--dtype", dtype, "--num-threads", str(threads)]
     argv += ["--parent-pid", str(os.getpid())]
     process = subprocess.Popen([*argv, "--log-level", "WARNING", *flags])

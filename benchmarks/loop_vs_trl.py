@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least
-from slime.host import num_gpus
+from slime.processes.host import num_gpus
 
 WARM_UP_STEPS = 2
 SAMPLES = 8

@@ -64,7 +64,7 @@ def table(found: Found) -> str:
 
 def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) -> None:
     """All runs with engines of one kind, which are one server: each run begins with a push of its own weights."""
-    from slime.host import free_port
+    from slime.processes.host import free_port
     from tests.support.contract_servers import embedded_argv, running
 
     wanted = [
@@ -107,7 +107,7 @@ def _run(
 ) -> Rows:
     """Mean reward, and how far apart trainer and engine are, of each step."""
     from slime.config import make_config
-    from slime.host import free_port
+    from slime.processes.host import free_port
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.trainer.megatron.parallel import RankInfo
     from slime.weights.sync import WeightSync

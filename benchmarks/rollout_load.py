@@ -27,14 +27,14 @@ import psutil
 
 from slime.config import make_config
 from slime.config.config import Config
-from slime.garbage import settle
-from slime.hooks import DataSource
+from slime.processes.garbage import settle
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample
+from slime.user_code.hooks import DataSource
 from tests.support.bpe_tokenizers import bpe_tokenizer
 
 ME = "benchmarks.rollout_load."

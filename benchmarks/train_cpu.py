@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
-from slime.host import reserve_port
+from slime.processes.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.parallel import RankInfo

@@ -20,10 +20,10 @@ from aiohttp import web
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.host import bind  # noqa: E402
-from slime.observe.report import write_report  # noqa: E402
-from slime.observe.watch.rows import Query  # noqa: E402
-from slime.observe.watch.server import Runs, application  # noqa: E402
+from slime.page.report import write_report  # noqa: E402
+from slime.page.rows import Query  # noqa: E402
+from slime.page.server import Runs, application  # noqa: E402
+from slime.processes.host import bind  # noqa: E402
 from tests.support.browser import chromium, tab  # noqa: E402
 from tests.support.watched_runs import make_run, vocabulary  # noqa: E402
 

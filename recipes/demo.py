@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recipes import arithmetic
 from slime.__main__ import guarded
-from slime.host import slime_command
+from slime.processes.host import slime_command
 
 SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 15, 20, 256
 GRPO_ROLLOUTS = 40

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slime import legacy_paths
+from slime.compat import import_paths as legacy_paths
 
 if TYPE_CHECKING:
-    from slime.api import TrainingRun, train
+    from slime.run.api import TrainingRun, train
 
 __version__ = "0.1.0"
 __all__ = ["TrainingRun", "train"]
@@ -14,9 +14,9 @@ legacy_paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface (`slime.api`), imported when it is first used: a `slime --help` does without it."""
+    """The Python interface (`slime.run.api`), imported when it is first used: a `slime --help` does without it."""
     if name not in __all__:
         raise AttributeError(f"module 'slime' has no attribute '{name}'")
-    from slime import api
+    from slime.run import api
 
     return getattr(api, name)

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 
 from slime import __version__
 from slime.errors import UserError
-from slime.processes import leave_what_hangs, something_hangs
+from slime.processes.owner import leave_what_hangs, something_hangs
 from slime.redact import redact_text
 
 _FULL = "the disk is full", "free disk space, or write somewhere else"
@@ -117,8 +117,8 @@ def _dispatch(words: list[str]) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once until the run takes the signal over (`slime.stopping`). Libraries that are being
-    imported swallow a KeyboardInterrupt, and nothing is there yet that would have to be closed."""
+    """Ctrl-C ends the process at once until the run takes the signal over (`slime.run.stopping`). Libraries that are
+    being imported swallow a KeyboardInterrupt, and nothing is there yet that would have to be closed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("interrupted", file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from slime import stacks
 from slime.errors import UserError
+from slime.processes import stacks
 from slime.redact import Redacting, redact_text, remember
 
 _ROOT = "slime"

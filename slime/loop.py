@@ -23,7 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime.session import Generating, Session
+    from slime.run.session import Generating, Session
 
 
 def train(session: Session) -> None:

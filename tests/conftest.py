@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # also the threads of tests
 import hypothesis
 import pytest
 
-from slime.garbage import settle
+from slime.processes.garbage import settle
 from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult

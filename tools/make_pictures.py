@@ -31,7 +31,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from slime.observe.console import ConsoleSink
-from slime.observe.report import write_report
+from slime.page.report import write_report
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -166,8 +166,8 @@ def watch_pngs(folders: Sequence[Path]) -> None:
     sys.path.insert(0, str(ROOT))  # for tests.support
     from aiohttp import web
 
-    from slime.host import bind
-    from slime.observe.watch.server import Runs, application
+    from slime.page.server import Runs, application
+    from slime.processes.host import bind
 
     async def take() -> None:
         runs = Runs(list(folders))

@@ -79,9 +79,9 @@ PARTS = (
     ),
     Part("trainer/megatron", ("slime/trainer/megatron/*.py",), 16, ("tests/unit/test_train_numerics.py",)),
     Part("weights", ("slime/weights/*.py",), 14),
-    Part("journal", ("slime/rollout/journal.py", "slime/pushes.py"), 12),
-    Part("schedule", ("slime/schedule.py",), 8),
-    Part("sampler", ("slime/engines/embedded/sampler.py",), 10),
+    Part("journal", ("slime/rollout/journal.py", "slime/run/ancestry.py"), 12),
+    Part("schedule", ("slime/run/schedule.py",), 8),
+    Part("sampler", ("slime/embedded/sampler.py",), 10),
 )
 #: Files whose code needs a GPU, Transformer Engine or NCCL: no test of a CPU runs it.
 NEEDS_A_GPU = (

@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.gpu.generation import empty_cache
 from benchmarks.gpu.report import Report, Row, at_least, at_most
 from benchmarks.gpu.setting import engine, make_model, new_parser, router, workspace
+from slime.agents.endpoint import AgentEndpoint, agent_endpoint
+from slime.agents.server import close_server
 from slime.config import make_config
 from slime.engines.api import EngineClient, GenerateResult
 from slime.engines.client import RolloutClient
 from slime.prompts.tokenizer import end_token_ids, load_tokenizer
-from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
-from slime.rollout.agents.server import close_server
 from slime.rollout.generate import GenerateState, bind_state, sampling_params
 from slime.samples.types import Sample
 from tests.support.agent_clients import anthropic_of, openai_of, vanish

@@ -30,8 +30,8 @@ import psutil
 
 from benchmarks.gpu.report import Report, Row, at_least, at_most
 from benchmarks.gpu.setting import make_model, new_run_parser, run_training, workspace
-from slime.host import num_gpus
 from slime.observe.run_data import Stage
+from slime.processes.host import num_gpus
 
 MEAN, LARGEST = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
 WAYS = {"colocated": "train.py", "async": "train_async.py"}

@@ -31,7 +31,7 @@ from slime.samples.types import Sample
 
 #: Part → what its command line has.
 PARTS = {
-    "engine": ("slime.engines.sglang.engine_process", "slime.engines.embedded"),
+    "engine": ("slime.engines.sglang.engine_process", "slime.embedded"),
     "router": ("sglang::router", "sglang_router"),
     "trainer": ("ray::TrainerActor",),
     "rollout": ("ray::RolloutActor",),

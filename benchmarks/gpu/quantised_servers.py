@@ -17,9 +17,9 @@ from benchmarks.gpu.setting import HOST
 from slime.cluster.server_process import ServerDied, ServerProcess
 from slime.config import make_config
 from slime.engines.api import WEIGHT_LOADER
-from slime.engines.kinds import ENGINES
+from slime.engines.kinds import engine_kind
 from slime.engines.launch import EnginePlace
-from slime.host import num_gpus, reserve_port
+from slime.processes.host import num_gpus, reserve_port
 
 #: A share of what was free when a server began, of which others take meanwhile: high, with the cache limited by tokens.
 _MEMORY = "--mem-fraction-static 0.85 --max-total-tokens 28672 --max-running-requests 64"
@@ -116,7 +116,7 @@ class Server:
             flags["embedded_max_slots"] = 8
         config = make_config(**flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1)
         place = EnginePlace(0, (), 1, self._held[1].port)
-        spec = ENGINES[self.engine].command(config, str(self.model), HOST, self._held[0].port, place)
+        spec = engine_kind(self.engine).command(config, str(self.model), HOST, self._held[0].port, place)
         argv = list(spec.argv)
         if self.engine == "sglang":
             argv.insert(argv.index(WEIGHT_LOADER) + 1, STATE)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.host import reserve_port
+from slime.processes.host import reserve_port
 
 
 @dataclass(frozen=True)

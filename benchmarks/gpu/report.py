@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.files import json_safe
-from slime.host import num_gpus
+from slime.processes.host import num_gpus
 
 Row = dict[str, Any]
 

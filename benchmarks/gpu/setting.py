@@ -21,13 +21,13 @@ from benchmarks.gpu import report
 from benchmarks.gpu.trainer import SHAPES
 from slime.cluster.server_process import ServerProcess
 from slime.config import Config
-from slime.engines.kinds import ENGINES
+from slime.engines.kinds import engine_kind
 from slime.engines.launch import EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.errors import UserError
-from slime.host import num_gpus, reserve_port
 from slime.observe.console import phase_seconds
 from slime.observe.run_data import Stage, read_run
+from slime.processes.host import num_gpus, reserve_port
 from slime.samples.types import Sample
 
 HOST = "127.0.0.1"
@@ -139,7 +139,7 @@ def engine(
         for reservation in held:
             stack.callback(reservation.release)
         port = held[0].port
-        spec = ENGINES[args.engine].command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
+        spec = engine_kind(args.engine).command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
         spec.argv.extend(args.engine_flags.split())
         url = _served(stack, "engine", spec, port, folder, wait)
         try:

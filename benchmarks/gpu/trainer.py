@@ -107,8 +107,8 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         place, loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, use_dynamic_batch_size=True,
         max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
     )  # fmt: skip
-    from slime.garbage import settle
     from slime.models import family_of
+    from slime.processes.garbage import settle
     from slime.trainer.megatron import device
 
     flags = backend.config.megatron

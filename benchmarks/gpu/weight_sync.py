@@ -33,7 +33,7 @@ from benchmarks.gpu.setting import await_engine, engine, make_model, median, new
 from benchmarks.gpu.trainer import FULL_LAYERS, SHAPES
 from slime.config import make_config
 from slime.engines.fleet import EngineFleet
-from slime.host import num_gpus
+from slime.processes.host import num_gpus
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.agents.endpoint import agent_endpoint
+from slime.agents.endpoint import agent_endpoint
 from slime.samples.types import Sample
 
 AGENT = Path(__file__).with_name("agent.py")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slime.hooks import DataSource
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource
 
 LETTERS = "abcdefgh"
 LEVELS = 6

@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
-from slime.rollout.environments.harbor import HarborTasks
-from slime.rollout.sandbox.sandbox import Limits, Sandbox
+from slime.environments.harbor import HarborTasks
+from slime.sandbox.sandbox import Limits, Sandbox
 
 LIMITS = Limits(seconds=10, memory=256 << 20, file_bytes=1 << 20)
 TASKS = HarborTasks(runner=Sandbox(LIMITS, walls="namespaces"), max_turns=3)

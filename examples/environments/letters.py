@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 from examples import tiny
-from slime.rollout.environments.bash_agent import HOW
+from slime.environments.bash_agent import HOW
 
 #: No word of `HOW`: the letter that is asked for stands in the prompt once.
 LETTERS = "wxyz"

@@ -2,7 +2,7 @@
 
 import os
 
-from slime.rollout.environments.openenv import OpenEnvEnvironment
+from slime.environments.openenv import OpenEnvEnvironment
 
 WORLD = OpenEnvEnvironment(
     os.environ.get("OPENENV_URL", "http://127.0.0.1:8000"),

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from slime.rollout.environments.verifiers import VerifiersTaskset
+from slime.environments.verifiers import VerifiersTaskset
 
 sys.path.append(str(Path(__file__).parent))  # where verifiers finds the taskset; packages that are installed it finds
 TASKSET = VerifiersTaskset("letters_taskset", agent={"max_turns": 1})

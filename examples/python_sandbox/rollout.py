@@ -14,8 +14,8 @@ from typing import Any
 
 from slime.rollout.generate import append_message
 from slime.rollout.generate import generate as one_turn
-from slime.rollout.sandbox.sandbox import Limits, Sandbox
 from slime.samples.types import Sample
+from slime.sandbox.sandbox import Limits, Sandbox
 
 MOST_PROGRAMS = 3
 STOP = "</python>"

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slime.between_ranks import all_gather
 from slime.checkpoints.gathering import PlacedParameter, batches, gather, whole_bytes
 from slime.checkpoints.hf_files import HfReader, HfWriter
 from slime.checkpoints.megatron_names import Placement, global_parameters
@@ -30,6 +29,7 @@ from slime.errors import UserError
 from slime.models import Match, ModelFamily, family_of
 from slime.models.layouts import Shard, VocabParallel
 from slime.models.spec import HfConfig, ModelSpec
+from slime.processes.json_collectives import all_gather
 
 logger = logging.getLogger(__name__)
 

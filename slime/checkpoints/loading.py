@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from slime.between_ranks import all_gather
 from slime.checkpoints.directory import EXTRA_STATE
 from slime.checkpoints.load_plan import LoadPlan
 from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
@@ -25,6 +24,7 @@ from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
 from slime.checkpoints.trainer_state import REFERENCE, TrainerState
 from slime.errors import UserError
+from slime.processes.json_collectives import all_gather
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.between_ranks import all_gather
+from slime.processes.json_collectives import all_gather
 
 StateDict = dict[str, Any]
 MASTER = "param"

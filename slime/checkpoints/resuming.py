@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slime.between_ranks import all_gather
 from slime.checkpoints.directory import (
     RELEASE,
     Damage,
@@ -29,6 +28,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
+from slime.processes.json_collectives import all_gather
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,7 @@ from slime.data_path import split_slice
 from slime.errors import UserError
 from slime.files import entries_of, read_object
 from slime.observe.run_folder import config_files
-from slime.path_patterns import fixed_folder, found
+from slime.paths import fixed_folder, found
 
 #: How deep below a run folder exports are looked for.
 _LEVELS = 3

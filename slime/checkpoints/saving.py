@@ -28,7 +28,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.between_ranks import all_gather, broadcast, gather
 from slime.checkpoints.directory import (
     EXTRA_STATE,
     FileRecord,
@@ -51,7 +50,8 @@ from slime.checkpoints.sharded_store import (
 from slime.checkpoints.trainer_state import TrainerState
 from slime.errors import RunFailed, UserError
 from slime.files import json_safe
-from slime.host_memory import HostMemory
+from slime.processes.json_collectives import all_gather, broadcast, gather
+from slime.processes.pinned_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 

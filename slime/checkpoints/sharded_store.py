@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slime.checkpoints.directory import FileRecord
 from slime.errors import UserError
-from slime.host_memory import HostMemory
+from slime.processes.pinned_memory import HostMemory
 
 StateDict = dict[str, Any]
 

@@ -39,7 +39,7 @@ from slime.config.make import judge_args
 from slime.errors import UserError
 from slime.files import json_safe
 from slime.observe.run_folder import RunFolder, config_files
-from slime.path_patterns import fill
+from slime.paths import fill
 
 if TYPE_CHECKING:
     from slime.diagnosis.align.evidence import Scored

@@ -271,7 +271,7 @@ def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
 
 @contextmanager
 def _place() -> Iterator[RankInfo]:
-    from slime.host import reserve_port
+    from slime.processes.host import reserve_port
     from slime.trainer.megatron.parallel import RankInfo
 
     given = os.environ

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from slime import preflight
 from slime.checkpoints.load_plan import LoadPlan, resolve_load
 from slime.config.config import Config
 from slime.errors import UserError
@@ -21,6 +20,7 @@ from slime.placement import PlacementPlan
 from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.readers import iter_rows
 from slime.rollout.eval_datasets import eval_datasets
+from slime.run import preflight
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

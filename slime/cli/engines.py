@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cli.arguments import Arguments
-from slime.cluster.orders import give_order
+from slime.cluster.command_inbox import give_order
 
 _VERBS = ("add", "remove")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from slime.checkpoints.run_models import RunModel, checkpoint_model, has_weights, is_run_folder, newest_model
 from slime.errors import UserError
 from slime.files import entries_of, left_behind
-from slime.host import python_module
 from slime.hub import fetch_model, is_hub_name
+from slime.processes.host import python_module
 
 #: Where a Megatron checkpoint keeps what it was converted to: it goes with the checkpoint.
 CONVERTED = "hf"

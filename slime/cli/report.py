@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.cli.arguments import Arguments
-from slime.observe.report import write_comparison, write_report
 from slime.observe.run_folder import check_no_run_writes
+from slime.page.report import write_comparison, write_report
 
 
 def main(argv: list[str]) -> int:

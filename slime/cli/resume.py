@@ -22,8 +22,8 @@ from slime.config.flags import spellings
 from slime.config.hidden import with_secrets
 from slime.errors import UserError
 from slime.files import entries_of
-from slime.host import slime_command
 from slime.observe.run_folder import RunFolder, config_files
+from slime.processes.host import slime_command
 
 
 def main(argv: list[str]) -> None:
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     config = with_secrets(run.config(), again, os.environ, command)
     _go_to_where_it_began(folder, run, config)
     from slime.loop import train  # imports Ray
-    from slime.session import open_session
+    from slime.run.session import open_session
 
     with open_session(going_on(config), resuming=True) as session:
         train(session)

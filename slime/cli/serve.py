@@ -38,10 +38,10 @@ from slime.engines.launch import ONE_GPU
 from slime.engines.tool_calls import chat_template, tool_format
 from slime.errors import RunFailed, UserError
 from slime.files import left_behind
-from slime.host import bind, reserve_port
 from slime.http_access import is_loopback
 from slime.models import family_name, read_hf_config
 from slime.models.spec import named_dtype
+from slime.processes.host import bind, reserve_port
 
 _LOOK_SECONDS = 0.5
 _LOGS = "slime-serve-"

@@ -20,7 +20,7 @@ def main(argv: list[str], entry: str = "train") -> None:
         dry_run(config)
         return
     from slime.loop import train  # not before the flags are right: the session imports Ray
-    from slime.session import open_session
+    from slime.run.session import open_session
 
     with open_session(config) as session:
         train(session)

@@ -20,10 +20,10 @@ from aiohttp import web
 
 from slime.cli.arguments import Arguments
 from slime.errors import UserError
-from slime.host import bind
 from slime.http_access import is_loopback
-from slime.observe.watch.index import cache_folder
-from slime.observe.watch.server import Runs, application
+from slime.page.index import cache_folder
+from slime.page.server import Runs, application
+from slime.processes.host import bind
 
 _OUTPUTS = "outputs"
 #: For answers that are under way when the server ends.

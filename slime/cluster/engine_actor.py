@@ -20,9 +20,9 @@ from slime.engines.api import EngineError
 from slime.engines.keys import RunKeys
 from slime.engines.router import STARTUP_SECONDS, register_workers
 from slime.errors import RunFailed, UserError
-from slime.footprint import Footprint
-from slime.host import PortReservation, reserve_port
 from slime.log import get_logger, log_to_file_only
+from slime.processes.footprint import Footprint
+from slime.processes.host import PortReservation, reserve_port
 
 logger = get_logger(__name__)
 

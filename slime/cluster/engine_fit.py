@@ -80,7 +80,7 @@ def ask(url: str) -> Said:
         raise UserError(
             f"no engine answers at {url}",
             why=error.what,
-            fix="start it first (slime serve DIR --control-routes, python -m slime.engines.embedded,"
+            fix="start it first (slime serve DIR --control-routes, python -m slime.embedded,"
             " sglang.launch_server), wait until it answers, and name its address as it is reached from this host",
         ) from error
     if said.model.get("is_generation") is not True or not said.server.get("dtype"):

@@ -1,5 +1,5 @@
 """All engines of a run: started, watched, restarted. The state of each engine is in `slime.cluster.engine_table`, its
-memory the business of `slime.cluster.gpu_turns`, the routers in front of them that of `slime.cluster.routers`.
+memory the business of `slime.cluster.gpu_memory`, the routers in front of them that of `slime.cluster.routers`.
 
 With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is taken out of the router
 and started again; the others go on meanwhile. It comes back with the next weight push, which is between rollouts; only
@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 
 import ray
 
+from slime.cluster.command_inbox import OrderDesk
 from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
 from slime.cluster.engine_fit import named
 from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.orders import OrderDesk
 from slime.cluster.placement import PAIR, EnginePart, Slots, engine_parts, parts_by_number, table_of
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import (

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from slime.cluster import engine_fit
+from slime.cluster.command_inbox import Order, OrderDesk
 from slime.cluster.engine_fit import named
 from slime.cluster.engine_table import Engine, EngineTable, State
-from slime.cluster.orders import Order, OrderDesk
+from slime.cluster.liveness import SignsOfLife
 from slime.cluster.routers import Routers
-from slime.cluster.signs_of_life import SignsOfLife
 from slime.cluster.waiting import Lost
 from slime.config.addresses import engine_url
 from slime.config.config import Config

@@ -24,19 +24,19 @@ from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime import process_tree
 from slime.cluster.placement import Place, Slots
-from slime.cluster.silence import QUIET_SECONDS, stopped_parts
+from slime.cluster.slow_waits import QUIET_SECONDS, stopped_parts
 from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import USER_FOLDERS
-from slime.host import PortReservation, folder_of_sockets, python_module, reserve_port
 from slime.log import get_logger
 from slime.memory.hardware import seen_gpu_memory
 from slime.placement import PlacementPlan, joined_cluster
-from slime.processes import die_with_parent
+from slime.processes import tree as process_tree
+from slime.processes.host import PortReservation, folder_of_sockets, python_module, reserve_port
+from slime.processes.owner import die_with_parent
 from slime.redact import is_secret, redact_argv
+from slime.user_code.loading import USER_FOLDERS
 
 logger = get_logger(__name__)
 
@@ -210,7 +210,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 
 
 class _Daemon(services.ConsolePopen):
-    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it (`slime.process_tree`).
+    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it (`slime.processes.tree`).
 
     Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``, Slurm, a supervisor) or a
     terminal that closes would end them before the driver can save a checkpoint. Workers are in the session of the
@@ -270,7 +270,7 @@ def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
 
 class _Job(JobConfig):
     """A job whose working directory Ray does not put first on its workers' import path, where a user's ``random.py``
-    would replace Python's own. `slime.hook_loading` puts it last."""
+    would replace Python's own. `slime.user_code.loading` puts it last."""
 
     def _serialize(self) -> str:
         self._py_driver_sys_path.clear()
@@ -279,8 +279,8 @@ class _Job(JobConfig):
 
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
-    """`ray.init` leaves the signals of this process alone, which are `slime.stopping`'s, and stays out of its group.
-    Ray's table of jobs gets the command line without secrets."""
+    """`ray.init` leaves the signals of this process alone, which are `slime.run.stopping`'s, and stays out of its
+    group. Ray's table of jobs gets the command line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         with (

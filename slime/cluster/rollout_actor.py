@@ -17,16 +17,16 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.checkpoints.directory import own_iterations
-from slime.children import end_children
 from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
-from slime.footprint import Footprint
-from slime.garbage import settle
-from slime.host import past_proxies
 from slime.log import get_logger, log_to_file_only, untold
 from slime.observe.run_folder import RunFolder
+from slime.processes.children import end_children
+from slime.processes.footprint import Footprint
+from slime.processes.garbage import settle
+from slime.processes.host import past_proxies
 from slime.prompts.prepare import CheckedRows, remember, remembered
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout

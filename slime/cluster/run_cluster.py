@@ -14,12 +14,12 @@ import ray
 from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_turns import EngineMemory, GpuTurns
+from slime.cluster.gpu_memory import EngineMemory, GpuTurns
 from slime.cluster.launch import Clock, Generating, Launch, connect, there
 from slime.cluster.placement import Slots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
-from slime.cluster.silence import stopped_parts
+from slime.cluster.slow_waits import stopped_parts
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import (
     ConnectionBroken,

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from slime.engines.api import is_ready
 from slime.engines.launch import LaunchSpec
-from slime.host import past_proxies
-from slime.processes import die_with_parent
+from slime.processes.host import past_proxies
+from slime.processes.owner import die_with_parent
 
 _LOG_BYTES = 1 << 18
 _KILLED_SECONDS = 10.0  # after SIGKILL: the kernel may have much memory to free

@@ -28,10 +28,10 @@ from slime.cluster.waiting import (
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
-from slime.garbage import paused, settle
-from slime.host import reserve_port
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
+from slime.processes.garbage import paused, settle
+from slime.processes.host import reserve_port
 from slime.redact import secrets_in
 from slime.samples.batch import TrainedTokens, TrainLayout
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from slime import stacks
 from slime.cluster import open_waits
-from slime.cluster.silence import Silence, own_actors, pid_here, stopped_parts
+from slime.cluster.slow_waits import Silence, own_actors, pid_here, stopped_parts
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
+from slime.processes import stacks
 
 logger = get_logger(__name__)
 
@@ -118,7 +118,7 @@ def wait_for(
     breaks_silence: bool = True,
 ) -> list[Any]:
     """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for. While
-    nothing is heard, lines name who is waited for (`slime.cluster.silence`).
+    nothing is heard, lines name who is waited for (`slime.cluster.slow_waits`).
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_turns import GpuTurns, Turn
+from slime.cluster.gpu_memory import GpuTurns, Turn
 from slime.cluster.trainer_group import Trainers
 from slime.weights.canary import Canary
 

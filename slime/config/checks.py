@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime import path_patterns
+from slime import paths as path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
 from slime.config.draft import Draft, Given
@@ -24,7 +24,7 @@ from slime.config.missing_families import BUILT_IN, described_by, missing_family
 from slime.config.resolve import resolve
 from slime.config.values import check_number
 from slime.errors import UserError
-from slime.host import num_gpus
+from slime.processes.host import num_gpus
 
 #: How the reasons of what is not there yet end.
 _MISSING = "in this version"

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime import path_patterns
+from slime import paths as path_patterns
 from slime.config.draft import Draft, Given
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import SAMPLES, FlagSpec, option_of
 from slime.config.parts import absent
 from slime.errors import UserError
-from slime.host import num_cpus, num_gpus
+from slime.processes.host import num_cpus, num_gpus
 
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
 

@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     Check("credentials", checks_plan.credentials, troubles.WANDB_KEY),
 )
 
-#: Those that every launch makes besides what it refuses (`slime.preflight`): they take milliseconds.
+#: Those that every launch makes besides what it refuses (`slime.run.preflight`): they take milliseconds.
 AT_START = tuple(check for check in CHECKS if check.name in ("host", "network", "disk", "shared memory"))
 
 #: Those that a launch refuses a run by, before anything starts.

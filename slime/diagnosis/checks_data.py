@@ -16,20 +16,20 @@ from statistics import fmean
 from traceback import walk_tb
 from typing import Any
 
-from slime import preflight
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
-from slime.hook_loading import check_signature, load_function
-from slime.hooks import RewardFunction
 from slime.prompts.prepare import remember
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows
 from slime.prompts.row_format import RowFormat, read_prompt
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.rewards.pool import RewardPool
+from slime.run import preflight
 from slime.samples.types import Sample, SampleStatus
+from slime.user_code.hooks import RewardFunction
+from slime.user_code.loading import check_signature, load_function
 
 #: Rows whose labels are tried as answers.
 _ROWS = 6

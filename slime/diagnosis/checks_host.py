@@ -19,12 +19,20 @@ from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, LeftOut, Look
 from slime.errors import UserError
-from slime.host import FEWEST_FILES, folder_of_sockets, free_host_memory, host_memory, num_cpus, num_gpus, reserve_port
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
 from slime.models.layout_rules import Layout
-from slime.path_patterns import fixed_folder
+from slime.paths import fixed_folder
 from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.processes.host import (
+    FEWEST_FILES,
+    folder_of_sockets,
+    free_host_memory,
+    host_memory,
+    num_cpus,
+    num_gpus,
+    reserve_port,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 _BUCKETS = 2

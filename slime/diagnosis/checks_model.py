@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime import preflight
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
@@ -15,6 +14,7 @@ from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import end_token_conflicts, generation_config_of, stop_token_report
 from slime.rollout.eval_datasets import eval_datasets
+from slime.run import preflight
 from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
 from slime.weights.quantised_launch import check_route
 

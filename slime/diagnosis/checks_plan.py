@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from slime import preflight
 from slime.diagnosis import troubles as known
 from slime.diagnosis import troubles_flags
 from slime.diagnosis.look import Case, LeftOut, Look
@@ -11,6 +10,7 @@ from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import PlacementPlan, needs_engines
+from slime.run import preflight
 
 #: Rollouts between the weights that make a sample and the step that trains on it, from which on it is said.
 _STALE = 4

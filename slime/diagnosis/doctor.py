@@ -21,9 +21,9 @@ from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.record import Finding
 from slime.errors import UserError, several
 from slime.files import json_safe
-from slime.host import folder_of_sockets, raise_open_files
 from slime.log import get_logger
-from slime.preflight import joins_cluster
+from slime.processes.host import folder_of_sockets, raise_open_files
+from slime.run.preflight import joins_cluster
 
 logger = get_logger(__name__)
 

@@ -22,10 +22,10 @@ from slime.diagnosis.record import Finding, Trouble
 from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
 from slime.documentation import doc_url
 from slime.errors import UserError
-from slime.host import slime_command
 from slime.observe.alarms import Alarm, find_alarms
 from slime.observe.run_data import flags_with_origins, merge_rows
 from slime.observe.run_folder import RunFolder, is_held
+from slime.processes.host import slime_command
 
 SIGNATURES: tuple[Signature, ...] = (*known_memory.ALL, *known_processes.ALL, *known_run.ALL)
 #: Of metrics.jsonl: the newest rows are at its end.

@@ -22,10 +22,10 @@ from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
 from slime.diagnosis.look import Case, Check, LeftOut, Look
-from slime.host import python_module
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
-from slime.processes import die_with_parent
+from slime.processes.host import python_module
+from slime.processes.owner import die_with_parent
 
 #: Of the whole round; the first start of SGLang takes minutes.
 ROUND_SECONDS = 1800.0

@@ -1,6 +1,6 @@
 """The engine protocol: SGLang's HTTP API, the only thing rollout and weight sync know of an engine.
 
-Two servers speak it: stock SGLang and the embedded engine (`slime.engines.embedded`). One contract
+Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract
 test suite (`tests/contracts/test_engine.py`) runs against both.
 
     rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue ──► each engine

@@ -2,7 +2,7 @@
 
 To add an engine, whose server speaks the protocol of `slime.engines.api`:
 
-1. ``slime/engines/<name>/command.py``: its command line (`EngineKind.command`) and what it holds (`EngineFootprint`).
+1. A package with its command line (`EngineKind.command`), what it holds (`EngineFootprint`), and its record ``KIND``.
 2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the values of the field
    (`slime.config.groups_rollout`) and in `ENGINE_OPTIONS` (`slime.config.engine_flags`); a test compares them.
 
@@ -12,15 +12,12 @@ Placement, launch, health checks, the router, memory hand-over and the memory pl
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.engines.embedded import command as embedded
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec, ServedModel, only_the_policy
-from slime.engines.model_groups import served_models
-from slime.engines.sglang import command as sglang
-from slime.engines.sglang.versions import check_version, installed_version
 
 if TYPE_CHECKING:
     from slime.config.config import Config
@@ -89,50 +86,22 @@ class EngineKind:
         return self.to_find_the_cause if exception else (*self.if_killed, *self.to_find_the_cause)
 
 
-#: By the name of ``--rollout-engine``.
-ENGINES: dict[str, EngineKind] = {
-    "embedded": EngineKind(
-        embedded.embedded_command,
-        embedded.embedded_footprint,
-        embedded.STARTUP_SECONDS,
-        embedded.dtype_of,
-        served_models=lambda config: served_models(config, embedded.GROUP_RULES),
-        computed_here=True,
-        if_out_of_memory=("a smaller --embedded-max-slots", "a smaller --rollout-max-context-len"),
-        if_killed=("a smaller --embedded-max-slots, if the host ran out of memory",),
-    ),
-    "sglang": EngineKind(
-        sglang.sglang_command,
-        sglang.sglang_footprint,
-        sglang.STARTUP_SECONDS,
-        sglang.dtype_of,
-        health_path=sglang.HEALTH_PATH,
-        served_models=lambda config: served_models(config, sglang.GROUP_RULES),
-        check_flags=sglang.check_sglang,
-        check_installed=lambda: check_version(installed_version()),
-        reads_generation_config=True,
-        tool_call_words=lambda parser: ("--tool-call-parser", parser),
-        releases_without_gpu=True,
-        # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
-        trainer_environment={"NCCL_CUMEM_ENABLE": "0"},
-        if_out_of_memory=(
-            "a lower --sglang-mem-fraction-static",
-            "a smaller --sglang-server-concurrency",
-            "a smaller --sglang-cuda-graph-max-bs",
-            "a smaller --rollout-batch-size",
-        ),
-        if_killed=("a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),
-        memory_fraction="sglang_mem_fraction_static",
-        to_find_the_cause=("--sglang-disable-cuda-graph, to find the cause",),
-    ),
-}
+#: Name of ``--rollout-engine`` → the module whose ``KIND`` is its record, imported when a run uses it.
+ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.kind"}
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The record of an engine by its name in `ENGINES`."""
+    kind: EngineKind = importlib.import_module(ENGINES[name]).KIND
+    return kind
 
 
 def engine_of(config: Config) -> EngineKind:
     """The engine of a resolved configuration."""
-    return ENGINES[config.engine.rollout_engine]
+    return engine_kind(config.engine.rollout_engine)
 
 
 def engine_named(flags: Mapping[str, Any]) -> EngineKind:
-    """The engine of a run folder's flags by name, of which the older may lack the engine's: SGLang."""
-    return ENGINES.get(str(flags.get("rollout_engine")), ENGINES["sglang"])
+    """The engine of a run folder's flags; SGLang where an old folder does not say."""
+    name = str(flags.get("rollout_engine"))
+    return engine_kind(name if name in ENGINES else "sglang")

@@ -23,7 +23,7 @@ from slime.engines.api import EngineClient, EngineError
 from slime.engines.launch import LaunchSpec
 from slime.engines.workers import EXTERNAL, LIST_SECONDS, list_workers
 from slime.errors import UserError
-from slime.host import free_port, python_module
+from slime.processes.host import free_port, python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config

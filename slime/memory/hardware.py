@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.host import free_host_memory, num_gpus
+from slime.processes.host import free_host_memory, num_gpus
 
 #: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres), dimensions of a head.
 FLASH4_MAJORS, FLASH4_WIDEST = (9, 10), 128

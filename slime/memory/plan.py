@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slime.config.config import Config
-from slime.host import host_memory
 from slime.memory import engine as engine_side
 from slime.memory import trainer as trainer_side
 from slime.memory.engine import EngineSettings
@@ -23,6 +22,7 @@ from slime.memory.hardware import DRIVER, DeviceMemory, device_memory
 from slime.memory.trainer import TrainerSettings, longest_sequence
 from slime.models import family_of
 from slime.placement import PlacementPlan
+from slime.processes.host import host_memory
 
 #: Of a device's memory; the rest is what allocators lose to fragmentation.
 USABLE = 0.96

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.hook_loading import makers_of_samples
+from slime.observe.context_full import cut_shares, no_room
 from slime.observe.evidence import LIKELY, STRICT, chance_of_at_least, change, outlier, surely_above
 from slime.observe.first_step import large_gradient as first_large_gradient
-from slime.observe.growth import Growth, steady_growth, sudden_growth
-from slime.observe.room import cut_shares, no_room
+from slime.observe.leak_detection import Growth, steady_growth, sudden_growth
+from slime.user_code.loading import makers_of_samples
 
 Rows = Sequence[dict[str, Any]]
 Flags = Mapping[str, Any]

@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slime.notebook import can_move_cursor
 from slime.observe.alarms import Alarm
+from slime.observe.notebook import can_move_cursor
 
 #: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is not among them: the
 #: loss of a policy gradient, and its KL to a policy that has not moved yet.

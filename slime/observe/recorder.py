@@ -297,7 +297,7 @@ class Recorder:
         return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
 
     def record_evaluation(self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the samples of an evaluation: ``data`` as in `slime.hooks.RolloutFnEvalOutput`.
+        """Write the samples of an evaluation: ``data`` as in `slime.user_code.hooks.RolloutFnEvalOutput`.
 
         Args:
             name: what `evaluation_name` said when it began.

@@ -258,8 +258,8 @@ class RunFolder:
     # -- state ---------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
-        """Note fingerprints of what this launch reads (`slime.changed_inputs`). Returns those of the launch before, {}
-        where there was none."""
+        """Note fingerprints of what this launch reads (`slime.run.changed_inputs`). Returns those of the launch before,
+        {} where there was none."""
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")

@@ -18,7 +18,7 @@ Example (what a driver does):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +32,6 @@ from slime.observe.chrome_trace import add_phases
 from slime.observe.console import ConsoleSink, phase_seconds
 from slime.observe.jsonl_sink import JsonlSink, metrics_row
 from slime.observe.phases import PhaseTimer, now
-from slime.observe.report import ReportSink
 from slime.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -70,15 +69,19 @@ class Sinks:
 
     Args:
         console: where progress is shown; by default stderr.
+        more: sinks of the caller's own, called after the others: they may read what those wrote.
 
     Raises:
         UserError: W&B is asked for and not installed.
     """
 
-    def __init__(self, config: Config, run: RunFolder, console: Console | None = None) -> None:
+    def __init__(
+        self, config: Config, run: RunFolder, console: Console | None = None, more: Sequence[Sink] = ()
+    ) -> None:
         self._run = run
         self._tracing = config.observe.trace
         self._console, self._sinks = _make(config, run, console)
+        self._sinks += more
         self._timer = PhaseTimer(on_change=self._console.phase_changed)
         self._flags = vars(config.flat())
         self._alarms = AlarmWatch(flags=self._flags)
@@ -220,5 +223,4 @@ def _make(config: Config, run: RunFolder, console: Console | None) -> tuple[Cons
         from slime.observe.wandb_sink import WandbSink
 
         sinks.append(WandbSink(config, run))
-    sinks.append(ReportSink(run))  # last: it reads what the others wrote
     return first, sinks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.errors import UserError
 from slime.files import json_safe, write_atomically
 from slime.observe.run_folder import RunFolder
-from slime.processes import will_hang
+from slime.processes.owner import will_hang
 from slime.redact import redact_argv, redacted
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 
 from slime.errors import UserError
-from slime.host import num_cpus, without_working_directory
 from slime.log import get_logger, tell
-from slime.processes import follow_parent
+from slime.processes.host import num_cpus, without_working_directory
+from slime.processes.owner import follow_parent
 from slime.prompts.chat_template import carries_template, template_markers
 from slime.prompts.conversation import Messages, UnreadKeys
 from slime.prompts.dataset_folders import TRAINING

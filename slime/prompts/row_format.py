@@ -9,7 +9,6 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.legacy_paths import follows_old_plugin
 from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_form, template_source
 from slime.prompts.conversation import (
     ConversationError,
@@ -21,6 +20,7 @@ from slime.prompts.conversation import (
 )
 from slime.prompts.labels import compares_labels, read_label
 from slime.prompts.problems import RowProblem, missing_key
+from slime.user_code.overrides import follows_old_plugin
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,6 @@ import numpy as np
 from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.errors import UserError
-from slime.hook_loading import check_class, failures_of, load_function, named, user_function, with_user_frames
-from slime.hooks import DataSource
-from slime.legacy_paths import replaced
 from slime.log import get_logger, tell
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
@@ -39,7 +36,10 @@ from slime.prompts.row_format import Prompt, RowFormat, read_prompt
 from slime.prompts.tokenizer import generation_config_of, opening_tokens, stop_token_report
 from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
-from slime.user_calls import running
+from slime.user_code.calls import running
+from slime.user_code.hooks import DataSource
+from slime.user_code.loading import check_class, failures_of, load_function, named, user_function, with_user_frames
+from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
 
@@ -174,7 +174,7 @@ def is_chat(config: Config, tokenizer: Any) -> bool:
 
 def _pop_first(*args: Any) -> list[list[Sample]]:
     """`pop_first`, or what a plugin has put in its place."""
-    groups: list[list[Sample]] = (replaced("slime.rollout.data_source:pop_first") or pop_first)(*args)
+    groups: list[list[Sample]] = (override_of("pop_first") or pop_first)(*args)
     return groups
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.errors import UserError
-from slime.garbage import paused
+from slime.processes.garbage import paused
 from slime.prompts.chat_template import carries_template, end_of_turn_tokens, template_markers
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Rollouts on disk, to debug training without engines: ``--save-debug-rollout-data`` and ``--load-debug-rollout-data``.
 
 The format is the reference system's: a `torch.save` of ``{"rollout_id", "samples": [Sample.to_dict()]}`` at the path
-that the pattern gives (`slime.path_patterns`), e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id
+that the pattern gives (`slime.paths`), e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id
 ``eval_<rollout_id>``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing
-from slime.path_patterns import Evaluation, fill, found, literal
+from slime.paths import Evaluation, fill, found, literal
 from slime.samples.groups import groups_from_nested
 from slime.samples.sample_fields import unpicklable
 from slime.samples.types import Group, Sample

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.config import Config
-from slime.hooks import RolloutFnEvalOutput
 from slime.log import get_logger
 from slime.prompts.dataset_folders import EVALUATION
 from slime.prompts.prepare import Checker, read_samples
 from slime.prompts.row_format import RowFormat, keeps_raw_labels
 from slime.prompts.source import model_context
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.execution import GroupRunner
 from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
 from slime.rollout.group_run import GroupRun
 from slime.rollout.metrics import execution_scores, pass_at_k_metrics, reward_parts, sample_metrics
+from slime.rollout.trajectory import GroupRunner
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
+from slime.user_code.hooks import RolloutFnEvalOutput
 
 logger = get_logger(__name__)
 

@@ -4,9 +4,9 @@ many have failed. What the last failure says of its remedy is then the remedy.""
 from __future__ import annotations
 
 from slime.errors import UserError
-from slime.hook_loading import user_frames, where_to_mend, with_user_frames
 from slime.rollout.group_run import GroupRun
 from slime.samples.types import SampleStatus
+from slime.user_code.loading import user_frames, where_to_mend, with_user_frames
 
 
 def why_failed(run: GroupRun) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from slime.hook_loading import FunctionFailed, call_hook, described, failures_of, named
-from slime.hooks import DynamicFilter, DynamicFilterOutput
 from slime.samples.frozen_fields import frozen
 from slime.samples.types import Sample
+from slime.user_code.hooks import DynamicFilter, DynamicFilterOutput
+from slime.user_code.loading import FunctionFailed, call_hook, described, failures_of, named
 
 FLAG = "--dynamic-sampling-filter-path"
 _SMALLEST_STD = 1e-6
@@ -64,7 +64,7 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
     Raises:
         FunctionFailed: it is none.
     """
-    fix = "return True to keep the group, False to drop it, or a slime.hooks.DynamicFilterOutput"
+    fix = "return True to keep the group, False to drop it, or a slime.user_code.hooks.DynamicFilterOutput"
     is_verdict = isinstance(verdict, DynamicFilterOutput)
     # a forgotten return would drop every group, and "False" keep it
     if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.config.config import Config
-from slime.hook_loading import FunctionFailed, call_user_function, described, named
-from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.path_patterns import Evaluation
+from slime.paths import Evaluation
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.user_rollouts import checked_metrics
@@ -19,6 +17,8 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.reward_values import reward_number
 from slime.samples.sample_fields import as_list
 from slime.samples.types import Sample
+from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.user_code.loading import FunctionFailed, call_user_function, described, named
 
 Metrics = dict[str, float]
 #: The flags of log functions, for messages.

@@ -29,14 +29,14 @@ from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
-from slime.legacy_paths import follows_old_plugin, replaced
 from slime.log import get_logger, tell
 from slime.observe.trace import record_engine_timings, span
 from slime.prompts.chat_template import between_turns, render_messages, without_repeated_end
 from slime.prompts.conversation import read_messages
 from slime.prompts.tokenizer import with_opening
-from slime.rollout.continued import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
+from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
 from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
+from slime.user_code.overrides import follows_old_plugin, override_of
 
 logger = get_logger(__name__)
 
@@ -300,7 +300,7 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
     """The engine's answer; through a plugin's own ``post`` where it has put one in place of ours."""
     experts = {"return_routed_experts": True} if state.routed_experts else {}
-    if (post := replaced("slime.rollout.sglang_rollout:post")) is not None:
+    if (post := override_of("post")) is not None:
         body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True, **experts}
         return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"

@@ -42,10 +42,10 @@ import xxhash
 
 from slime.config.config import Config
 from slime.files import bring_to_disk, content_fingerprint, entries_of, json_safe
-from slime.hook_loading import fingerprint
 from slime.log import get_logger, tell
 from slime.samples.sample_fields import unpicklable
 from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.user_code.loading import fingerprint
 
 logger = get_logger(__name__)
 

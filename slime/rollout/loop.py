@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,18 +26,13 @@ from slime.engines.keys import key_of
 from slime.engines.router import wants_routing_key
 from slime.engines.workers import list_workers
 from slime.errors import UserError
-from slime.hook_loading import load_function, named
-from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
-from slime.legacy_paths import replaced
 from slime.log import get_logger
 from slime.models import vocab_size_of
 from slime.prompts.tokenizer import end_token_ids
-from slime.rollout.agents.server import close_server
-from slime.rollout.collect import ABORT_SECONDS, Collector
-from slime.rollout.counted import counts_of, load_snapshots
+from slime.rollout.counters import counts_of, load_snapshots
+from slime.rollout.dynamic_sampling import ABORT_SECONDS, Collector
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
-from slime.rollout.execution import GroupRunner
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import (
     GenerateState,
@@ -51,17 +46,21 @@ from slime.rollout.group_run import Execution
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.trajectory import GroupRunner
 from slime.rollout.user_rollouts import (
     call_rollout_fn,
     call_with_groups,
     check_age,
     check_groups,
-    replaced_evaluation,
+    overridden_evaluation,
     validate_groups,
 )
 from slime.rollout.watchdog import Watchdog
 from slime.samples.types import ANY_VERSION, Sample, Versions
-from slime.user_calls import WatchedLoop, watch_loop
+from slime.user_code.calls import WatchedLoop, watch_loop
+from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
+from slime.user_code.loading import load_function, named
+from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -155,8 +154,9 @@ class RolloutLoop:
         )
 
     async def close(self) -> None:
-        """Stop the reward workers, drop the connections, and answer no agents any more."""
-        await close_server()
+        """Run the registered clean-ups, stop the reward workers and close the connections."""
+        for clean_up in _CLEAN_UPS:
+            await clean_up()
         if self._watched is not None:
             self._watched.stop()
         if self._client is not None:
@@ -244,7 +244,7 @@ class RolloutLoop:
         Raises:
             UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
         """
-        custom = _custom_function(self.args.rollout_function_path) or replaced(f"{_OLD}generate_rollout")
+        custom = _custom_function(self.args.rollout_function_path) or override_of("rollout")
         alone = custom is not None or self.config.rollout.deterministic
         async with self._session(alone=alone, versions=versions) as state:
             started = time.monotonic()
@@ -275,7 +275,7 @@ class RolloutLoop:
     async def generate_built_in(
         self, rollout_id: int, state: GenerateState, source: DataSource
     ) -> RolloutFnTrainOutput:
-        """The rollout as `slime.rollout.collect` describes it, with prompts of ``source``."""
+        """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of ``source``."""
         rollout, rewards = self.config.rollout, self.rewards.beside()
         runner = self.make_runner(
             state,
@@ -341,11 +341,11 @@ class RolloutLoop:
             UserError: no evaluation set, too many failures, a stall, or a mistake in user code.
         """
         path = self.args.eval_function_path
-        custom = _custom_function(self.args.eval_function_path) or replaced(f"{_OLD}generate_rollout")
+        custom = _custom_function(self.args.eval_function_path) or override_of("rollout")
         async with self._session(alone=custom is not None, evaluation=True) as state:
             started = time.monotonic()
             if custom is None:
-                own = await replaced_evaluation(self.args, rollout_id)
+                own = await overridden_evaluation(self.args, rollout_id)
                 output = await self.evaluate_built_in(rollout_id, state) if own is None else own
             else:
                 returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
@@ -392,10 +392,17 @@ class RolloutLoop:
 
 # -- for rollout functions of users ------------------------------------------------------------------------
 
+_CLEAN_UPS: list[Callable[[], Awaitable[None]]] = []
+
+
+def close_with_rollouts(clean_up: Callable[[], Awaitable[None]]) -> None:
+    """Await ``clean_up`` whenever a `RolloutLoop` closes, in its event loop: for servers that samples share."""
+    _CLEAN_UPS.append(clean_up)
+
+
 _LOOP: contextvars.ContextVar[RolloutLoop] = contextvars.ContextVar("slime_rollout_loop")
 _newest: list[RolloutLoop] = []
 """As `slime.rollout.generate.begin_state` keeps it, for threads of the user's own."""
-_OLD = "slime.rollout.sglang_rollout:"
 
 
 def current_loop() -> RolloutLoop:

@@ -1,9 +1,9 @@
 """What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
 
-These are functions behind `slime.legacy_paths`; new code may call them as well. ``post`` goes through the rollout's
-client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more. All may be
-called from threads and event loops of the user's own: the work is done on the run's. ``args`` need not be the run's:
-what they have of the flags that matter counts, and the rest is the run's.
+These are functions behind `slime.compat.import_paths`; new code may call them as well. ``post`` goes through the
+rollout's client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more. All
+may be called from threads and event loops of the user's own: the work is done on the run's. ``args`` need not be the
+run's: what they have of the flags that matter counts, and the rest is the run's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slime.config.make import make_config
 from slime.engines.api import EngineClient
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.hooks import DataSource, RolloutFnTrainOutput
-from slime.rollout.continued import answered
 from slime.rollout.generate import current_state, is_in_run
 from slime.rollout.group_run import GroupRun
 from slime.rollout.loop import current_loop
+from slime.rollout.resumed_requests import answered
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.sft import generate_sft
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ async def post(
 
     While an abort is under way, what is meant for the policy's router or engines is not sent and gets the empty "abort"
     answer of ``/generate``; judges, tools and other models answer as ever. An answer that a push of weights cuts short
-    is completed (`slime.rollout.continued`).
+    is completed (`slime.rollout.resumed_requests`).
 
     Args:
         max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, call_hook
 from slime.samples.types import Sample, SampleStatus
+from slime.user_code.loading import FunctionFailed, call_hook
 
 
 async def apply_sample_hook(
@@ -16,7 +16,7 @@ async def apply_sample_hook(
     """What a sample hook makes of ``sample``.
 
     Args:
-        origin: the hook in messages (`slime.hook_loading.named`).
+        origin: the hook in messages (`slime.user_code.loading.named`).
         limit: seconds that it may take.
     Raises:
         FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do not fit.

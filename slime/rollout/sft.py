@@ -14,13 +14,13 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.log import get_logger, tell
 from slime.prompts.sft_encoding import SftEncoding, SftTotals
 from slime.prompts.source import PromptSource
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.finish import finish_rollout
 from slime.samples.types import Group, Sample, SampleStatus
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from slime.config.flag import option_of
 from slime.errors import UserError
-from slime.hook_loading import (
+from slime.log import get_logger, tell
+from slime.rollout.validate_generate_output import check_distinct, check_values
+from slime.samples.frozen_fields import frozen
+from slime.samples.groups import groups_from_nested
+from slime.samples.reward_values import is_finite, is_number
+from slime.samples.types import Group, Sample, Versions
+from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
+from slime.user_code.loading import (
     FunctionFailed,
     call_hook,
     call_user_function,
@@ -17,14 +24,7 @@ from slime.hook_loading import (
     named,
     shown,
 )
-from slime.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
-from slime.legacy_paths import replaced
-from slime.log import get_logger, tell
-from slime.rollout.returned import check_distinct, check_values
-from slime.samples.frozen_fields import frozen
-from slime.samples.groups import groups_from_nested
-from slime.samples.reward_values import is_finite, is_number
-from slime.samples.types import Group, Sample, Versions
+from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
 
@@ -54,7 +54,9 @@ async def call_rollout_fn(
         groups = groups_from_nested(output.samples, origin)
         return RolloutFnTrainOutput(groups, checked_metrics(output.metrics, origin))
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    raise FunctionFailed(f"{origin} returned {described(output)}", fix=f"return a slime.hooks.{wanted.__name__}")
+    raise FunctionFailed(
+        f"{origin} returned {described(output)}", fix=f"return a slime.user_code.hooks.{wanted.__name__}"
+    )
 
 
 async def call_with_groups(dest: str, args: Any, views: list[list[Sample]], *more: Any, limit: float) -> None:
@@ -143,9 +145,9 @@ def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
             )
 
 
-async def replaced_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput | None:
+async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutput | None:
     """What a plugin's function in place of ``eval_rollout`` returned; None where there is none."""
-    own = replaced("slime.rollout.sglang_rollout:eval_rollout")
+    own = override_of("evaluation")
     if own is None:
         return None
     with failures_of("the plugin's eval_rollout"):

@@ -29,9 +29,9 @@ import numpy as np
 from slime.config.config import Config
 from slime.documentation import doc_url
 from slime.errors import UserError
-from slime.host import without_working_directory
 from slime.log import get_logger
-from slime.processes import follow_parent
+from slime.processes.host import without_working_directory
+from slime.processes.owner import follow_parent
 from slime.prompts.conversation import read_messages
 from slime.prompts.dataset_folders import EVALUATION, TRAINING
 from slime.prompts.prepare import (

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from slime.engines.client import RolloutClient
 from slime.errors import UserError
-from slime.rollout.execution import GroupRunner
 from slime.rollout.group_run import Activity, GroupRun
+from slime.rollout.trajectory import GroupRunner
 
 _WAITS_FOR = {
     Activity.QUEUED: "a free slot (--sglang-server-concurrency)",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.hook_loading import FunctionFailed, described
 from slime.samples.types import Sample
+from slime.user_code.loading import FunctionFailed, described
 
-#: (args, rollout_id, buffer, num_samples) → the groups taken; see `slime.hooks.BufferFilter`.
+#: (args, rollout_id, buffer, num_samples) → the groups taken; see `slime.user_code.hooks.BufferFilter`.
 Select = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]]
 
 

@@ -10,12 +10,12 @@ from slime.algorithms.baseline import normalise_rewards
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, described, named, user_function
 from slime.log import get_logger
 from slime.samples.frozen_fields import frozen
 from slime.samples.reward_values import reward_number
 from slime.samples.sample_fields import as_list
 from slime.samples.types import Group, Sample, SampleStatus
+from slime.user_code.loading import FunctionFailed, described, named, user_function
 
 #: The flag that names a function which shapes rewards, for messages.
 POST_PROCESS = "--custom-reward-post-process-path"

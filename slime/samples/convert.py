@@ -13,7 +13,6 @@ import torch
 from slime.config.config import Config
 from slime.config.estimators import FACTS
 from slime.errors import UserError
-from slime.hook_loading import makers_of_samples, named, user_function
 from slime.log import get_logger
 from slime.models import family_of, vocab_size_of
 from slime.models.flops import sequence_cost
@@ -24,6 +23,7 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.packing import PackingRules, Schedule, plan_steps
 from slime.samples.sample_fields import number_problem
 from slime.samples.types import Group
+from slime.user_code.loading import makers_of_samples, named, user_function
 
 logger = get_logger(__name__)
 

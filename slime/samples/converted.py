@@ -8,11 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from slime.documentation import doc_url
-from slime.hook_loading import FunctionFailed, described
 from slime.samples.columns import Columns, Trainable, described_columns
 from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import experts_problem
 from slime.samples.sample_fields import as_list, number_problem, token_problem
+from slime.user_code.loading import FunctionFailed, described
 
 #: The flag that names a converter, for messages.
 CONVERSION = "--custom-convert-samples-to-train-data-path"
@@ -29,7 +29,7 @@ def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size
     entries than there are samples, every response token is trained and every entry is an execution of its own.
 
     Args:
-        origin: the function in messages (`slime.hook_loading.named`).
+        origin: the function in messages (`slime.user_code.loading.named`).
         vocab_size: of the model; None where it is not known.
     Raises:
         FunctionFailed: not a dict, a needed column missing, an unknown column, columns of different lengths, an entry
@@ -70,7 +70,7 @@ def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size
 
 def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
     """The dict that was returned, by our names; columns that are None are left out."""
-    names = f"the names are those of slime.hooks.ConvertSamples: {doc_url('hooks.md')}"
+    names = f"the names are those of slime.user_code.hooks.ConvertSamples: {doc_url('hooks.md')}"
     if not isinstance(result, dict):
         fix = f"return a dict of lists, one entry per sample in each; {names}"
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)

@@ -7,9 +7,9 @@ import pickle
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from slime.hook_loading import FunctionFailed, shown
 from slime.samples.reward_values import reward_number
 from slime.samples.sample_fields import FIELDS, FROZEN, PER_TOKEN, as_list, number_problem
+from slime.user_code.loading import FunctionFailed, shown
 
 #: Fields that such a function may set.
 _NOTES = tuple(name for name, field in FIELDS.items() if not field.is_frozen)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, described
 from slime.samples.sample_fields import kind_problem
 from slime.samples.types import Group, Sample
+from slime.user_code.loading import FunctionFailed, described
 
 
 def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from slime.hook_loading import FunctionFailed, shown
+from slime.user_code.loading import FunctionFailed, shown
 
 #: The loss is computed in float32, where the square of a larger number is infinite.
 LARGEST_REWARD = 1e18
@@ -16,7 +16,7 @@ def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
     """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one), bools, decimals.
 
     Args:
-        origin: the function that returned it, in messages (`slime.hook_loading.named`).
+        origin: the function that returned it, in messages (`slime.user_code.loading.named`).
         role: what it was returned as: "the reward of sample 3".
         why: more about the sample, where the number is not finite.
     Raises:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.hook_loading import shown
+from slime.user_code.loading import shown
 
 #: Engines round log-probs of tokens that are almost certain to a little above 0.
 LARGEST_LOG_PROB = 1e-3

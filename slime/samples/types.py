@@ -16,10 +16,10 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from slime.errors import UserError
-from slime.hook_loading import shown
 from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import decode_routed_experts
 from slime.samples.sample_fields import as_list, kind_problem, number_problem
+from slime.user_code.loading import shown
 
 
 class SampleStatus(StrEnum):
@@ -419,8 +419,8 @@ class Versions(NamedTuple):
             weights of earlier steps under later numbers.
         ahead: those up to the newest that are of later steps than training stands at, for the same reason. What an
             earlier life of the run has finished with these, or with newer ones, does not count.
-        gone: pushed behind a checkpoint from which the run went on in another way (`slime.pushes`): no weights that it
-            will reach are like these, and what they have begun or finished is generated anew.
+        gone: pushed behind a checkpoint from which the run went on in another way (`slime.run.ancestry`): no weights
+            that it will reach are like these, and what they have begun or finished is generated anew.
     """
 
     oldest: int = 0

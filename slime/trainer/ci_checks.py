@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime import path_patterns
+from slime import paths as path_patterns
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.files import replacing

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.files import replacing
-from slime.path_patterns import fill
+from slime.paths import fill
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
 

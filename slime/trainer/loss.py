@@ -22,7 +22,6 @@ from slime.algorithms.losses import (
 from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import named
 from slime.trainer.records import LossInputs, TokenScores
 from slime.trainer.returned import (
     Given,
@@ -33,6 +32,7 @@ from slime.trainer.returned import (
     reduced_loss,
 )
 from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
+from slime.user_code.loading import named
 
 Metrics = dict[str, Tensor]
 
@@ -174,7 +174,7 @@ def _reduce_policy_loss(
 def _custom_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
-    """See `slime.hooks.LossFunction` for what the function is given."""
+    """See `slime.user_code.hooks.LossFunction` for what the function is given."""
     assert functions.loss is not None, "--loss-type custom_loss is refused at launch without its function"
     if not inputs.samples:
         return scores.log_probs.sum(), {}

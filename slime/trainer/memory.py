@@ -21,8 +21,8 @@ import torch
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.footprint import own_bytes
 from slime.memory.remedies import remedies
+from slime.processes.footprint import own_bytes
 from slime.samples.batch import TrainBatch
 
 _GB = 1e9

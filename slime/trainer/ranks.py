@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.between_ranks import all_gather, gather_tensors
+from slime.processes.json_collectives import all_gather, gather_tensors
 
 
 @dataclass(frozen=True)

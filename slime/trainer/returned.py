@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from slime.hook_loading import FunctionFailed, described, shown
 from slime.trainer.records import LossInputs
+from slime.user_code.loading import FunctionFailed, described, shown
 
 _CUT = "detach(), item(), tolist(), numpy(), torch.no_grad() and a new tensor cut the way back to the model"
 
@@ -72,7 +72,7 @@ def loss_and_metrics(returned: Any, given: Given, masks: Tensor, origin: str) ->
     Args:
         given: log-probs and logits, by which the loss must come.
         masks: flat [T].
-        origin: the function in messages (`slime.hook_loading.named`).
+        origin: the function in messages (`slime.user_code.loading.named`).
     Raises:
         FunctionFailed: no such pair, a loss of another shape or without gradient, a metric that is no number.
     """

@@ -22,7 +22,6 @@ from slime.algorithms.kl import kl_estimate
 from slime.algorithms.reduce import token_weights
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, described, named
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
 from slime.trainer.dumps import Shard, save_train_data, shard_of
@@ -48,6 +47,7 @@ from slime.trainer.user_functions import (
     behind_the_loss,
     change_rollout,
 )
+from slime.user_code.loading import FunctionFailed, described, named
 
 logger = get_logger(__name__)
 

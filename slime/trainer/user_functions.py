@@ -11,7 +11,10 @@ from torch import Tensor
 
 from slime.config.config import Config
 from slime.config.flag import option_of
-from slime.hook_loading import (
+from slime.samples.batch import TrainBatch
+from slime.trainer.records import RolloutTensors
+from slime.trainer.returned import are_finite, check_finite, check_masks, check_reducer, per_token
+from slime.user_code.loading import (
     FunctionFailed,
     failures_of,
     makers_of_samples,
@@ -19,9 +22,6 @@ from slime.hook_loading import (
     named_functions,
     user_function,
 )
-from slime.samples.batch import TrainBatch
-from slime.trainer.records import RolloutTensors
-from slime.trainer.returned import are_finite, check_finite, check_masks, check_reducer, per_token
 
 #: The flags, for messages.
 ADVANTAGES, POSTPROCESS = option_of("custom_advantage_function_path"), option_of("rollout_data_postprocess_path")
@@ -150,7 +150,7 @@ def change_rollout(
 
     Args:
         call: the function, its other arguments given.
-        origin: the function in messages (`slime.hook_loading.named`).
+        origin: the function in messages (`slime.user_code.loading.named`).
         without_effect: keys of `ASSIGNABLE` that nothing would read after this, with the reason.
     Returns:
         What the function returned, which nothing reads.

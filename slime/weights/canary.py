@@ -39,11 +39,11 @@ from slime.config.config import Config
 from slime.engines.api import EngineError, is_embedded
 from slime.engines.fleet import EngineFleet
 from slime.errors import UserError
-from slime.hook_loading import named_functions
 from slime.log import get_logger
 from slime.models import family_of
 from slime.models.quantised import Fp8, Quantisation
 from slime.models.spec import read_hf_config
+from slime.user_code.loading import named_functions
 
 logger = get_logger(__name__)
 

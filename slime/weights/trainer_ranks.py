@@ -27,10 +27,10 @@ import orjson
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from slime.between_ranks import broadcast
 from slime.engines.api import EngineError
 from slime.errors import UserError
 from slime.files import json_safe
+from slime.processes.json_collectives import broadcast
 
 _SEAL, _SEAL_BYTES = "sha256", 32
 _HEARD = "heard"  # how many ranks have a round's outcome

@@ -15,7 +15,7 @@ from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import examine
 from slime.diagnosis.align.reference import Reference
 from slime.errors import UserError
-from slime.host import free_port
+from slime.processes.host import free_port
 from tests.support.contract_servers import PROMPT, Server
 
 TOKENS = [PROMPT, [*PROMPT, 5, 9, 200], [7, 7, 64, 12]]

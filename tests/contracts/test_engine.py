@@ -33,7 +33,7 @@ from slime.engines.wire.buckets import fingerprint, pack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import Segment
 from slime.engines.workers import list_workers
-from slime.host import free_port
+from slime.processes.host import free_port
 from slime.rollout.generate import GenerateState, bind_state, generate, sampling_params
 from slime.samples.types import Sample
 from tests.support.contract_servers import (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.host import free_port
+from slime.processes.host import free_port
 from slime.samples.routed_experts import decode_routed_experts
 from tests.support.contract_servers import (
     CONTEXT,

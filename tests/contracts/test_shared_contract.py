@@ -27,8 +27,8 @@ from slime.config import make_config
 from slime.engines.api import GenerateResult
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
-from slime.host import reserve_port
 from slime.models import family_of
+from slime.processes.host import reserve_port
 from slime.weights.sync import WeightSync
 from slime.weights.transport import EngineSlots
 from tests.support.cluster_processes import running_server
@@ -264,7 +264,7 @@ def test_memory_goes_and_comes_by_tags(engine: Server, model: Path) -> None:
 
 def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> None:
     if kind == "embedded":
-        argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model)]
+        argv = [sys.executable, "-m", "slime.embedded", "--model-path", str(model)]
     else:
         argv = sglang_command(sglang_config(model), str(model), "127.0.0.1", 30000).argv
     stand_in = [str(FAKE)] if kind == "stand-in" else []

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from slime.checkpoints.gguf import gguf_to_hf
 from slime.cli.serve import more_words
-from slime.engines.kinds import ENGINES
-from slime.host import free_port
+from slime.engines.kinds import engine_kind
+from slime.processes.host import free_port
 from tests.support.bpe_tokenizers import save_model_with_words
 from tests.support.processes import wait_until
 
@@ -121,5 +121,5 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_sglang_is_told_the_name_and_how_to_read_calls(tmp_path: Path) -> None:
     model = save_model_with_words(tmp_path / "model", "qwen3")
     told = ["--served-model-name", "sums"]
-    assert more_words(ENGINES["sglang"], "sums", model) == [*told, "--tool-call-parser", "qwen25"]
-    assert more_words(ENGINES["embedded"], "sums", model) == told
+    assert more_words(engine_kind("sglang"), "sums", model) == [*told, "--tool-call-parser", "qwen25"]
+    assert more_words(engine_kind("embedded"), "sums", model) == told

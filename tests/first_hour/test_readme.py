@@ -84,8 +84,8 @@ def test_the_python_trains_and_prints(tmp_path: Path) -> None:
 
 
 def test_the_agent_of_the_readme_is_a_generate_function(tmp_path: Path) -> None:
-    from slime.hook_loading import check_signature, load_function
-    from slime.hooks import GenerateFunction
+    from slime.user_code.hooks import GenerateFunction
+    from slime.user_code.loading import check_signature, load_function
 
     (tmp_path / "my_agent.py").write_text(block("python", "# my_agent.py"))
     path = f"{tmp_path / 'my_agent.py'}:generate"

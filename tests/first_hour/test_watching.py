@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observe import report
+from slime.page import report
 from tests.support.runs import Run
 
 

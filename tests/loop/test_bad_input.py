@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def refuse(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """``refuse(*flags)``: a launch that must be refused before anything starts; returns what the user reads."""
     monkeypatch.delenv("SLIME_DEBUG", raising=False)
-    monkeypatch.setattr("slime.session.Session", _never)
+    monkeypatch.setattr("slime.run.session.Session", _never)
 
     def launch(*flags: object, command: str = "train", without: str = "") -> str:
         status = main([command, *world.flags("refused", *flags, without=without)])

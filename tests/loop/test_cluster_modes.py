@@ -58,7 +58,7 @@ def servers(world: World) -> list[psutil.Process]:
             words = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        engine = "slime.engines.embedded" in words and str(world.inputs) in words
+        engine = "slime.embedded" in words and str(world.inputs) in words
         if engine or "sglang::router" in words:
             found.append(process)
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.hooks import HOOKS
+from slime.user_code.hooks import HOOKS
 from tests.support.every_hook import called
 from tests.support.runs import Run, RunResult
 

@@ -13,7 +13,7 @@ import pytest
 from slime.cli.engines import main as engines_command
 from slime.engines.keys import header_of
 from slime.errors import UserError
-from slime.host import free_port
+from slime.processes.host import free_port
 from tests.support.external_engine import ITS_KEY, ExternalEngine, external_engine
 from tests.support.processes import Driver, StartHeld, World, start, wait_held, wait_while_running
 
@@ -128,7 +128,7 @@ def test_instead_of_the_runs_own(begin: Start, hold: Path, external: ExternalEng
     (hold / "hold-1").touch()
     driver = begin("instead", "--rollout-external-engine-addrs", external.address)
     wait_held(driver, hold, 1)
-    assert not driver.family("slime.engines.embedded") and weight_version(external.url) == "2"
+    assert not driver.family("slime.embedded") and weight_version(external.url) == "2"
     external.process.kill()
     assert driver.end() == 1
     error = driver.error()
@@ -149,7 +149,7 @@ def test_the_runs_own_leaves_for_it(begin: Start, hold: Path, external: External
     (hold / "hold-0").unlink()
     wait_held(driver, hold, 1)
     engines_command(["remove", str(driver.path), "engine-0"])
-    assert not driver.family("slime.engines.embedded")
+    assert not driver.family("slime.embedded")
     (hold / "hold-1").unlink()
     check_end(driver, [1, 2, 3])
 

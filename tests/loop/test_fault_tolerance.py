@@ -19,7 +19,7 @@ from tests.support.sglang_servers import fake_environment
 pytestmark = pytest.mark.full
 
 Start = Callable[..., Driver]
-ENGINE = "slime.engines.embedded"
+ENGINE = "slime.embedded"
 FAST_CHECKS = ("--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 2)
 
 

@@ -18,7 +18,7 @@ _LONG = ("--num-rollout", 100_000, "--save-interval", 100_000)
 _TITLES = {
     "trainer": "ray::TrainerActor",
     "rollout actor": "ray::RolloutActor",
-    "engine": "slime.engines.embedded",
+    "engine": "slime.embedded",
     "router": "sglang::router",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",

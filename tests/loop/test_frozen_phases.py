@@ -25,7 +25,7 @@ _TITLES = {
     "trainer": "ray::TrainerActor",
     "rollout actor": "ray::RolloutActor",
     "engine actor": "ray::EngineActor",
-    "engine": "slime.engines.embedded",  # of the stand-in of SGLang: `_SGLANG`
+    "engine": "slime.embedded",  # of the stand-in of SGLang: `_SGLANG`
     "router": "sglang::router",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",

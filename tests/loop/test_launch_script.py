@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.host import free_port
+from slime.processes.host import free_port
 from tests.support import toy
 from tests.support.processes import PATIENCE, ROOT
 

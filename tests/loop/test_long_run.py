@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 _STEPS, _EVERY = 2000, 100
 #: From this step on: caches of compiled products, of connections and of modules are full by then.
 _SETTLED = 600
-_VICTIMS = ("slime.engines.embedded", "sglang::router", "ray::TrainerActor")
+_VICTIMS = ("slime.embedded", "sglang::router", "ray::TrainerActor")
 _LASTING = {"driver": "train_async.py", "rollout actor": "ray::RolloutActor", "raylet": "raylet/raylet"}
 #: That a thousand steps may bring: rows of metrics that alarms look at, and what an allocator keeps.
 _MOST_MB, _MOST_DESCRIPTORS, _MOST_THREADS = 40.0, 12, 8

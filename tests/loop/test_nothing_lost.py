@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.__main__ import main
-from slime.observe.watch.folders import RunWatch
+from slime.page.folders import RunWatch
 from tests.support.processes import PATIENCE, Driver, StartHeld, World, wait_until, wait_while_running
 from tests.support.random_kills import (
     AHEAD,

@@ -174,7 +174,7 @@ def test_kill_9_of_the_driver_and_resume(begin: Start, hold: Path, tmp_path: Pat
             id="trainer",
             marks=pytest.mark.full,
         ),
-        pytest.param("train.py", "slime.engines.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
+        pytest.param("train.py", "slime.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
         pytest.param(
             "train_async.py", "sglang::router", "router", "last lines of its log", id="router", marks=pytest.mark.full
         ),

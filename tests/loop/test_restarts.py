@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.silence import stopped_parts
+from slime.cluster.slow_waits import stopped_parts
 from slime.cluster.waiting import ActorDied
 from tests.support.processes import Driver, StartHeld, World, wait_until, wait_while_running
 from tests.support.runs import Run, RunResult

@@ -11,9 +11,9 @@ from typing import Any
 import anthropic
 import openai
 
+from slime.agents.endpoint import AgentEndpoint
 from slime.engines.api import LOADS_PATH, EngineClient
 from slime.engines.client import num_requests
-from slime.rollout.agents.endpoint import AgentEndpoint
 
 
 @asynccontextmanager

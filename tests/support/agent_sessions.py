@@ -6,10 +6,10 @@ import asyncio
 import contextvars
 from typing import Any
 
+from slime.agents.conversation import Ask, Speech, clean
+from slime.agents.session import AgentSession
+from slime.agents.turns import samples_of
 from slime.prompts.conversation import Messages
-from slime.rollout.agents.conversation import Ask, Speech, clean
-from slime.rollout.agents.session import AgentSession
-from slime.rollout.agents.turns import samples_of
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
 from tests.support.agents import Play

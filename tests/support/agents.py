@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from typing import Any
 
+from slime.agents.endpoint import AgentEndpoint, agent_endpoint
+from slime.agents.server import close_server
 from slime.engines.api import GenerateResult
-from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
-from slime.rollout.agents.server import close_server
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
 from tests.support.bpe_tokenizers import bpe_tokenizer

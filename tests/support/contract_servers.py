@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.host import free_port
+from slime.processes.host import free_port
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 CONTEXT = 256
@@ -103,7 +103,7 @@ def running(argv: list[str], port: int, log: Path, health: str = "/health") -> I
 
 
 def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
-    argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--port", str(port)]
+    argv = [sys.executable, "-m", "slime.embedded", "--model-path", str(model), "--port", str(port)]
     return [*argv, "--parent-pid", str(os.getpid()), "--served-model-name", model.name, *flags]
 
 

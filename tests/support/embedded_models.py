@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from slime.engines.embedded.architecture import Architecture
-from slime.engines.embedded.kv_cache import KVCache
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Sequence, TextStream
-from slime.engines.embedded.weights import make_store
+from slime.embedded.architecture import Architecture
+from slime.embedded.kv_cache import KVCache
+from slime.embedded.scheduler import Scheduler
+from slime.embedded.sequence import Sequence, TextStream
+from slime.embedded.weights import make_store
 from slime.engines.request_fields import parse_params
 
 VOCAB = 384

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime.hooks import DynamicFilterOutput
 from slime.rollout.generate import generate as built_in
 from slime.rollout.loop import generate_rollout
 from slime.samples.types import Sample
+from slime.user_code.hooks import DynamicFilterOutput
 from tests.support.toy import SumSource, digit_share
 
 _FOLDER: list[Path] = []

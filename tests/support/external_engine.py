@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.engines.api import is_ready
 from slime.engines.keys import VARIABLE
-from slime.host import free_port
+from slime.processes.host import free_port
 from tests.support.processes import PATIENCE, wait_until
 
 #: In the environment of such engines, and of runs in which they take part.
@@ -41,7 +41,7 @@ class ExternalEngine:
 def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEngine]:
     """One that answers; in float32, with a seed of its own and another name than the run's engines."""
     port = free_port()
-    argv = [sys.executable, "-m", "slime.engines.embedded", "--model-path", str(model), "--port", str(port)]
+    argv = [sys.executable, "-m", "slime.embedded", "--model-path", str(model), "--port", str(port)]
     argv += ["--dtype", "float32", "--random-seed", "7", "--served-model-name", "somebody's", *words]
     with open(log, "wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **ITS_KEY}

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RolloutClient
-from slime.hooks import DataSource
 from slime.rollout.generate import GenerateState, sampling_params
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource
 from tests.support.fake_engine import answer
 
 

@@ -106,7 +106,7 @@ LAUNCHES = {
 
 async def before_agents(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The built-in generation, while an endpoint for agents is open."""
-    from slime.rollout.agents.endpoint import agent_endpoint
+    from slime.agents.endpoint import agent_endpoint
     from slime.rollout.generate import generate
 
     async with agent_endpoint(args, sample, sampling_params):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "slime"
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Of these everything may import, and they import nothing that is imported at once: names of the package itself.
-FACE = ("__init__", "legacy_paths")
+FACE = ("__init__", "compat.import_paths")
 
 
 def module_name(path: Path) -> str:

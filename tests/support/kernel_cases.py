@@ -207,8 +207,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @contextmanager
 def attention_of(family: str) -> Iterator[tuple[Any, Any]]:
     """(A model of four layers, the attention of its first one)."""
-    from slime.host import free_port
     from slime.models import family_of
+    from slime.processes.host import free_port
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.trainer.megatron.parallel import RankInfo
     from tests.support.hf_configs import config_of

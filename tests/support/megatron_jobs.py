@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from slime.host import free_port
 from slime.models import family_of
+from slime.processes.host import free_port
 from slime.samples.batch import TrainBatch
 from tests.support.hf_configs import config_of
 from tests.support.megatron_stub import random_hf

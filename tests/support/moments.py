@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from slime.process_tree import adopt_orphans, end_all
+from slime.processes.tree import adopt_orphans, end_all
 from tests.support.processes import ROOT, is_running
 
 #: A script that leaves a daemon: in a session of its own, without a parent or an environment. Given a file, it writes

@@ -30,7 +30,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from slime.process_tree import adopt_orphans, end_all, has_ended
+from slime.processes.tree import adopt_orphans, end_all, has_ended
 from tests.support.moments import LIMIT_SECONDS, running_below
 from tests.support.processes import PATIENCE, Driver, World, start, wait_until
 
@@ -73,13 +73,13 @@ VICTIMS = {
     "driver": "",
     "all": "",
     "trainer": "ray::TrainerActor",
-    "engine": "slime.engines.embedded",
+    "engine": "slime.embedded",
     "rollout actor": "ray::RolloutActor",
     "router": "sglang::router",
     "reward worker": "slime.rollout.rewards.math_grading",
     "raylet": "raylet/raylet",
     "GCS": "gcs_server",
-    "holder": "slime/process_tree.py",
+    "holder": "slime/processes/tree.py",
 }
 #: A reward that asks them.
 GRADED = ("--custom-rm-path", "tests.support.hold.reward_by_worker", "--rm-num-workers", 1)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from slime.engines.client import RequestRefused
-from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.generate import current_state, generate
 from slime.rollout.loop import generate_rollout_async
 from slime.samples.types import Sample, SampleStatus
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 
 calls: list[tuple[str, Any]] = []
 

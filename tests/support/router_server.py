@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from slime.engines.keys import VARIABLE
 from slime.engines.router import router_flags
-from slime.host import free_port
+from slime.processes.host import free_port
 
 
 @contextmanager

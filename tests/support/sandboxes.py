@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from slime.errors import UserError
-from slime.rollout.sandbox.sandbox import Sandbox
+from slime.sandbox.sandbox import Sandbox
 
 
 @cache

@@ -15,7 +15,7 @@ from slime.cluster.server_process import ServerProcess
 from slime.config import Config
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang.command import sglang_command
-from slime.host import PortReservation, reserve_port
+from slime.processes.host import PortReservation, reserve_port
 from tests.support.processes import ROOT
 
 FAKE = Path(__file__).parent / "fake_sglang"

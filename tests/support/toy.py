@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from slime.hooks import DataSource
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource
 
 CHARACTERS = "0123456789+="
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from slime.config import Config, make_config
-from slime.garbage import settle
-from slime.host import free_port
 from slime.models.spec import ModelSpec
+from slime.processes.garbage import settle
+from slime.processes.host import free_port
 from slime.samples.batch import StepPlan, TrainBatch
 
 JOB_DEADLINE = 120.0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.host import free_port
+from slime.processes.host import free_port
 from slime.samples.batch import TrainBatch
 from slime.trainer import update
 from slime.trainer.megatron.backend import MegatronBackend

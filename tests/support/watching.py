@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.host import bind
-from slime.observe.watch.server import Runs, application
+from slime.page.server import Runs, application
+from slime.processes.host import bind
 from tests.support.browser import Tab, tab
 
 Visit = Callable[[Tab, str, Runs], Coroutine[Any, Any, None]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slime.garbage import settle
+from slime.processes.garbage import settle
 from tests.support.trainer_ranks import Pools
 
 _MANY_THREADS, _FAR_TOO_MANY = 64, 256

@@ -12,9 +12,9 @@ import anthropic
 import openai
 import pytest
 
-from slime.rollout.agents import server as agent_server
-from slime.rollout.agents.endpoint import AgentEndpoint, agent_endpoint
-from slime.rollout.agents.server import close_server
+from slime.agents import server as agent_server
+from slime.agents.endpoint import AgentEndpoint, agent_endpoint
+from slime.agents.server import close_server
 from slime.rollout.generate import bind_state
 from slime.samples.types import Sample
 from tests.support.agent_clients import anthropic_of, openai_of

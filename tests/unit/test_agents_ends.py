@@ -14,14 +14,14 @@ import openai
 import psutil
 import pytest
 
+from slime.agents import server as agent_server
+from slime.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
+from slime.agents.server import close_server
 from slime.engines.api import EngineError, GenerateResult
 from slime.errors import UserError
-from slime.rollout.agents import server as agent_server
-from slime.rollout.agents.endpoint import AgentEndpoint, RolloutEnds, agent_endpoint
-from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import bind_state
 from slime.rollout.group_run import GroupRun
+from slime.rollout.trajectory import GroupRunner
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import anthropic_of, openai_of
 from tests.support.agents import Model, Play

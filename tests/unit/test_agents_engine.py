@@ -13,14 +13,14 @@ import pytest
 
 from examples.api_agent import rollout
 from examples.api_agent.agent import calculate
+from slime.agents.endpoint import agent_endpoint
+from slime.agents.server import close_server
 from slime.engines.client import RolloutClient
 from slime.engines.router import register_workers
-from slime.host import free_port
-from slime.rollout.agents.endpoint import agent_endpoint
-from slime.rollout.agents.server import close_server
-from slime.rollout.execution import GroupRunner
+from slime.processes.host import free_port
 from slime.rollout.generate import GenerateState, bind_state
 from slime.rollout.group_run import GroupRun
+from slime.rollout.trajectory import GroupRunner
 from slime.samples.types import Sample, SampleStatus
 from tests.support.agent_clients import vanish
 from tests.support.agents import TEMPLATE

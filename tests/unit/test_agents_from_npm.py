@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from slime.agents.endpoint import AgentEndpoint
 from slime.engines.api import GenerateResult
 from slime.engines.keys import VARIABLE
-from slime.rollout.agents.endpoint import AgentEndpoint
 from slime.samples.types import Sample
 from tests.support.agents import Model, Play
 

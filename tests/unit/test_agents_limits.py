@@ -9,11 +9,11 @@ import sys
 import openai
 import pytest
 
+from slime.agents.conversation import Ask, clean
+from slime.agents.endpoint import AgentEndpoint, AgentError
+from slime.agents.session import Refusal
 from slime.engines.reasoning import FORMATS, THINK, Thought, reasoning_format
 from slime.engines.request_fields import BadRequest
-from slime.rollout.agents.conversation import Ask, clean
-from slime.rollout.agents.endpoint import AgentEndpoint, AgentError
-from slime.rollout.agents.session import Refusal
 from slime.samples.types import SampleStatus
 from tests.support.agent_clients import openai_of
 from tests.support.agent_sessions import check, samples, session_of, talk, user

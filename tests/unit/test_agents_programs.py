@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.agents import programs
+from slime.agents.programs import Finished, run_program
 from slime.engines.keys import VARIABLE
-from slime.rollout.agents import programs
-from slime.rollout.agents.programs import Finished, run_program
 
 CHILD = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]])"
 
@@ -128,7 +128,7 @@ def test_what_has_left_its_process_group_ends_with_it_and_is_named(
 def test_what_has_left_its_process_group_ends_with_the_rollout(tmp_path: Path) -> None:
     mark = str(tmp_path / "detached")
     code = f"{DETACHED['a session of its own']}; import time; time.sleep(600)"
-    run = "from slime.rollout.agents.programs import run_program; import asyncio, sys\n"
+    run = "from slime.agents.programs import run_program; import asyncio, sys\n"
     run += f"asyncio.run(run_program([sys.executable, '-c', {code!r}, {mark!r}], {{}}))"
     rollout = psutil.Popen([sys.executable, "-c", run])
     while len(left(mark)) < 2:

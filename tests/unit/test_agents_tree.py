@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.agents.conversation import Ask, clean, key_of
+from slime.agents.turns import Turn, samples_of
 from slime.prompts.chat_template import _PAST_PROBE, _PROBE, Messages, between_turns
-from slime.rollout.agents.conversation import Ask, clean, key_of
-from slime.rollout.agents.turns import Turn, samples_of
 from slime.samples.types import SampleStatus
 from tests.support.agent_sessions import check, session_of, talk, user
 from tests.support.agents import Play, tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from slime.agents.conversation import Speech
+from slime.agents.endpoint import AgentEndpoint
 from slime.prompts.chat_template import in_turns, takes_any_order
-from slime.rollout.agents.conversation import Speech
-from slime.rollout.agents.endpoint import AgentEndpoint
 from tests.support.agents import TEMPLATE, Play, tokenizer
 from tests.support.embedded_models import EOS
 

@@ -14,8 +14,8 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_lines
 from slime.observe.alarms import CHECKS, AlarmWatch, find_alarms
-from slime.observe.report import write_report
 from slime.observe.sinks import Sinks
+from slime.page.report import write_report
 from tests.support.metrics_page import documented_names
 from tests.support.run_folders import create_run
 

@@ -19,7 +19,7 @@ from slime.diagnosis.align.evidence import Scored
 from slime.diagnosis.align.examine import Result, text
 from slime.diagnosis.align.prepare import Wish, examined
 from slime.diagnosis.align.reference import Reference, Sampling
-from slime.engines.embedded.quantised_weights import import_library_for
+from slime.embedded.quantised_weights import import_library_for
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample

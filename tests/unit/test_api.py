@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
-from slime import api
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
-from slime.hook_loading import load_function, save_function
 from slime.observe.run_folder import RunFolder
 from slime.rollout.rewards.by_name import RewardByName
 from slime.rollout.rewards.pool import RewardPool
+from slime.run import api
 from slime.samples.types import Sample
+from slime.user_code.loading import load_function, save_function
 from tests.support.embedded_models import save_tiny_model
 from tests.support.processes import wait_until
 from tests.support.run_folders import held

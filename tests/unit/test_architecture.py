@@ -38,62 +38,13 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 #: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
 FLOORS = (
-    *(
-        "documentation",
-        "errors",
-        "data_path",
-        "redact",
-        "files",
-        "path_patterns",
-        "stacks",
-        "children",
-        "user_calls",
-        "hook_loading",
-        "log",
-        "output",
-        "notebook",
-        "host",
-        "garbage",
-        "footprint",
-        "host_memory",
-        "between_ranks",
-        "http_access",
-        "process_tree",
-        "processes",
-        "hub",
-    ),
-    *(
-        "config",
-        "placement",
-        "algorithms",
-        "models",
-        "samples",
-        "hooks",
-        "observe",
-        "prompts",
-        "engines",
-        "rollout",
-        "memory",
-    ),
-    *(
-        "checkpoints",
-        "weights",
-        "trainer",
-        "cluster",
-        "plugin_imports",
-        "preflight",
-        "diagnosis",
-        "pushes",
-        "changed_inputs",
-        "schedule",
-        "stopping",
-        "saving",
-        "session",
-        "loop",
-        "api",
-        "cli",
-    ),
-    "__main__",
+    *("documentation", "errors", "data_path", "redact", "files", "paths"),
+    *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
+    *("user_code.calls", "user_code.loading", "log", "processes", "http_access", "hub"),
+    *("config", "placement", "algorithms", "models", "samples", "user_code", "observe"),
+    *("prompts", "engines", "rollout", "memory", "checkpoints", "weights", "trainer", "cluster"),
+    *("sandbox", "embedded", "page", "agents", "environments", "compat"),
+    *("run.preflight", "diagnosis", "run", "loop", "run.api", "cli", "__main__"),
 )
 #: Library → the only modules that import it.
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -105,8 +56,14 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("observe.tensorboard_sink",),
 }
 #: Never imported at run time by these (a quick `--help`, cheap supports).
-LIGHT = ("config", "observe", "errors", "hooks", "hook_loading", "__main__")
+LIGHT = ("config", "observe", "errors", "user_code", "__main__")
 HEAVY_LIBRARIES = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
+
+
+def floor_of(module: str) -> int:
+    """The row of FLOORS that says most of ``module``: "run.api" before "run"."""
+    within = [name for name in FLOORS if is_within(module, (name,))]
+    return FLOORS.index(max(within, key=len))
 
 
 def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -123,7 +80,7 @@ def test_imports_lead_downwards() -> None:
         f"{name} imports {target}"
         for name, targets in imports_of_modules().items()
         for target in targets
-        if name not in FACE and FLOORS.index(target.split(".")[0]) > FLOORS.index(name.split(".")[0])
+        if name not in FACE and floor_of(target) > floor_of(name)
     ]
     assert found == []
 
@@ -133,7 +90,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 #: Modules on the longest chain of imports from the loop: who follows a fact from there to its ground passes so many.
-MAX_CHAIN = 18
+MAX_CHAIN = 19
 
 
 def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:

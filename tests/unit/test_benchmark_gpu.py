@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.gpu.setting import await_engine
 from benchmarks.gpu.trainer import PEER_ATTENTION, SHAPES, packed_flash_attention
-from slime.host import free_port
+from slime.processes.host import free_port
 from slime.trainer.megatron import (
     attention,
     backend,  # noqa: F401  (prepares a host without a GPU for megatron)

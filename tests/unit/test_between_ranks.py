@@ -28,7 +28,7 @@ def test_no_collective_of_pickles() -> None:
 def everything(info: Any) -> list[Any]:
     from torch.distributed import get_rank, init_process_group, new_group
 
-    from slime.between_ranks import all_gather, broadcast, gather, gather_tensors
+    from slime.processes.json_collectives import all_gather, broadcast, gather, gather_tensors
 
     address = f"tcp://{info.master_addr}:{info.master_port}"
     init_process_group("gloo", init_method=address, rank=info.rank, world_size=info.world_size)

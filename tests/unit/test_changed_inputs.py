@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slime import hook_loading
-from slime.changed_inputs import changes, fingerprints
 from slime.config import Config, make_config
 from slime.files import content_fingerprint
-from slime.session import Session
-from slime.stopping import StopSignals
+from slime.run.changed_inputs import changes, fingerprints
+from slime.run.session import Session
+from slime.run.stopping import StopSignals
+from slime.user_code import loading as hook_loading
 from tests.support.checkpoint_dirs import complete
 
 CODE = "from {helper} import score\n\n\ndef reward(args, sample, **kwargs):\n    return score(sample)\n"

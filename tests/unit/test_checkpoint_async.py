@@ -14,7 +14,7 @@ import torch
 from slime.checkpoints import sharded_store
 from slime.checkpoints.directory import read_tracker, saved_iterations
 from slime.errors import UserError
-from slime.host_memory import HostMemory
+from slime.processes.pinned_memory import HostMemory
 from tests.support import megatron_jobs as jobs
 from tests.support.megatron_jobs import parameters, single
 from tests.support.trainer_ranks import make_batch

@@ -21,7 +21,7 @@ import torch
 
 from slime.checkpoints.directory import check_contents
 from slime.checkpoints.load_plan import resolve_load
-from slime.host import free_port
+from slime.processes.host import free_port
 from tests.support import megatron_jobs as jobs
 from tests.support.megatron_jobs import parameters, single
 from tests.support.trainer_ranks import trainer_config

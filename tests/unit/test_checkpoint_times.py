@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime import saving as module
 from slime.config import make_config, parse_args
-from slime.saving import Saving
-from slime.schedule import Schedule
+from slime.run import saving as module
+from slime.run.saving import Saving
+from slime.run.schedule import Schedule
 
 RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--rollout-batch-size", "2", "--run-name", "sums"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime.config import Config, FlatArgs, make_config, parse_args
 from slime.config.flags import own_flags
 from slime.errors import UserError
-from slime.host import num_gpus
+from slime.processes.host import num_gpus
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.continued import MOST_IDLE_CUTS, answered, is_cut, piece
+from slime.rollout.resumed_requests import MOST_IDLE_CUTS, answered, is_cut, piece
 from tests.support.fake_engine import answer
 
 PROMPT = [5, 6]

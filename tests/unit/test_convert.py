@@ -21,10 +21,10 @@ from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.config.estimators import FACTS
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, load_function
 from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
+from slime.user_code.loading import FunctionFailed, load_function
 from tests.support.hf_configs import config_of
 
 

@@ -89,7 +89,7 @@ def test_which_split_is_taken_is_said_in_one_line(sums: Path) -> None:
 
 
 def test_a_launch_says_which_split_it_takes_once(sums: Path) -> None:
-    from slime.preflight import _split_notices
+    from slime.run.preflight import _split_notices
 
     flags: dict[str, Any] = {"num_rollout": 1, "prompt_data": f"{sums}/main"}
     config = make_config(**flags, eval_prompt_data=("sums", f"{sums}/main@[:1]"), eval_interval=1)

@@ -14,7 +14,7 @@ import torch
 
 from slime.config import make_config, parse_args
 from slime.errors import UserError
-from slime.path_patterns import fill
+from slime.paths import fill
 from slime.prompts.source import PromptSource
 from slime.rollout.debug_data import check_dumps, load_rollout, save_rollout
 from slime.rollout.sft import sft_rollout

@@ -60,7 +60,7 @@ def test_generated_pages_are_fresh(make_docs: ModuleType, capsys: pytest.Capture
 
 
 def test_hooks_page_has_every_hook(make_docs: ModuleType) -> None:
-    from slime.hooks import HOOKS
+    from slime.user_code.hooks import HOOKS
 
     page = make_docs.PAGES["docs/hooks.md"]()
     for flag in HOOKS:

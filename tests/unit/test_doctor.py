@@ -123,7 +123,7 @@ provokes("ray-unreachable")(lambda f: f.add("--ray-address", "127.0.0.1:9"))
 provokes("ray-unreachable")(lambda f: f.patch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265"))
 provokes("temporary-folder")(lambda f: f.patch.setenv("RAY_TMPDIR", f"/{'long' * 25}"))
 provokes("open-files")(lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256)))
-provokes("check-broken")(lambda f: f.patch.setattr("slime.preflight.num_cpus", lambda: int("many")))
+provokes("check-broken")(lambda f: f.patch.setattr("slime.run.preflight.num_cpus", lambda: int("many")))
 provokes("memory-host")(lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7))
 provokes("memory-colocated")(lambda f: f.add("--gpu-memory-gb", 1))
 provokes("model-directory")(lambda f: (f.model / "config.json").unlink())
@@ -227,7 +227,7 @@ def nobody_serves(f: Fault) -> None:
 
 @provokes("transformer-engine")
 def without_transformer_engine(f: Fault) -> None:
-    f.patch.setattr("slime.preflight.is_installed", lambda: False)
+    f.patch.setattr("slime.run.preflight.is_installed", lambda: False)
     f.add("--transformer-impl", "transformer_engine")
 
 
@@ -413,7 +413,7 @@ def test_a_remote_reward_is_not_asked(world: World) -> None:
 
 
 def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch and Ray, and without what `slime.preflight` refuses anyway."""
+    """Without torch and Ray, and without what `slime.run.preflight` refuses anyway."""
     config = parse_args(world.flags("examined", "--save", world.outputs / "kept"))
     assert at_start(config) == []
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth99")

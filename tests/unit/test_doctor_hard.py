@@ -90,9 +90,9 @@ def test_what_a_launch_would_end_of_too_is_fatal(world: World, monkeypatch: pyte
     def broken() -> int:
         raise ValueError("a value of another type")
 
-    monkeypatch.setattr("slime.preflight.num_cpus", broken)
+    monkeypatch.setattr("slime.run.preflight.num_cpus", broken)
     report = examine(_flags(world))
-    assert "a value of another type (slime.preflight:" in _found(report)["check-broken"] and report.is_fatal
+    assert "a value of another type (slime.run.preflight:" in _found(report)["check-broken"] and report.is_fatal
 
 
 def test_a_launch_does_not_end_of_being_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

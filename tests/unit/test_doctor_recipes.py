@@ -116,7 +116,7 @@ def flags_of_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], l
     def started(self: object, command: list[str], log: Path) -> None:
         raise Started(*command[command.index("train") + 1 :])
 
-    monkeypatch.setattr("slime.api.TrainingRun._start", started)
+    monkeypatch.setattr("slime.run.api.TrainingRun._start", started)
 
     def flags(script: Path, model: Path) -> list[str]:
         monkeypatch.setattr(sys, "argv", [script.name, str(model)])

@@ -15,12 +15,12 @@ from sglang_router.launch_router import parse_router_args
 
 from slime.checkpoints.gguf import find_smollm2, gguf_to_hf
 from slime.config import make_config
-from slime.engines.embedded.__main__ import parse_args
-from slime.engines.embedded.command import embedded_command
+from slime.embedded.__main__ import parse_args
+from slime.embedded.command import embedded_command
 from slime.engines.launch import EnginePlace
 from slime.engines.router import router_command
 from slime.errors import UserError
-from slime.host import bind
+from slime.processes.host import bind
 
 
 def config_of(tmp_path: Path, **flags: Any) -> Any:

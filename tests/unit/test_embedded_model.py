@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slime.engines.embedded.architecture import Architecture
-from slime.engines.embedded.layers import Linear
+from slime.embedded.architecture import Architecture
+from slime.embedded.layers import Linear
 from slime.errors import UserError
 from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from slime.checkpoints.quantised_files import dequantise_directory, quantise_directory
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.weights import WeightError
+from slime.embedded.scheduler import Scheduler
+from slime.embedded.weights import WeightError
 from slime.engines.wire.buckets import fingerprint, pack
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation

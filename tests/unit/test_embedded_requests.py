@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.generate_request import Limits, parse_generate
-from slime.engines.embedded.generate_routes import final_text
-from slime.engines.embedded.openai_request import parse_chat, parse_completion
-from slime.engines.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
+from slime.embedded.generate_request import Limits, parse_generate
+from slime.embedded.generate_routes import final_text
+from slime.embedded.openai_request import parse_chat, parse_completion
+from slime.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
 from slime.engines.request_fields import BadRequest, SamplingParams, parse_params
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 

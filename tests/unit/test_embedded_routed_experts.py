@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Sequence, SequenceStatus
+from slime.embedded.scheduler import Scheduler
+from slime.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import (
     experts_of,
     make_scheduler,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.sampler import sample, token_logprobs, uniforms
-from slime.engines.embedded.sequence import Sequence
+from slime.embedded.sampler import sample, token_logprobs, uniforms
+from slime.embedded.sequence import Sequence
 from tests.support.embedded_models import VOCAB, make_sequence
 
 

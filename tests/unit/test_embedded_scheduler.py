@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.kv_cache import common_prefix
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Sequence, SequenceStatus
+from slime.embedded.kv_cache import common_prefix
+from slime.embedded.scheduler import Scheduler
+from slime.embedded.sequence import Sequence, SequenceStatus
 from tests.support.embedded_models import make_scheduler, make_sequence, run, save_tiny_model, torch_threads
 
 PROMPTS = [[3, 1, 4, 1, 5], list(range(60, 100)), [7] * 70, [250, 2], list(range(60, 130)), [9, 8, 7, 6], [3, 1, 4, 1]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.engines.embedded.weights import WeightError, WeightStore
+from slime.embedded.weights import WeightError, WeightStore
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
 from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model

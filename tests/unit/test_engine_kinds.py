@@ -21,15 +21,15 @@ from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.groups_rollout import EngineConfig
 from slime.diagnosis.known_processes import ENGINE_DIED
 from slime.engines.health import HealthChecks
-from slime.engines.kinds import ENGINES, EngineKind, engine_of
+from slime.engines.kinds import ENGINES, EngineKind, engine_kind, engine_of
 from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec
 from slime.engines.router import router_command
 from slime.errors import UserError
-from slime.host import reserve_port
 from slime.memory.engine import EngineSettings
 from slime.models import family_of
 from slime.placement import PlacementPlan
-from slime.preflight import check_engine, check_engine_flags
+from slime.processes.host import reserve_port
+from slime.run.preflight import check_engine, check_engine_flags
 from slime.weights.route import flag_dtype
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "model_configs.json"
@@ -64,20 +64,22 @@ def refuse_seven(config: Config) -> None:
         raise UserError("--rollout-seed 7 is not for the third engine")
 
 
+KIND = EngineKind(
+    third_command,
+    third_footprint,
+    startup_seconds=60.0,
+    weights_dtype=lambda config: "float32",
+    if_killed=("a smaller --rollout-batch-size",),
+    health_path="/ready",
+    check_flags=refuse_seven,
+    trainer_environment={"THIRD_NEEDS": "1"},
+)
+
+
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
-    kind = EngineKind(
-        third_command,
-        third_footprint,
-        startup_seconds=60.0,
-        weights_dtype=lambda config: "float32",
-        if_killed=("a smaller --rollout-batch-size",),
-        health_path="/ready",
-        check_flags=refuse_seven,
-        trainer_environment={"THIRD_NEEDS": "1"},
-    )
-    monkeypatch.setitem(ENGINES, "third", kind)
-    return kind
+    monkeypatch.setitem(ENGINES, "third", __name__)
+    return KIND
 
 
 def config_of(**flags: Any) -> Config:
@@ -148,6 +150,6 @@ def test_the_flag_takes_every_engine_that_has_a_record() -> None:
 @pytest.mark.parametrize("name", ["embedded", "sglang"])
 def test_the_record_is_that_of_the_flag(name: str) -> None:
     config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", rollout_engine=name)
-    assert engine_of(config) is ENGINES[name]
+    assert engine_of(config) is engine_kind(name)
     [model] = engine_of(config).served_models(config)
     assert model.is_policy and [group.num_engines for group in model.groups] == [config.cluster.rollout_num_gpus]

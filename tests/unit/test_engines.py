@@ -22,7 +22,7 @@ from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
 from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
+from slime.cluster.gpu_memory import EngineMemory, GpuTurns, Turn
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import ActorDied, Worker
 from slime.cluster.weight_push import WeightPush

@@ -18,18 +18,19 @@ import aiohttp
 import pytest
 
 from examples.environments.harbor_rollout import write_tasks
+from slime.agents.endpoint import AgentError, agent_endpoint
+from slime.agents.server import close_server
+from slime.environments.bash_agent import bash_agent
+from slime.environments.harbor import HarborTasks
+from slime.environments.openenv import OpenEnvEnvironment
+from slime.environments.rows import task_of
+from slime.environments.verifiers import VerifiersTaskset
 from slime.errors import UserError
-from slime.host import free_port
-from slime.rollout.agents.endpoint import AgentError, agent_endpoint
-from slime.rollout.agents.server import close_server
-from slime.rollout.environments.bash_agent import bash_agent
-from slime.rollout.environments.harbor import HarborTasks
-from slime.rollout.environments.openenv import OpenEnvEnvironment
-from slime.rollout.environments.rows import optional, task_of
-from slime.rollout.environments.verifiers import VerifiersTaskset
+from slime.processes.host import free_port
 from slime.rollout.generate import bind_state
-from slime.rollout.sandbox.sandbox import Limits, Ran, Sandbox
 from slime.samples.types import Sample, SampleStatus
+from slime.sandbox.sandbox import Limits, Ran, Sandbox
+from slime.user_code.loading import optional_package
 from tests.support.agents import Play
 from tests.support.processes import ROOT
 from tests.support.sandboxes import with_namespaces
@@ -68,7 +69,7 @@ def test_a_row_without_a_task_says_how_rows_are_made() -> None:
 
 def test_a_missing_package_names_its_extra() -> None:
     with pytest.raises(UserError, match="no_such_package") as caught:
-        optional("no_such_package.part", "verifiers")
+        optional_package("no_such_package.part", "verifiers")
     assert caught.value.fix == "pip install 'slime-rl[verifiers]'"
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.preflight import check_flags
 from slime.rollout.debug_data import load_samples
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.evaluate import eval_metrics, read_eval_prompts
@@ -42,6 +41,7 @@ from slime.rollout.metrics import (
     throughput_metrics,
     unsampled_trained_ratio,
 )
+from slime.run.preflight import check_flags
 from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine

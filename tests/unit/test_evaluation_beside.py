@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slime import session as module
 from slime.cluster.launch import Launch
 from slime.cluster.waiting import StopRequested
 from slime.config import make_config
@@ -17,8 +16,9 @@ from slime.errors import UserError
 from slime.files import read_lines
 from slime.loop import train_on
 from slime.observe.run_data import merge_rows
+from slime.run import session as module
+from slime.run.stopping import StopSignals
 from slime.samples.types import Versions
-from slime.stopping import StopSignals
 
 LAST = 6
 

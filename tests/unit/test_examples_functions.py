@@ -31,10 +31,10 @@ from examples.search import rollout as search
 from examples.self_play import data as games
 from examples.self_play import rollout as nim
 from slime.engines.client import RolloutClient
-from slime.host import free_port
+from slime.processes.host import free_port
 from slime.prompts.tokenizer import load_tokenizer
-from slime.rollout.execution import GroupRun, GroupRunner
 from slime.rollout.generate import bind_state
+from slime.rollout.trajectory import GroupRun, GroupRunner
 from slime.samples.types import Sample, SampleStatus
 from tests.support.contract_servers import Server, embedded_argv, logprobs_of, running
 from tests.support.fake_rollout import FakeClient, hook_args, make_state

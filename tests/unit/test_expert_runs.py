@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slime.config import make_config
+from slime.embedded.architecture import Architecture
 from slime.engines.api import WEIGHT_LOADER
-from slime.engines.embedded.architecture import Architecture
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang import weight_loader
 from slime.engines.sglang.weight_probe import HeldExperts, Tree, _answer

@@ -20,7 +20,7 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.layout_rules import check_layout
-from slime.preflight import check_architecture
+from slime.run.preflight import check_architecture
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.experts import (

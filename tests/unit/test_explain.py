@@ -23,8 +23,8 @@ from slime.cli.explain import as_text
 from slime.diagnosis import reading, troubles
 from slime.diagnosis.explain import SIGNATURES, TROUBLES, Explanation, explain
 from slime.diagnosis.reading import read_log
-from slime.host import slime_command
 from slime.observe.run_folder import RunFolder
+from slime.processes.host import slime_command
 from tests.support.log_excerpts import EXCERPTS, HEALTHY, Excerpt
 from tests.support.run_folders import held
 

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from slime.cli import engines as command
 from slime.cluster import external_engines as module
+from slime.cluster.command_inbox import FOLDER, Order, OrderDesk, give_order
 from slime.cluster.engine_table import ALL_MEMORY, Engine, EngineTable, State, external_engine
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.orders import FOLDER, Order, OrderDesk, give_order
 from slime.cluster.waiting import ActorDied, Worker
 from slime.config import Config, make_config
 from slime.config.addresses import engine_url

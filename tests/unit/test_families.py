@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from slime.config import make_config
-from slime.engines.embedded.architecture import Architecture
+from slime.embedded.architecture import Architecture
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of
 from slime.models.flops import sequence_cost

@@ -14,7 +14,7 @@ import ray
 
 from slime.cluster import engine_memory
 from slime.cluster.engine_memory import EnginesMemory
-from slime.footprint import Footprint, of_this_host, own_bytes
+from slime.processes.footprint import Footprint, of_this_host, own_bytes
 
 MB = 1_000_000
 HOLD = "import sys; held = bytearray(b'x') * 80_000_000; print(len(held), flush=True); sys.stdin.read()"

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from slime.garbage import paused
+from slime.processes.garbage import paused
 from slime.trainer.megatron.device import _import_without_servers
 
 

@@ -14,10 +14,7 @@ from slime import log
 from slime.engines.api import EngineError, GenerateResult
 from slime.engines.client import RequestRefused, RolloutClient
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed
 from slime.log import untold
-from slime.rollout.continued import answered
-from slime.rollout.execution import GroupRunner
 from slime.rollout.generate import (
     append_result,
     bind_state,
@@ -28,8 +25,11 @@ from slime.rollout.generate import (
     sampling_params,
 )
 from slime.rollout.group_run import GroupRun
-from slime.rollout.returned import complete_tokens, tell_of_text_alone
+from slime.rollout.resumed_requests import answered
+from slime.rollout.trajectory import GroupRunner
+from slime.rollout.validate_generate_output import complete_tokens, tell_of_text_alone
 from slime.samples.types import Sample, SampleStatus
+from slime.user_code.loading import FunctionFailed
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeTokenizer, hook_args, make_state

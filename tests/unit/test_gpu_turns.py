@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.cluster.engine_table import CACHE, GRAPHS, WEIGHTS, Engine, EngineTable
-from slime.cluster.gpu_turns import EngineMemory, GpuTurns, Turn
+from slime.cluster.gpu_memory import EngineMemory, GpuTurns, Turn
 from slime.engines.api import EngineError
 
 ALL = {CACHE, GRAPHS, WEIGHTS}

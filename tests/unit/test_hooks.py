@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from slime import hooks
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hook_loading import accepted, call_hook, check_signature, load_function
-from slime.hooks import (
+from slime.rollout.filters import call_dynamic_filter
+from slime.rollout.user_rollouts import call_rollout_fn
+from slime.samples.groups import groups_from_nested
+from slime.samples.types import Group, Sample
+from slime.user_code import hooks
+from slime.user_code.hooks import (
     HOOKS,
     DynamicFilterOutput,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     check_hooks,
 )
-from slime.rollout.filters import call_dynamic_filter
-from slime.rollout.user_rollouts import call_rollout_fn
-from slime.samples.groups import groups_from_nested
-from slime.samples.types import Group, Sample
+from slime.user_code.loading import accepted, call_hook, check_signature, load_function
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from slime import host
 from slime.errors import UserError
+from slime.processes import host
 from tests.support.processes import ROOT
 
 _RAISED = """
 import resource, sys
 from slime.errors import UserError
-from slime.host import raise_open_files
+from slime.processes.host import raise_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 try:
     print(raise_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime import host_memory
-from slime.host_memory import BuffersAhead, host_buffer
+from slime.processes import pinned_memory as host_memory
+from slime.processes.pinned_memory import BuffersAhead, host_buffer
 
 
 class Driver:

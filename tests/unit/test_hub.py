@@ -104,7 +104,7 @@ def test_a_run_goes_by_the_local_copies_and_keeps_the_names_for_its_records(tmp_
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.csv").write_text("prompt,label\nsix,6\nten,10\nten,10\nten,10\n")
     code = (
-        "from slime.config import make_config; from slime.preflight import from_the_hub\n"
+        "from slime.config import make_config; from slime.run.preflight import from_the_hub\n"
         "config = from_the_hub(make_config(hf_checkpoint='me/tiny', prompt_data='me/sums/train.csv@[0:3]',"
         " num_rollout=1, rollout_batch_size=2, rm_type='math', use_kl_loss=True, kl_loss_coef=0.1))\n"
         "for value in (config.checkpoint.hf_checkpoint, config.checkpoint.ref_load, config.data.prompt_data,"

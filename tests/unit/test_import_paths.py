@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from slime.legacy_paths import NO_COUNTERPART, OLD_MODULES, replaced
+from slime.compat.import_paths import NO_COUNTERPART, OLD_MODULES
 from slime.rollout.filters import check_reward_nonzero_std
 from slime.rollout.generate import generate as own_generate
 from slime.samples.types import Sample
+from slime.user_code.overrides import override_of
 
 LISTED = Path(__file__).parents[1] / "support" / "reference_paths.txt"
 PATHS = [line.split(" ", 1) for line in LISTED.read_text().splitlines() if not line.startswith("#")]
@@ -116,17 +117,17 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_what_replaces_a_name_is_found_until_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, name = importlib.import_module("slime.rollout.rm_hub"), "slime.rollout.rm_hub:async_rm"
-    assert replaced(name) is None
+    old = importlib.import_module("slime.rollout.rm_hub")
+    assert override_of("reward") is None
     with monkeypatch.context() as patch:
         patch.setattr(old, "async_rm", own_generate)
-        assert replaced(name) is own_generate is old.async_rm
-    assert replaced(name) is None
+        assert override_of("reward") is own_generate is old.async_rm
+    assert override_of("reward") is None
 
 
 def test_the_same_function_in_another_old_module_is_replaced_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.rollout.sglang_rollout.async_rm", own_generate)
-    assert replaced("slime.rollout.rm_hub:async_rm") is own_generate
+    assert override_of("reward") is own_generate
 
 
 def test_a_replacement_that_nobody_calls_is_warned_of(

@@ -20,13 +20,13 @@ import pytest
 from slime.config import make_config
 from slime.errors import UserError
 from slime.files import read_lines
-from slime.hook_loading import FunctionHangs
-from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.observe.recorder import Recorder
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.returned import check_values
+from slime.rollout.validate_generate_output import check_values
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
+from slime.user_code.loading import FunctionHangs
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer
 from tests.support.run_folders import create_run
@@ -292,7 +292,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         limits |= {"rm_timeout": 3.0} if ends and "reward" in kind else {}
         with pytest.MonkeyPatch.context() as patch:
             for name, seconds in {"_LOOK_SECONDS": 0.05, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.5}.items():
-                patch.setattr(f"slime.user_calls.{name}", seconds)
+                patch.setattr(f"slime.user_code.calls.{name}", seconds)
             count = len(TABLE[kind]) + 2
             output, file = rollout(tmp_path_factory.mktemp("run"), rollout_batch_size=count, **limits, **flags)
         failures: dict[int, list[dict[str, Any]]] = {}
@@ -420,7 +420,7 @@ def test_a_data_source_that_fails_is_asked_again(tmp_path: Path) -> None:
 def test_what_gets_the_whole_batch_and_hangs_stops_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.user_calls._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("slime.user_code.calls._LOOK_SECONDS", 0.05)
     flags = {"rollout_sample_filter_path": ME + name, "rollout_stall_timeout": 1.0}
     with pytest.raises(FunctionHangs, match=f"{name}' has not returned within 1 s"):
         rollout(tmp_path, rollout_batch_size=2, **flags)

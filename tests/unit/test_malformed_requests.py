@@ -15,13 +15,13 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded import control_routes, generate_routes, openai_routes
-from slime.engines.embedded.engine import EngineOptions
-from slime.engines.embedded.server import application, load
-from slime.host import bind
+from slime.agents.endpoint import AgentEndpoint
+from slime.embedded import control_routes, generate_routes, openai_routes
+from slime.embedded.engine import EngineOptions
+from slime.embedded.server import application, load
 from slime.http_access import EngineAccess
-from slime.observe.watch import server as watch
-from slime.rollout.agents.endpoint import AgentEndpoint
+from slime.page import server as watch
+from slime.processes.host import bind
 from tests.support.agents import Play
 from tests.support.embedded_models import save_tiny_model
 from tests.support.malformed import ODD, Request, post, requests, status_of

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime import host
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.memory.check import check_memory, judge, refuse, remedies
@@ -21,6 +20,7 @@ from slime.memory.hardware import DeviceMemory, device_memory
 from slime.memory.measured import Measured
 from slime.memory.plan import MemoryPlan, Phase, ranges, summary, table
 from slime.memory.trainer import CONTEXT
+from slime.processes import host
 from tests.support.hf_configs import PUBLISHED
 
 DENSE, MOE = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"

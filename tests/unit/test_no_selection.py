@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.engines.api import GenerateResult
 from slime.loop import train_on
-from slime.rollout.collect import Collected, Collector
-from slime.rollout.execution import GroupRunner
+from slime.rollout.dynamic_sampling import Collected, Collector
+from slime.rollout.trajectory import GroupRunner
+from slime.run.schedule import Ages, Schedule
 from slime.samples.types import Versions
-from slime.schedule import Ages, Schedule
 from tests.support.fake_engine import answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 

@@ -12,8 +12,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from slime import api, notebook
-from slime.notebook import LinePrinter, can_move_cursor
+from slime.observe import notebook
+from slime.observe.notebook import LinePrinter, can_move_cursor
+from slime.run import api
 from tests.support.processes import ROOT
 
 
@@ -133,7 +134,7 @@ def test_a_real_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "steps.py").write_text(steps)
     cells = [
-        "import sys\nfrom slime.api import TrainingRun\nfrom pathlib import Path\n"
+        "import sys\nfrom slime.run.api import TrainingRun\nfrom pathlib import Path\n"
         "run = TrainingRun(Path('run'))\n"
         "run._start([sys.executable, 'steps.py'], Path('log'))\nrun.wait();",
         "!{sys.executable} steps.py",

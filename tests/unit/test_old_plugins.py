@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config
-from slime.host import own_addresses
-from slime.legacy_paths import old_plugin
-from slime.preflight import check_flags
+from slime.processes.host import own_addresses
 from slime.prompts.row_format import RowFormat
 from slime.rollout.eval_datasets import eval_datasets
 from slime.rollout.generate import rollout_sampling_params
+from slime.run.preflight import check_flags
+from slime.user_code.overrides import old_plugin
 
 NEW = "def reward(args, sample, **kwargs): return 0.0\n"
 OLD = "from slime.utils.types import Sample\n\n" + NEW

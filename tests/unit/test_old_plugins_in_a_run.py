@@ -435,7 +435,7 @@ def test_a_teachers_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((url, payload["input_ids"], payload["sampling_params"]["max_new_tokens"]))
         return {"meta_info": {"input_token_logprobs": [[None, 5], [-1.0, 6], [-2.0, 7], [-3.0, 8]][:answered]}}
 
-    monkeypatch.setattr("slime.rollout.old_paths.distillation.post", post)
+    monkeypatch.setattr("slime.compat.distillation.post", post)
     args, answered = Namespace(rm_url="http://teacher/generate"), 4
     assert asyncio.run(module.reward_func(args, sample)) == 0.0
     assert sample.teacher_log_probs == [-2.0, -3.0] and seen == [("http://teacher/generate", [5, 6, 7, 8], 0)]

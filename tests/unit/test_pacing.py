@@ -14,7 +14,7 @@ from slime.config import make_config
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.loop import train_on
-from slime.schedule import Ages, Schedule
+from slime.run.schedule import Ages, Schedule
 
 
 @dataclass

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.errors import UserError
-from slime.path_patterns import Evaluation, check, fill, fixed_folder, found, literal
+from slime.paths import Evaluation, check, fill, fixed_folder, found, literal
 
 FORMATS = ["", ":d", ":04d", ":+d", ":,", ":_d", ":*>6d", ":<4d", "!s:>5", "!r", ":x", ":#06X", ":o", ":012b", ":.0f"]
 

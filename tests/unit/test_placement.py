@@ -21,10 +21,10 @@ from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_proc
 from slime.config import make_config
 from slime.engines.launch import LaunchSpec
 from slime.errors import UserError
-from slime.host import reserve_port
 from slime.memory.plan import MemoryPlan, summary
 from slime.placement import PlacementPlan
-from slime.preflight import check_slots
+from slime.processes.host import reserve_port
+from slime.run.preflight import check_slots
 from tests.support.megatron_jobs import make_model
 from tests.support.processes import is_running, wait_until
 

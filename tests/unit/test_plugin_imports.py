@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.compat.plugin_imports import check_plugin_imports, missing_imports
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import hook_files
-from slime.plugin_imports import check_plugin_imports, missing_imports
+from slime.user_code.hooks import hook_files
 
 HELPER = """
 def weights(args, *, pg_loss, total_lengths, response_lengths, **kwargs):

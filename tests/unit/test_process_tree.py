@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime import process_tree
+from slime.processes import tree as process_tree
 from tests.support.moments import DAEMON
 from tests.support.processes import PATIENCE, wait_until
 

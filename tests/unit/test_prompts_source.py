@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime.compat.sources import RolloutDataSource
 from slime.config import make_config, parse_args
 from slime.errors import UserError
-from slime.hooks import DataSource, check_hooks
 from slime.prompts.source import PromptSource, load_source, make_source, save_source, source_again
-from slime.rollout.old_paths.sources import RolloutDataSource
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource, check_hooks
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
@@ -324,7 +324,7 @@ def test_without_a_data_set_prompts_are_blank(data: str) -> None:
 
 def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "my_source.py").write_text(
-        "from slime.hooks import DataSource\nfrom slime.samples.types import Sample\n"
+        "from slime.user_code.hooks import DataSource\nfrom slime.samples.types import Sample\n"
         "class Mine(DataSource):\n"
         "    def __init__(self, args): self.n = args.n_samples_per_prompt\n"
         "    def get_samples(self, num_samples): return [[Sample(prompt='x')] * self.n] * num_samples\n"

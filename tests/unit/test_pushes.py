@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.config import Config, make_config
-from slime.pushes import PushLog, training_of
 from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.run.ancestry import PushLog, training_of
+from slime.run.schedule import Ages
 from slime.samples.types import Versions
-from slime.schedule import Ages
 from tests.support.journals import drawn, generated, note
 
 

@@ -17,9 +17,9 @@ from slime.config import make_config
 from slime.engines.wire.buckets import fingerprint
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.errors import UserError
-from slime.host import free_port
 from slime.models import family_of, read_hf_config
 from slime.models.quantised import Fp8, Int4, Quantisation
+from slime.processes.host import free_port
 from slime.weights import route
 from slime.weights.quantised_push import QuantisedExport
 from slime.weights.receipt import WeightMismatch

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 import grpc
 import pytest
 
-from slime import preflight
 from slime.config import make_config
 from slime.errors import UserError
+from slime.run import preflight
 
 Answer = Callable[[socket.socket], None]
 

@@ -18,10 +18,10 @@ from slime.config import Config, make_config
 from slime.config.flags import all_flags
 from slime.errors import UserError
 from slime.log import setup_logging
+from slime.observe.output import tolerant_output
 from slime.observe.run_data import Stage
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch import stages
-from slime.output import tolerant_output
+from slime.page import stages
 from slime.redact import HIDDEN, Redacting, is_secret, redact_argv, redact_text, redacted, secrets_in
 from tests.support import planted_secrets as planted
 

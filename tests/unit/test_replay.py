@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.host import free_port
-from slime.preflight import check_architecture
+from slime.processes.host import free_port
+from slime.run.preflight import check_architecture
 from slime.samples.batch import TrainBatch
 from slime.samples.columns import _optional
 from slime.samples.types import Sample

@@ -28,12 +28,13 @@ from slime.errors import UserError
 from slime.files import read_object
 from slime.observe.alarms import find_alarms
 from slime.observe.catalog import phases, plain_name, thin
-from slime.observe.report import ReportSink, contents, write_comparison, write_report
-from slime.observe.report.contents import most_telling_first, packed, spread
 from slime.observe.run_data import Stage, flags_with_origins, merge_rows, read_run
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.page_files import PAGE, one_file
-from slime.observe.watch.rows import reward_of
+from slime.page import report_contents as contents
+from slime.page.page_files import PAGE, one_file
+from slime.page.report import ReportSink, write_comparison, write_report
+from slime.page.report_contents import most_telling_first, packed, spread
+from slime.page.rows import reward_of
 from tests.support.metrics_page import documented_names
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run
@@ -342,7 +343,7 @@ def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
         now += cost
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slime.observe.report.write_report", write)
+        patch.setattr("slime.page.report.write_report", write)
         sink = ReportSink(RunFolder(tmp_path_factory.getbasetemp()), clock=lambda: now)
         for number in range(200):
             sink.log(number, {})
@@ -365,7 +366,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
         def fails(*args: Any, problem: Exception = problem) -> None:
             raise problem
 
-        monkeypatch.setattr("slime.observe.report.write_report", fails)
+        monkeypatch.setattr("slime.page.report.write_report", fails)
         ReportSink(run).log(2, {})
     assert "No space left" in caplog.text and "TypeError: what nobody foresaw" in caplog.text
 

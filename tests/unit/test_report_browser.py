@@ -11,10 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from slime.observe.report import contents, write_comparison, write_report
 from slime.observe.run_data import read_run
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.server import Runs
+from slime.page import report_contents as contents
+from slime.page.report import write_comparison, write_report
+from slime.page.server import Runs
 from tests.support.browser import NAMES, Tab, chromium, tab, texts
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, write_lines

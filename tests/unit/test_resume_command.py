@@ -14,8 +14,8 @@ from slime.checkpoints.load_plan import going_on
 from slime.config import Config, make_config
 from slime.config.hidden import with_secrets
 from slime.errors import UserError
-from slime.session import Session
-from slime.stopping import StopSignals
+from slime.run.session import Session
+from slime.run.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
 
 

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from slime.cli.reward import main as reward_cli
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hook_loading import load_function
 from slime.rollout.rewards import grading_pool
 from slime.rollout.rewards.grading_pool import Grade, GradingPool
 from slime.rollout.rewards.math_grading import grade_deepscaler, grade_math
@@ -36,6 +35,7 @@ from slime.rollout.rewards.text import (
     normalise_final_answer,
 )
 from slime.samples.types import Sample
+from slime.user_code.loading import load_function
 from tests.support.processes import is_running, wait_until
 
 

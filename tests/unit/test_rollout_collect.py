@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed
-from slime.hooks import DynamicFilterOutput
-from slime.rollout import collect
-from slime.rollout.collect import Collected, Collector
-from slime.rollout.execution import GroupRunner
+from slime.rollout import dynamic_sampling as collect
+from slime.rollout.dynamic_sampling import Collected, Collector
 from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import sample_seed
 from slime.rollout.group_run import GroupRun
+from slime.rollout.trajectory import GroupRunner
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus, Versions
+from slime.user_code.hooks import DynamicFilterOutput
+from slime.user_code.loading import FunctionFailed
 from tests.support import rollout_hooks
 from tests.support.fake_engine import answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
@@ -487,7 +487,7 @@ def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_na
             rollout_hooks.let_go.set()
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr("slime.user_calls._LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr("slime.user_code.calls._LEAVE_SECONDS", 0.05)
     rollout_hooks.let_go.clear()
     asyncio.run(main())
     [[left]] = source.buffer

@@ -14,12 +14,12 @@ import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import DataSource, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_rollout, load_samples
 from slime.rollout.finish import finish_rollout
 from slime.rollout.generate import sample_seed
 from slime.rollout.loop import RolloutLoop
 from slime.samples.types import Group, Sample, SampleStatus
+from slime.user_code.hooks import DataSource, RolloutFnTrainOutput
 from tests.support import rollout_hooks
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.fake_rollout import FakeSource, FakeTokenizer

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from slime import saving
-from slime import session as module
 from slime.checkpoints.directory import partial_dir
 from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import trainer_group, waiting
@@ -21,8 +19,10 @@ from slime.cluster.run_cluster import Cluster
 from slime.cluster.waiting import Worker
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
-from slime.preflight import warn_if_nothing_is_kept
-from slime.stopping import StopSignals
+from slime.run import saving
+from slime.run import session as module
+from slime.run.preflight import warn_if_nothing_is_kept
+from slime.run.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
 
 Behaviour = Callable[[Callable[[], bool]], None]
@@ -112,7 +112,7 @@ def test_what_is_no_mistake_ends_with_the_command_that_explains_it(
 ) -> None:
     """A mistake says itself why, and what to do."""
     asked: list[bool] = []
-    monkeypatch.setattr("slime.session.stacks.ask", lambda pids, wait: asked.append(wait))
+    monkeypatch.setattr("slime.run.session.stacks.ask", lambda pids, wait: asked.append(wait))
     with pytest.raises(type(error)) as caught:
         run(error, lambda is_saved: None)
     assert caught.value.__notes__[-1].endswith(f" explain {tmp_path / 'run'}") and asked == [True]

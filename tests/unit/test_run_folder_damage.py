@@ -23,11 +23,11 @@ from slime.checkpoints.load_plan import resolve_load
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.files import read_object
-from slime.observe.watch.server import Runs
-from slime.pushes import PushLog
+from slime.page.server import Runs
 from slime.rollout.journal import Kind, open_journal
-from slime.session import Session
-from slime.stopping import StopSignals
+from slime.run.ancestry import PushLog
+from slime.run.session import Session
+from slime.run.stopping import StopSignals
 from tests.support.checkpoint_dirs import complete
 from tests.support.damage import damage
 from tests.support.journals import generated, note, restored
@@ -140,10 +140,10 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
     monkeypatch.setattr(resuming, "all_gather", lambda value: [value])
     monkeypatch.setattr(resuming.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(resuming.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr("slime.session.open_session", open_session)
+    monkeypatch.setattr("slime.run.session.open_session", open_session)
     monkeypatch.setattr("slime.loop.train", lambda session: None)
-    monkeypatch.setattr("slime.session.try_to_write_report", lambda run: None)  # by the test of what only reads
-    monkeypatch.setattr("slime.observe.report.try_to_write_report", lambda run: None)
+    monkeypatch.setattr("slime.run.session.try_to_write_report", lambda run: None)  # by the test of what only reads
+    monkeypatch.setattr("slime.page.report.try_to_write_report", lambda run: None)
     return found
 
 

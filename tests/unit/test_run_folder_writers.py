@@ -20,10 +20,10 @@ from slime.config import Config, make_config, parse_args
 from slime.errors import UserError
 from slime.observe.jsonl_sink import JsonlSink
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.folders import RunWatch
-from slime.preflight import check_outputs
+from slime.page.folders import RunWatch
 from slime.rollout.journal import Kind, open_journal
-from slime.session import Session
+from slime.run.preflight import check_outputs
+from slime.run.session import Session
 from tests.support.checkpoint_dirs import complete
 from tests.support.journals import generated, note
 
@@ -106,11 +106,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def export(source: Path, target: str, *_: Any) -> Path:
         return Path(shutil.copy(source / "config.json", target))
 
-    monkeypatch.setattr("slime.session.preflight", resolve_load)
-    monkeypatch.setattr("slime.session.from_the_hub", lambda config: config)
-    monkeypatch.setattr("slime.session.check_memory", lambda config: None)
-    monkeypatch.setattr("slime.session.at_start", lambda config: [])
-    monkeypatch.setattr("slime.session.Session.launch", launch)
+    monkeypatch.setattr("slime.run.session.preflight", resolve_load)
+    monkeypatch.setattr("slime.run.session.from_the_hub", lambda config: config)
+    monkeypatch.setattr("slime.run.session.check_memory", lambda config: None)
+    monkeypatch.setattr("slime.run.session.at_start", lambda config: [])
+    monkeypatch.setattr("slime.run.session.Session.launch", launch)
     converting = SimpleNamespace(run=convert, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr("slime.cli.model_source.subprocess", converting)
     monkeypatch.setattr("slime.cli.export.hf_to_gguf", export)

@@ -15,7 +15,6 @@ from slime import log
 from slime.algorithms.reduce import token_weights
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hooks import DataSource
 from slime.log import untold
 from slime.models import family_of
 from slime.models.flops import sequence_cost
@@ -26,6 +25,7 @@ from slime.samples.batch import TrainLayout
 from slime.samples.buffer import SampleBuffer
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource
 from tests.support import rollout_hooks
 from tests.support.prompt_fixtures import CHATML, make_tokenizer, write_jsonl
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from slime.errors import UserError
-from slime.rollout.sandbox import sandbox as sandbox_module
-from slime.rollout.sandbox.sandbox import HOME, Limits, Ran, Sandbox
+from slime.sandbox import sandbox as sandbox_module
+from slime.sandbox.sandbox import HOME, Limits, Ran, Sandbox
 from tests.support.sandboxes import with_namespaces
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.sandbox import folders
-from slime.rollout.sandbox.folders import PROGRAM, TASK, remove, remove_stale, temporary_folder
+from slime.sandbox import folders
+from slime.sandbox.folders import PROGRAM, TASK, remove, remove_stale, temporary_folder
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_folder_is_gone_when_its_block_ends(place: Path) -> None:
 def test_what_a_killed_run_left_is_removed_by_the_next_and_what_is_held_stays(place: Path) -> None:
     hold = """
 import asyncio, sys, time
-from slime.rollout.sandbox.folders import PROGRAM, temporary_folder
+from slime.sandbox.folders import PROGRAM, temporary_folder
 async def main():
     async with temporary_folder(PROGRAM) as folder:
         open(folder + "/file", "w").close()

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.schedule import Schedule, is_due
+from slime.run.schedule import Schedule, is_due
 
 EVALUATES = {"eval_prompt_data": ("held-out", "held-out.jsonl")}
 

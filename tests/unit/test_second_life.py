@@ -11,11 +11,11 @@ import pytest
 
 from slime.config import make_config
 from slime.prompts.source import PromptSource
-from slime.rollout.collect import Collected, Collector
-from slime.rollout.execution import GroupRunner
+from slime.rollout.dynamic_sampling import Collected, Collector
 from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.rollout.trajectory import GroupRunner
+from slime.run.schedule import Ages
 from slime.samples.types import Sample, Versions
-from slime.schedule import Ages
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 from tests.support.journals import drawn, generated, note, restored
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl

@@ -16,7 +16,7 @@ from slime.cluster.engine_actor import Obituary, raise_obituary
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
 from slime.engines.health import HealthChecks
-from slime.engines.kinds import ENGINES
+from slime.engines.kinds import engine_kind
 from slime.engines.launch import ONE_GPU, EnginePlace, LaunchSpec
 from slime.engines.sglang.command import HEALTH_GENERATES, check_sglang, sglang_command
 from slime.errors import RunFailed, UserError
@@ -144,7 +144,7 @@ def test_a_server_that_starts_again_is_not_blamed_for_the_former_one(tmp_path: P
 def test_an_obituary_says_what_was_done_and_what_it_died_of(engine: str, exception: str, remedies: str) -> None:
     with pytest.raises(RunFailed) as failed:
         obituary = Obituary("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
-        raise_obituary("engine-1", obituary, ENGINES[engine].remedies(exception), what="giving memory up")
+        raise_obituary("engine-1", obituary, engine_kind(engine).remedies(exception), what="giving memory up")
     assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"
     assert failed.value.why.splitlines()[-2:] == [
         "       last lines of its log:" if exception else "last lines of its log:", "      the end",

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from slime.config import Config, make_config
-from slime.engines.embedded.architecture import Architecture
+from slime.embedded.architecture import Architecture
 from slime.engines.launch import EnginePlace
 from slime.engines.sglang import weight_probe
 from slime.engines.wire.buckets import FINGERPRINTS
 from slime.engines.wire.process_group import ExternalGroup
 from slime.errors import UserError
-from slime.host import free_port
 from slime.models import family_of
+from slime.processes.host import free_port
 from slime.weights import ipc
 from slime.weights.engine_check import SliceDigest, slice_key
 from slime.weights.receipt import WeightMismatch

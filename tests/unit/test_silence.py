@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.cluster import silence as module
-from slime.cluster.silence import Silence, own_actors, stopped_parts
-from slime.host import own_addresses
+from slime.cluster import slow_waits as module
+from slime.cluster.slow_waits import Silence, own_actors, stopped_parts
+from slime.processes.host import own_addresses
 from tests.support.processes import wait_until
 
 HERE = "127.0.0.1"

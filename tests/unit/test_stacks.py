@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from slime import stacks
-from slime.cluster.silence import Silence
+from slime.cluster.slow_waits import Silence
 from slime.cluster.waiting import Process, _deadline_passed
+from slime.processes import stacks
 from tests.support.processes import wait_until
 
 _HANGS = """

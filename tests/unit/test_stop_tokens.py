@@ -12,8 +12,8 @@ import pytest
 from slime.config import make_config
 from slime.errors import UserError
 from slime.log import get_logger
-from slime.preflight import check_architecture, check_context
 from slime.prompts.tokenizer import end_token_conflicts
+from slime.run.preflight import check_architecture, check_context
 from tests.support.prompt_fixtures import make_tokenizer
 
 _SHAPE = {

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime import __main__ as command
-from slime import output, processes
-from slime.stopping import StopSignals
+from slime.observe import output
+from slime.processes import owner as processes
+from slime.run.stopping import StopSignals
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slime.engines.embedded.engine import Engine, Hub
-from slime.engines.embedded.generate_request import Limits
-from slime.engines.embedded.generate_routes import ServerState
-from slime.engines.embedded.openai_request import OpenAIRequest, parse_chat, render_chat
-from slime.engines.embedded.openai_routes import _chat_choice, _chat_chunks
-from slime.engines.embedded.sequence import Sequence
+from slime.embedded.engine import Engine, Hub
+from slime.embedded.generate_request import Limits
+from slime.embedded.generate_routes import ServerState
+from slime.embedded.openai_request import OpenAIRequest, parse_chat, render_chat
+from slime.embedded.openai_routes import _chat_choice, _chat_chunks
+from slime.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
 from slime.engines.tool_calls import FORMATS, Call, Reply, ToolFormat, chat_template, tool_format, tool_schemas
 from slime.models import FAMILIES, family_name

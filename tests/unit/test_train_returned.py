@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.hook_loading import FunctionFailed
 from slime.trainer.loss import micro_batch_loss
 from slime.trainer.records import LossInputs, RolloutTensors, TokenScores
 from slime.trainer.user_functions import UserFunctions, change_rollout
+from slime.user_code.loading import FunctionFailed
 from tests.support.trainer_ranks import make_batch, trainer_config
 
 LENGTHS = [2, 1]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed
 from slime.samples.batch import TrainBatch
 from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.update import NonFiniteTraining, reuses_log_probs
+from slime.user_code.loading import FunctionFailed
 from tests.support.trainer_ranks import make_batch
 from tests.support.trainers import poisoned, trainer
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from slime import session
 from slime.cluster import run_cluster as module
 from slime.cluster.launch import Generating, connect
 from slime.cluster.run_cluster import Cluster
@@ -19,6 +18,7 @@ from slime.cluster.waiting import NobodyAnswers, StopRequested
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.errors import RunFailed
+from slime.run import session
 
 
 class Told(Cluster):

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from slime import user_calls
-from slime.hook_loading import FunctionHangs, call_hook
-from slime.user_calls import alone, hung_threads, in_thread, running, watch_loop
+from slime.user_code import calls as user_calls
+from slime.user_code.calls import alone, hung_threads, in_thread, running, watch_loop
+from slime.user_code.loading import FunctionHangs, call_hook
 from tests.support.processes import wait_until
 
 
@@ -90,7 +90,7 @@ def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(caplog: pytest.Lo
 def test_a_process_ends_without_waiting_for_hung_threads() -> None:
     code = """
 import asyncio, time
-from slime.hook_loading import FunctionHangs, call_hook
+from slime.user_code.loading import FunctionHangs, call_hook
 async def main():
     try:
         await call_hook(lambda: time.sleep(10**6), limit=0.05)
@@ -247,8 +247,8 @@ def test_our_own_code_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) 
 
 FORKS = """
 import asyncio, os, signal
-from slime.hook_loading import call_hook
-from slime.user_calls import watch_loop
+from slime.user_code.loading import call_hook
+from slime.user_code.calls import watch_loop
 
 def fork():
     pid = os.fork()
@@ -286,7 +286,7 @@ def test_a_forked_child_does_not_come_back() -> None:
 def test_processes_that_were_left_behind_are_ended(caplog: pytest.LogCaptureFixture) -> None:
     code = """
 import subprocess, sys
-from slime.children import end_children
+from slime.processes.children import end_children
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
 end_children()
 print(child.pid, child.wait())

@@ -13,25 +13,25 @@ import pytest
 from slime.config import make_config
 from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
-from slime.hook_loading import call_user_function, failures_of, load_function, user_frames, user_function
-from slime.observe.report import write_report
+from slime.page.report import write_report
 from slime.prompts.source import make_source, save_source
-from slime.rollout.collect import Collector
-from slime.rollout.execution import GroupRunner
+from slime.rollout.dynamic_sampling import Collector
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.trajectory import GroupRunner
 from slime.rollout.user_rollouts import call_rollout_fn
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
+from slime.user_code.loading import call_user_function, failures_of, load_function, user_frames, user_function
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.prompt_fixtures import make_tokenizer
 from tests.support.run_folders import create_run
 
 CODE = """\
 import orjson
-from slime.hooks import DataSource
+from slime.user_code.hooks import DataSource
 from slime.samples.types import Sample
 
 def fails(*args, **kwargs):

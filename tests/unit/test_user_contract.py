@@ -24,17 +24,15 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.errors import UserError
-from slime.hook_loading import FunctionFailed, load_function, makers_of_samples
-from slime.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.observe.alarms import find_alarms
-from slime.rollout.collect import Collector
 from slime.rollout.debug_data import save_rollout
-from slime.rollout.execution import GroupRunner
+from slime.rollout.dynamic_sampling import Collector
 from slime.rollout.filters import call_dynamic_filter, verdict_of
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import generate
 from slime.rollout.group_run import GroupRun
 from slime.rollout.rewards.pool import RewardPool
+from slime.rollout.trajectory import GroupRunner
 from slime.rollout.user_rollouts import call_rollout_fn, call_with_groups, check_groups, validate_groups
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
@@ -43,6 +41,8 @@ from slime.samples.types import Group, Sample, SampleStatus, TokenSpan
 from slime.trainer.non_finite import NonFiniteTraining
 from slime.trainer.records import RolloutTensors
 from slime.trainer.user_functions import behind_the_loss, change_rollout
+from slime.user_code.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.user_code.loading import FunctionFailed, load_function, makers_of_samples
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.trainer_ranks import make_batch
 

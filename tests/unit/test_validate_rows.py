@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime import preflight
 from slime.__main__ import main
 from slime.config import Config, make_config
 from slime.diagnosis.checks_data import data as doctor_data
@@ -27,6 +26,7 @@ from slime.prompts.source import PromptSource
 from slime.rollout.rewards.row_checks import RewardJudge
 from slime.rollout.sft import generate_sft
 from slime.rollout.validate_rows import DataReport, RemainingRows, validate_data
+from slime.run import preflight
 from tests.support import toy
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 

@@ -11,7 +11,7 @@ import pytest
 
 from slime.files import read_lines
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.server import Runs
+from slime.page.server import Runs
 from tests.support.browser import NAMES, Tab, chromium, texts
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, metrics_row, write_lines

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.observe.run_data import read_stages
-from slime.observe.watch.index import SampleIndex
-from slime.observe.watch.index import _transaction as transaction
-from slime.observe.watch.rows import SORTS, Query, question_of, searched_text, short_texts
+from slime.page.index import SampleIndex
+from slime.page.index import _transaction as transaction
+from slime.page.rows import SORTS, Query, question_of, searched_text, short_texts
 from tests.support.watched_runs import make_run, write_lines
 
 #: Few letters, so that words are found; with some that fold, end lines, mean something to a search, or have no text.
@@ -82,9 +82,9 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     index = index_of(folder)
     index.has_trigrams = index.has_trigrams and trigrams
     patch = pytest.MonkeyPatch()
-    patch.setattr("slime.observe.watch.index._FEW", few)
-    patch.setattr("slime.observe.watch.index._LATE", late)
-    patch.setattr("slime.observe.watch.index._PATIENCE", patience)
+    patch.setattr("slime.page.index._FEW", few)
+    patch.setattr("slime.page.index._LATE", late)
+    patch.setattr("slime.page.index._PATIENCE", patience)
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):
             rows = found(index, Query(words=tuple(words), sort=name, descending=down))
@@ -215,7 +215,7 @@ def test_an_index_that_another_process_holds_is_left_to_it(tmp_path: Path, monke
     index_of(folder, cache).close()
     (file,) = cache.glob("*.sqlite")
     inode = file.stat().st_ino
-    monkeypatch.setattr("slime.observe.watch.index._BUSY_MS", 1)
+    monkeypatch.setattr("slime.page.index._BUSY_MS", 1)
     holder = sqlite3.connect(file, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     second = index_of(folder, cache)
@@ -291,7 +291,7 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
 
 def test_one_and_two_characters_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a text no gram begins with them, in a text of one character there is none: these are made."""
-    monkeypatch.setattr("slime.observe.watch.index._PATIENCE", 1)
+    monkeypatch.setattr("slime.page.index._PATIENCE", 1)
     folder = a_run(tmp_path / "run")
     said = ["other", "zq at first", "in the zq midst", "at last zq", "z", "q", "zq", "ends in z", "\U0010ffff"]
     write_lines(folder / "samples" / "rollout_000000.jsonl", [{"response": text} for text in said])

@@ -9,10 +9,10 @@ from urllib.parse import urlencode
 import orjson
 import pytest
 
-from slime.observe.report import write_report
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.rows import Query
-from slime.observe.watch.server import Runs
+from slime.page.report import write_report
+from slime.page.rows import Query
+from slime.page.server import Runs
 from tests.support.browser import Tab, chromium
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, write_lines

@@ -23,15 +23,15 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from slime.cli.watch import address, main
 from slime.errors import UserError
-from slime.host import bind
 from slime.http_access import POLICY, host_of, is_loopback
 from slime.observe.chrome_trace import SAMPLES, chrome_trace
 from slime.observe.phases import PhaseEvent
 from slime.observe.run_folder import RunFolder
-from slime.observe.watch.folders import runs_below
-from slime.observe.watch.index import SampleIndex, path_key
-from slime.observe.watch.lanes import timeline
-from slime.observe.watch.server import Runs, application
+from slime.page.folders import runs_below
+from slime.page.index import SampleIndex, path_key
+from slime.page.lanes import timeline
+from slime.page.server import Runs, application
+from slime.processes.host import bind
 from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 
@@ -287,7 +287,7 @@ def test_a_folder_that_goes_or_cannot_be_read_keeps_nobody_from_the_others(
 
 def test_curves_are_followed_while_an_index_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=1)
-    monkeypatch.setattr("slime.observe.watch.server._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("slime.page.server._LOOK_SECONDS", 0.0)
     runs = Runs([one, two])
     update, steps = SampleIndex.update, []
 

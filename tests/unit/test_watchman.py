@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from slime.cluster import open_waits
-from slime.cluster import watchman as module
+from slime.cluster import stopped_processes as module
+from slime.cluster.stopped_processes import Watchman
 from slime.cluster.waiting import DeadlinePassed
-from slime.cluster.watchman import Watchman
 
 STOPPED = {4711: "pid 4711 (ray::TrainerActor)"}
 

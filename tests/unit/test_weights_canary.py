@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slime.checkpoints.quantised_files import quantise_directory
-from slime.cluster.gpu_turns import GpuTurns
+from slime.cluster.gpu_memory import GpuTurns
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
+from slime.embedded.generate_request import Limits, parse_generate
+from slime.embedded.generate_routes import Answer
+from slime.embedded.scheduler import Scheduler
 from slime.engines.api import EngineError
-from slime.engines.embedded.generate_request import Limits, parse_generate
-from slime.engines.embedded.generate_routes import Answer
-from slime.engines.embedded.scheduler import Scheduler
 from slime.errors import UserError
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.weights.canary import Canary, Difference, canary_tokens

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config import make_config
+from slime.embedded.command import embedded_command
 from slime.engines.api import EngineClient
-from slime.engines.embedded.command import embedded_command
 from slime.errors import UserError
-from slime.host import free_port
 from slime.models.spec import read_hf_config
+from slime.processes.host import free_port
 from slime.weights import route
 from slime.weights.canary import canary_tokens
 from slime.weights.sync import WeightSync

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slime.diagnosis.align.case import Untested
 from slime.diagnosis.align.reference import Watcher
+from slime.embedded.architecture import Architecture
+from slime.embedded.kv_cache import KVCache
+from slime.embedded.scheduler import Scheduler
+from slime.embedded.sequence import Sequence as Request
+from slime.embedded.weights import make_store
 from slime.engines.api import WITHOUT_PROXIES
-from slime.engines.embedded.architecture import Architecture
-from slime.engines.embedded.kv_cache import KVCache
-from slime.engines.embedded.scheduler import Scheduler
-from slime.engines.embedded.sequence import Sequence as Request
-from slime.engines.embedded.weights import make_store
 from slime.engines.keys import VARIABLE, external, header_of, key_of
 from slime.engines.request_fields import parse_params
 from slime.errors import UserError
@@ -84,7 +84,7 @@ class EngineHere:
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
         """The outputs of all parts for all tokens but the last, which is not computed for them; at most as many tokens
-        as one prefill takes. See `slime.engines.embedded.model.Observer`."""
+        as one prefill takes. See `slime.embedded.model.Observer`."""
         model, watcher = self.scheduler.store.model, Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
         try:

@@ -76,7 +76,7 @@ def compare(
     reference: Mapping[str, Tensor],
     rounded: Mapping[str, Tensor] | None = None,
 ) -> PartByPart:
-    """Of parts' outputs, [tokens, hidden] each, as `slime.engines.embedded.model.Observer` sees them."""
+    """Of parts' outputs, [tokens, hidden] each, as `slime.embedded.model.Observer` sees them."""
     parts = [part for part in reference if part in trainer and part in engine]
     return PartByPart(
         {part: _apart(trainer[part], engine[part]) for part in parts},

@@ -22,12 +22,12 @@ from slime.diagnosis.align.reference import Reference, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.diagnosis.look import LeftOut
 from slime.diagnosis.one_round import goes_round, how_it_failed, launch
-from slime.engines.embedded.command import dtype_of
+from slime.embedded.command import dtype_of
 from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.models import read_hf_config
 from slime.models.quantised import Quantisation
-from slime.path_patterns import fill
+from slime.paths import fill
 from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 from slime.trainer.megatron.model import parameter_dtype
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from slime.diagnosis.align.evidence import Scored
-from slime.engines.embedded.architecture import Architecture
-from slime.engines.embedded.weights import WeightStore, make_store
+from slime.embedded.architecture import Architecture
+from slime.embedded.weights import WeightStore, make_store
 
 Part = Literal[
     "norms", "products", "rotary embedding", "activation", "attention scores", "attention", "router", "output layer"

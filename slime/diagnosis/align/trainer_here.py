@@ -13,10 +13,10 @@ from torch import Tensor
 from slime.checkpoints.hf_io import iter_hf_tensors, load_hf
 from slime.config.config import Config
 from slime.diagnosis.align.evidence import Scored
-from slime.host import reserve_port
 from slime.models import family_of
 from slime.models.layout_rules import virtual_stages
 from slime.models.spec import read_hf_config
+from slime.processes.host import reserve_port
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.megatron import device
 
@@ -78,7 +78,7 @@ class TrainerHere:
 
     def parts(self, sample: Scored) -> dict[str, Tensor]:
         """The outputs of all parts for all tokens but the last, by the names of
-        `slime.engines.embedded.model.Observer`."""
+        `slime.embedded.model.Observer`."""
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
         hooks = [_watch(model.embedding, "embedding", seen), _watch(model.decoder.final_layernorm, "norm", seen)]

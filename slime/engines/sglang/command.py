@@ -21,7 +21,7 @@ from slime.engines.launch import ONE_GPU, EngineFootprint, EnginePlace, LaunchSp
 from slime.engines.model_groups import GroupRules
 from slime.engines.sglang.versions import check_version, installed_version
 from slime.errors import UserError
-from slime.host import python_module
+from slime.processes.host import python_module
 
 if TYPE_CHECKING:
     from slime.config.config import Config

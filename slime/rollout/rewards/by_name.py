@@ -12,8 +12,8 @@ NAMES = ("response", "label", "prompt", "metadata", "sample")
 
 
 class RewardByName:
-    """A `slime.hooks.RewardFunction` around a function of some of ``response``, ``label``, ``prompt``, ``metadata`` and
-    ``sample``.
+    """A `slime.user_code.hooks.RewardFunction` around a function of some of ``response``, ``label``, ``prompt``,
+    ``metadata`` and ``sample``.
 
     Example:
         >>> reward = RewardByName.of(lambda response, label: response == label)

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from slime.errors import UserError
-from slime.processes import die_with_parent
+from slime.processes.owner import die_with_parent
 
 #: An expression like 9**9**9 fails with MemoryError instead of taking the machine down.
 _MAX_BYTES = 4 << 30

@@ -21,11 +21,10 @@ from typing import Any
 import orjson
 
 from slime.errors import UserError
-from slime.rollout.environments.rows import optional
 from slime.rollout.rewards.grading_worker import serve
+from slime.user_code.loading import optional_package
 
 NAME = "ifbench"
-OLD_NAME = "slime.rollout.rm_hub.ifbench:compute_ifbench_reward"
 PACKAGE = "if_verifiable"
 
 _PROBE = "Here is a response. It has two sentences."
@@ -55,7 +54,7 @@ def follows_all(response: str, task: Task) -> float:
     """
     check_task(task)
     check_data(name for name, _ in task)
-    evaluate = optional(f"{PACKAGE}.common", NAME).evaluate_instructions
+    evaluate = optional_package(f"{PACKAGE}.common", NAME).evaluate_instructions
     names, arguments = [name for name, _ in task], [given for _, given in task]
     try:
         with _same_draws(task):
@@ -155,7 +154,7 @@ def check_data(names: Iterable[str]) -> None:
         raise UserError(
             f"the checkers of {', '.join(lacking)} need data of NLTK's that is not here: {', '.join(data)}",
             why="no package brings it, and rewards do not wait for a download; looked in "
-            + ", ".join(optional("nltk", NAME).data.path),
+            + ", ".join(optional_package("nltk", NAME).data.path),
             fix=f"python -m nltk.downloader {' '.join(data)}, on each host of the run (NLTK_DATA names another folder "
             "to look in); or leave their rows out",
         )
@@ -164,7 +163,7 @@ def check_data(names: Iterable[str]) -> None:
 def _missing(name: str) -> list[str]:
     def is_here(path: str) -> bool:
         with contextlib.suppress(LookupError):
-            return bool(optional("nltk", NAME).data.find(path))
+            return bool(optional_package("nltk", NAME).data.find(path))
         return False
 
     return [path for path in NEEDS_DATA.get(name, ()) if not is_here(path)]
@@ -191,14 +190,17 @@ def check_package() -> None:
 @functools.cache
 def _checkers() -> dict[str, Any]:
     """The classes of both benchmarks by the names of their instructions. Takes two seconds."""
-    nltk: Any = optional("nltk", NAME)
+    nltk: Any = optional_package("nltk", NAME)
     download = nltk.download
     nltk.download = lambda *_, **__: False  # on import it asks the network for data, 16 s where there is none
     try:
-        registries = [optional(f"{PACKAGE}.{name}.instructions_registry", NAME) for name in ("ifeval", "ifbench")]
+        registries = [
+            optional_package(f"{PACKAGE}.{name}.instructions_registry", NAME) for name in ("ifeval", "ifbench")
+        ]
     finally:
         nltk.download = download
-    optional("langdetect", NAME).DetectorFactory.seed = 0  # or it draws, and calls one response by two languages
+    # or it draws, and calls one response by two languages
+    optional_package("langdetect", NAME).DetectorFactory.seed = 0
     return {name: checker for registry in registries for name, checker in registry.INSTRUCTION_DICT.items()}
 
 

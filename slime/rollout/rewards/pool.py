@@ -15,7 +15,17 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import (
+from slime.log import get_logger, tell
+from slime.prompts.labels import label_text
+from slime.rollout.rewards import instructions
+from slime.rollout.rewards.grading_pool import GradingPool
+from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
+from slime.samples.frozen_fields import frozen
+from slime.samples.reward_values import is_finite, is_number, reward_number
+from slime.samples.types import Sample
+from slime.user_code.hooks import RewardFunction
+from slime.user_code.loading import (
     FunctionFailed,
     FunctionHangs,
     call_hook,
@@ -27,17 +37,7 @@ from slime.hook_loading import (
     where_to_mend,
     with_user_frames,
 )
-from slime.hooks import RewardFunction
-from slime.legacy_paths import replaced
-from slime.log import get_logger, tell
-from slime.prompts.labels import label_text
-from slime.rollout.rewards import instructions
-from slime.rollout.rewards.grading_pool import GradingPool
-from slime.rollout.rewards.remote import RemoteReward
-from slime.rollout.rewards.text import grade_dapo, grade_f1, grade_gpqa, last_boxed
-from slime.samples.frozen_fields import frozen
-from slime.samples.reward_values import is_finite, is_number, reward_number
-from slime.samples.types import Sample
+from slime.user_code.overrides import Part, override_of
 
 logger = get_logger(__name__)
 Reward = float | dict[str, Any]
@@ -54,15 +54,14 @@ IN_PROCESS: dict[str, Callable[[Sample, str], Reward]] = {
 }
 RM_TYPES = sorted({*IN_WORKERS, *IN_PROCESS, instructions.NAME, "remote_rm"})
 
-#: Names in the reward hub of earlier versions: a plugin's function in place of one is called with response and label.
-_HUB = "slime.rollout.rm_hub:"
-_HUB_NAMES = {
-    "math": f"{_HUB}grade_answer_verl",
-    "deepscaler": f"{_HUB}get_deepscaler_rule_based_reward",
-    "dapo": f"{_HUB}compute_score_dapo",
-    "f1": f"{_HUB}f1_score",
-    "gpqa": f"{_HUB}compute_gpqa_reward",
-    instructions.NAME: instructions.OLD_NAME,
+#: Graders that a plugin may replace; its function is called with response and label.
+_GRADERS: dict[str, Part] = {
+    "math": "grade_math",
+    "deepscaler": "grade_deepscaler",
+    "dapo": "grade_dapo",
+    "f1": "grade_f1",
+    "gpqa": "grade_gpqa",
+    instructions.NAME: "grade_ifbench",
 }
 _READ_METADATA = frozenset({"gpqa", instructions.NAME})
 
@@ -81,7 +80,7 @@ def check_rm_type(rm_type: str) -> None:
         UserError: there is no such built-in reward (names the nearest), or its package is missing.
     """
     name = rm_type.removeprefix("boxed_")
-    if name == instructions.NAME and replaced(_HUB_NAMES[name]) is None:
+    if name == instructions.NAME and override_of(_GRADERS[name]) is None:
         instructions.check_package()
     if name in RM_TYPES:
         return
@@ -156,7 +155,7 @@ class RewardPool:
         Raises:
             UserError: as `score_by_flags`.
         """
-        if (own := replaced(f"{_HUB}async_rm")) is None:
+        if (own := override_of("reward")) is None:
             return await self.score_by_flags(sample)
         name = "the plugin's async_rm"
         value = await self._call(name, own, [sample], self._args, sample)
@@ -193,7 +192,7 @@ class RewardPool:
         Raises:
             UserError: as `score_group_by_flags`.
         """
-        if (own := replaced(f"{_HUB}batched_async_rm")) is None:
+        if (own := override_of("batched_reward")) is None:
             return await self.score_group_by_flags(samples)
         name = "the plugin's batched_async_rm"
         return self._one_each(await self._call(name, own, samples, self._args, samples), name, samples)
@@ -242,7 +241,7 @@ class RewardPool:
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
         response = sample.response
-        if name in _HUB_NAMES and (own := replaced(_HUB_NAMES[name])) is not None:
+        if name in _GRADERS and (own := override_of(_GRADERS[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
             more: dict[str, Any] = {"metadata": sample.metadata} if name in _READ_METADATA else {}
             value = await self._call(f"the plugin's {name}", own, [sample], said, sample.label, **more)
@@ -256,7 +255,7 @@ class RewardPool:
             return await self._graded(self._instructions, name, response, task, rm_type)
         if name in IN_PROCESS:
             return IN_PROCESS[name](sample, response)
-        if (own := replaced(f"{_HUB}remote_rm")) is not None:
+        if (own := override_of("remote_reward")) is not None:
             return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
         if self._remote is None:
             raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")

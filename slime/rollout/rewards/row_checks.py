@@ -9,13 +9,13 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.legacy_paths import replaced
 from slime.prompts.problems import RowProblem
 from slime.prompts.row_format import Prompt
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.rewards.instructions import NAME, OLD_NAME, check_data, check_package, check_task, read_task
+from slime.rollout.rewards.instructions import NAME, check_data, check_package, check_task, read_task
 from slime.rollout.rewards.labels import UNMARKED, check_label, doubt_label
 from slime.rollout.rewards.pool import check_rm_type
+from slime.user_code.overrides import override_of
 
 #: Share of rows from which on labels of one kind mean that the column is not the one that is meant.
 _WRONG_COLUMN = 0.5
@@ -78,7 +78,7 @@ class RewardJudge:
                 f"the label {reason}",
                 f"mend or remove these rows, or name another column ({self.label_flag})",
             )
-        if replaced(OLD_NAME) is not None:
+        if override_of("grade_ifbench") is not None:
             return None
         try:
             check_package()

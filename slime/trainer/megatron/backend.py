@@ -13,11 +13,11 @@ from torch import Tensor
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.hook_loading import user_function
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens, TrainLayout
 from slime.trainer.loss import LOSS_TYPES, micro_batch_loss
 from slime.trainer.megatron import device
+from slime.user_code.loading import user_function
 
 device.install()  # before anything imports megatron
 
@@ -35,7 +35,7 @@ from slime.checkpoints.trainer_state import TrainerState  # noqa: E402
 from slime.models import family_of  # noqa: E402
 from slime.models.layout_rules import check_layout, virtual_stages  # noqa: E402
 from slime.models.spec import ModelSpec, check_same_model, read_hf_config  # noqa: E402
-from slime.path_patterns import fill  # noqa: E402
+from slime.paths import fill  # noqa: E402
 from slime.trainer.ci_checks import check_grad_norms, check_rollout  # noqa: E402
 from slime.trainer.megatron import forward, optimizer, parallel, te_layers  # noqa: E402
 from slime.trainer.megatron.engine_weights import EngineWeights  # noqa: E402

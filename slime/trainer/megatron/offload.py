@@ -14,8 +14,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, nn
 
 from slime.checkpoints.megatron_names import stored_tensors
-from slime.host_memory import BuffersAhead, host_buffer
 from slime.memory.trainer import MOMENTS_BUCKET_BYTES
+from slime.processes.pinned_memory import BuffersAhead, host_buffer
 from slime.trainer.megatron import device
 
 # -- everything, while the engines have the GPU ----------------------------------------------------------------------

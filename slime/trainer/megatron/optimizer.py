@@ -24,11 +24,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
-from slime.between_ranks import all_gather
 from slime.checkpoints.megatron_names import Placement, global_parameters, unwrapped
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
+from slime.processes.json_collectives import all_gather
 from slime.trainer.megatron import device
 from slime.trainer.megatron.offload import HostStates, megatron_optimizers, torch_optimizers
 from slime.trainer.records import StepOutcome

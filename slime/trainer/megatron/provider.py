@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.errors import UserError
-from slime.hook_loading import user_function
+from slime.user_code.loading import user_function
 
 Build = Callable[[bool, bool, int | None], Any]
 Layers = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]

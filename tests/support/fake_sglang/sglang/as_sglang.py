@@ -28,10 +28,10 @@ from aiohttp import web
 from sglang import __version__
 from sglang.modules import loaded_together, sharded_model
 from sglang.scheduler import NO_MEMORY, die, generates
+from slime.embedded.generate_routes import health_generate, json_response
+from slime.embedded.weight_update import WeightUpdater
+from slime.embedded.weights import WeightError, WeightStore
 from slime.engines.api import WEIGHT_LOADER, WEIGHT_PROBE
-from slime.engines.embedded.generate_routes import health_generate, json_response
-from slime.engines.embedded.weight_update import WeightUpdater
-from slime.engines.embedded.weights import WeightError, WeightStore
 from slime.engines.sglang.weight_probe import Tree
 from slime.engines.wire.buckets import entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
@@ -186,7 +186,7 @@ def install(args: argparse.Namespace) -> None:
     for name in ("from_tensor", "from_distributed", "from_disk", "join_group", "leave_group"):
         method = getattr(updater, name)
         setattr(WeightUpdater, name, lambda own, body, method=method: method(own, body))
-    from slime.engines.embedded import server as embedded  # its routes take the methods as they are now
+    from slime.embedded import server as embedded  # its routes take the methods as they are now
 
     plain, calls, released = embedded._errors, Calls(args), set[str]()
 

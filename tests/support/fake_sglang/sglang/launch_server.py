@@ -29,9 +29,9 @@ def main(argv: list[str]) -> int:
     from sglang.as_sglang import install
 
     install(args)
-    from slime.engines.embedded.engine import EngineOptions
-    from slime.engines.embedded.server import serve
-    from slime.host import bind
+    from slime.embedded.engine import EngineOptions
+    from slime.embedded.server import serve
+    from slime.processes.host import bind
 
     listener = bind(args.host, args.port)
     options = EngineOptions(

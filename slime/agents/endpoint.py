@@ -1,0 +1,246 @@
+"""An endpoint for each sample, for agents that only speak an API.
+
+async def generate(args, sample, sampling_params):
+    async with agent_endpoint(args, sample, sampling_params) as endpoint:
+        await run_my_agent(endpoint.base_url, endpoint.api_key)
+    return endpoint.samples()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.agents.conversation import Speech
+from slime.agents.programs import Finished, run_program
+from slime.agents.server import AgentServer, shared_server
+from slime.agents.session import AgentSession
+from slime.agents.turns import DroppedReasoning, Turn, samples_of
+from slime.models import family_name
+from slime.processes.host import own_addresses, past_proxies
+from slime.rollout.generate import GenerateState, current_state
+from slime.samples.types import Sample
+
+_LOOPBACK = "127.0.0.1"
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+class AgentError(Exception):
+    """An agent that made nothing of its sample; the sample fails."""
+
+
+class RolloutEnds(Exception):
+    """The rollout ended while the agent was at work: its sample is put back and begun anew in the next one."""
+
+
+class AgentEndpoint:
+    """What `agent_endpoint` gives.
+
+    Attributes:
+        base_url: for clients of OpenAI, with "/v1".
+        anthropic_base_url: for clients of Anthropic's, without it.
+        api_key: the sample's own; both kinds of clients send it with every request.
+        environ: variables by which the clients in a subprocess or a container find all this.
+    """
+
+    def __init__(self, session: AgentSession) -> None:
+        self._session = session
+        self._server: AgentServer | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._cancelled_before, self._ended_by_rollout = 0, False
+        self._began = 0.0
+        self._finished: Finished | None = None
+        self.api_key, self._host = "", _LOOPBACK
+
+    # -- where it is ---------------------------------------------------------------------------------------
+
+    @property
+    def port(self) -> int:
+        """Of the process's server, which all of its endpoints share."""
+        assert self._server is not None, "the endpoint is used outside 'async with'"
+        return self._server.port
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self._url(self._host)
+
+    def _url(self, host: str) -> str:
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def keyed_base_url(self) -> str:
+        """`base_url` with the key in its path, for clients that cannot be given a key. Clients log their URLs."""
+        return f"{self.anthropic_base_url}/key/{self.api_key}/v1"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return self.environ_for(self._host)
+
+    def environ_for(self, host: str) -> dict[str, str]:
+        """`environ` for an agent that knows this host by another name, "host.docker.internal" for one."""
+        url = self._url(host)
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            **past_proxies([host]),
+        }
+
+    async def run(
+        self,
+        command: Sequence[str | Path],
+        *,
+        environ: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        cwd: str | Path | None = None,
+    ) -> Finished:
+        """Run an agent that is a program, with `environ` and what is given here besides; see
+        `slime.agents.programs.run_program`."""
+        given = {**self.environ, **(environ or {})}
+        self._finished = await run_program(command, given, timeout=timeout, cwd=cwd)
+        return self._finished
+
+    # -- what came of it -----------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Every answer so far, in order."""
+        return list(self._session.book.turns)
+
+    def branches(self) -> list[Turn]:
+        """The last turn of every branch: a conversation that the client went on with, or left."""
+        return self._session.book.branches()
+
+    def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
+        """The execution as samples, one for each branch.
+
+        Args:
+            branches: those to train on; None: all. What several share is trained in the first of them.
+            reward: of all of them; None: what the sample has, or else the reward function's.
+        Raises:
+            AgentError: the agent has asked for nothing; says what it was refused, or how its program ended.
+            RolloutEnds: the rollout ended before the agent did.
+            EngineError: an answer was lost with its engine.
+        """
+        session = self._session
+        if session.was_cut:
+            raise RolloutEnds("the rollout ended before the agent did")
+        if session.failure is not None:
+            raise session.failure
+        ends = list(self.branches() if branches is None else branches)
+        if not ends:
+            raise AgentError(f"the agent has got no answer of the model{self._why_nothing()}")
+        if reward is not None:
+            session.sample.reward = reward
+        return samples_of(session.sample, ends, session.cut_short(ends))
+
+    def _why_nothing(self) -> str:
+        if self._session.refused:
+            return f": its last request was refused: {self._session.refused}"
+        if self._finished is None:
+            return ": it has asked for none"
+        lines = self._finished.output.strip().splitlines()
+        last = f"; its last line: {lines[-1][:300]}" if lines else ", and wrote nothing"
+        status = "was ended at its deadline" if self._finished.status is None else f"ended with {self._finished.status}"
+        return f": it has asked for none, and {status}{last}"
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> AgentEndpoint:
+        state = self._session.state
+        listen = _address(state)
+        self._server = await shared_server(listen, state.args.agent_port)
+        self._host = _reachable(listen, state)
+        self.api_key = self._server.open(self._session)
+        self._began = time.monotonic()
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelled_before = self._task.cancelling()
+        self._watch = asyncio.create_task(self._end_with_rollout(self._task))
+        return self
+
+    async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
+        """An agent may be in the midst of a long tool: the end of the rollout does not wait for it."""
+        await self._session.state.client.wait_for_abort()
+        self._ended_by_rollout = True
+        task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._server is not None and self._watch is not None and self._task is not None
+        self._watch.cancel()
+        self._server.shut(self.api_key)
+        elapsed = time.monotonic() - self._began
+        self._session.sample.non_generation_time += max(0.0, elapsed - self._session.generation_seconds)
+        if self._ended_by_rollout:  # as `asyncio.timeout` does
+            alone = self._task.uncancel() <= self._cancelled_before
+            if alone and kind is None:  # it came when there was nothing left to cancel: what is done is done
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
+            if alone and kind is not None and issubclass(kind, asyncio.CancelledError):
+                raise RolloutEnds("the rollout ended before the agent did") from error
+
+
+def agent_endpoint(
+    args: Any,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    dropped_reasoning: DroppedReasoning = "branch",
+    max_turns: int | None = None,
+) -> AgentEndpoint:
+    """An endpoint for one sample, to be used with ``async with`` in a generate function.
+
+    It speaks OpenAI's chat completions and responses and Anthropic's messages. Every answer is generated by the
+    rollout's engines and kept with its tokens, log-probs and weight versions.
+
+    Args:
+        sampling_params: of the rollout; ``max_new_tokens`` is for one answer, the context limits of the run for the
+            whole conversation.
+        dropped_reasoning: what becomes of a conversation whose client leaves out what the model had thought:
+            "branch": the model does not see it any more, as without training, and a branch begins; "continue": the
+            answer stays as it was written.
+        max_turns: more requests are refused. One that the chat template refuses does not count.
+    Raises:
+        UserError: called outside a rollout, or for a model without chat template.
+    """
+    state = current_state(args)
+    speech = _speech_of(state.tokenizer, state.args.hf_checkpoint, state.end_tokens)
+    options: dict[str, Any] = {"dropped_reasoning": dropped_reasoning, "max_turns": max_turns}
+    return AgentEndpoint(AgentSession(state, sample, sampling_params, speech, **options))
+
+
+@lru_cache(maxsize=4)
+def _speech_of(tokenizer: Any, model: str | None, end_tokens: frozenset[int]) -> Speech:
+    """Chat template and marks of a model, read once."""
+    return Speech.of(tokenizer, family_name(model) if model else "", end_tokens)
+
+
+def _address(state: GenerateState) -> str:
+    """Where to listen: loopback, unless the user says otherwise."""
+    if state.args.agent_host:
+        return str(state.args.agent_host)
+    router = urlsplit(state.client.base_url).hostname
+    return router if router and state.args.listen_on_network else _LOOPBACK
+
+
+def _reachable(listen: str, state: GenerateState) -> str:
+    """The address to tell agents of: of a server on all addresses, the one on which the router listens."""
+    if listen not in _EVERYWHERE:
+        return listen
+    router = urlsplit(state.client.base_url).hostname
+    return router if router in own_addresses() else _LOOPBACK

@@ -1,0 +1,124 @@
+"""Agents that are programs of their own: started, given a deadline, and ended with all that they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.engines.keys import VARIABLE
+from slime.log import get_logger
+
+logger = get_logger(__name__)
+
+#: Of the run and of Ray: no agent needs them, and it may run code that a model wrote.
+_WITHHELD = (VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+#: Bytes of output: a program that writes without end must not fill the memory of the rollout.
+_MOST_OUTPUT = 16 << 20
+_MINDER = Path(__file__).parents[1] / "sandbox" / "minder.py"
+#: Of this process, for the minder: enough to start Python.
+_FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH")
+_END_SECONDS = 10.0
+#: Programs of which it was said that they leave something behind.
+_leaves_behind: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What came of a program.
+
+    Attributes:
+        status: its exit status, the negative number of the signal that ended it, or None after its deadline.
+        output: what it wrote, errors included; of more than 16 MiB the end.
+    """
+
+    status: int | None
+    output: str
+
+
+async def run_program(
+    command: Sequence[str | Path],
+    environ: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+    cwd: str | Path | None = None,
+) -> Finished:
+    """Run a program to its end.
+
+    It is ended with all that it has started, in sessions of their own too: when the deadline has passed, when the
+    caller is cancelled, when this process dies, and in any case once the program has ended. A small process between
+    them sees to that (`slime/sandbox/reaper.py`); what had left the program's process group is named in the
+    log.
+
+    Args:
+        environ: added to this process's own, less the keys of the run.
+        timeout: seconds; None: until the caller is cancelled, as at the end of a rollout.
+    Raises:
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile() as written:  # a pipe would be read until all that inherited it has ended
+        own = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
+        request = {
+            "owner": os.getpid(),
+            "command": [str(word) for word in command],
+            "environ": own | dict(environ),
+            "cwd": None if cwd is None else str(cwd),
+            "output": written.fileno(),
+        }
+        came = await _minded(request, timeout)
+        if refused := came.get("refused"):
+            raise OSError(*refused)
+        written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_OUTPUT))
+        return Finished(came.get("status"), written.read().decode(errors="replace"))
+
+
+async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+    """What the minder says of a program, or {} where it was told to end before there was one."""
+    minder = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-S", "-s", "-E", "-B", str(_MINDER)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"LANG": "C.UTF-8"} | {name: os.environ[name] for name in _FOR_PYTHON if name in os.environ},
+        pass_fds=[request["output"]],
+        start_new_session=True,
+    )
+    hears = asyncio.ensure_future(minder.communicate(json.dumps(request).encode()))
+    try:
+        await asyncio.wait({hears}, timeout=timeout)
+    finally:
+        if not hears.done():
+            with contextlib.suppress(ProcessLookupError):
+                minder.terminate()
+            await asyncio.wait({hears}, timeout=_END_SECONDS)
+        if minder.returncode is None:  # it hangs: the kernel ends the program with it
+            with contextlib.suppress(ProcessLookupError):
+                minder.kill()
+            await minder.wait()
+            hears.cancel()
+        came = _heard(hears)
+        _name(request["command"][0], came.get("left", []))
+    if not came and (minder.returncode or 0) > 0:
+        raise RuntimeError(f"the process that minds {request['command'][0]} ended with status {minder.returncode}")
+    return came
+
+
+def _heard(hears: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
+    said = hears.result()[0] if hears.done() and not hears.cancelled() else b""
+    return dict(json.loads(said)) if said else {}
+
+
+def _name(program: str, left: list[str]) -> None:
+    """Tell of what a program had left behind; a warning once, for all samples of a run start the same."""
+    if left:
+        level = logging.INFO if program in _leaves_behind else logging.WARNING
+        _leaves_behind.add(program)
+        logger.log(level, "ended with %s, which had left them behind: %s", program, ", ".join(left))

@@ -1,0 +1,180 @@
+"""The agent of one sample: its requests become turns, generated as the rollout generates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from slime.agents.conversation import Ask, Speech
+from slime.agents.turns import Book, DroppedReasoning, Place, Turn
+from slime.engines.api import EngineError
+from slime.engines.client import RequestRefused
+from slime.log import get_logger
+from slime.rollout.generate import GenerateState, generate
+from slime.samples.types import Sample, SampleStatus
+
+logger = get_logger(__name__)
+
+_LARGEST_SEED = (1 << 31) - 1
+
+
+class Refusal(Exception):
+    """A request that gets no answer, and will get none if it is sent again.
+
+    Attributes:
+        status: of HTTP.
+        kind, code: OpenAI's words.
+    """
+
+    def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code = status, kind, code
+
+
+class AgentSession:
+    """Turns of one sample.
+
+    Args:
+        sample: as it was drawn; its index, session and trace go with every turn.
+        sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further stop strings count:
+            log-probs are of the run's distribution.
+        max_turns: more requests are refused. One that the chat template refuses does not count.
+
+    Attributes:
+        failure: of an engine, which the agent was told of as status 503.
+        was_cut: a request was refused, or its answer cut short, because the rollout ends.
+        refused: why the last request was refused that was; "" if none was.
+    """
+
+    def __init__(
+        self,
+        state: GenerateState,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        speech: Speech,
+        *,
+        dropped_reasoning: DroppedReasoning = "branch",
+        max_turns: int | None = None,
+    ) -> None:
+        self.state, self.sample, self.params = state, sample, sampling_params
+        self.book = Book(speech, dropped_reasoning)
+        self.max_turns = max_turns
+        self.failure: EngineError | None = None
+        self.was_cut, self.refused = False, ""
+        self._is_over = False
+        self._started = 0
+        self._full: Place | None = None  # of a request that the context had no room for, if none was answered since
+        self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._busy, self._since = 0.0, 0.0
+        own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
+        self._template_kwargs: dict[str, Any] = dict(own or {})
+
+    def with_kwargs(self, ask: Ask) -> Ask:
+        """The request with the run's arguments of the chat template, where it brings none of its own."""
+        if not self._template_kwargs:
+            return ask
+        return dataclasses.replace(ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs})
+
+    async def answer(self, ask: Ask) -> Turn:
+        """The model's answer to a request.
+
+        Raises:
+            BadRequest: the chat template refuses it.
+            Refusal: the context is full, too many turns, the sample is done or has failed, the rollout ends, or no
+                engine answers.
+        """
+        if self._is_over:  # its body came when the key was void already
+            raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
+        if self.failure is not None:  # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+            raise Refusal(f"this sample has failed: {self.failure}", 400, "invalid_request_error", "sample_failed")
+        if self.max_turns is not None and self._started >= self.max_turns:
+            raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
+        ask, full_before = self.with_kwargs(ask), self._full
+        place = self.book.place(ask)
+        self._started += 1  # a request that the template refuses is no turn
+        sample = Sample(
+            index=self.sample.index,
+            group_index=self.sample.group_index,
+            session_id=self.sample.session_id,
+            tokens=list(place.prompt),
+            trace=self.sample.trace,
+        )
+        params = self._params_for(ask, place)
+        with self._in_flight():
+            await self._generate(sample, params)
+        self.sample.trace = sample.trace
+        if sample.status is SampleStatus.ABORTED:
+            self.was_cut = True
+            raise Refusal("the rollout ends: this sample will be begun anew", 503, "unavailable")
+        if not sample.response_length:
+            self._full = place
+            said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
+            raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
+        if self._full is full_before:  # the agent has gone on with less; one refused meanwhile has not yet
+            self._full = None
+        output = sample.tokens[sample.prompt_length :]
+        opened = self.book.speech.opens_reasoning(place.prompt)
+        reading = self.book.speech.read(output, ask, opened=opened, stop=params.get("stop") or ())
+        return self.book.record(place, ask, sample, reading)
+
+    async def _generate(self, sample: Sample, params: dict[str, Any]) -> None:
+        work = generate(self.state.args, sample, params)
+        try:
+            await asyncio.create_task(work, context=self._context.copy())
+        except RequestRefused as error:
+            raise Refusal(error.what, 400, "invalid_request_error") from error
+        except EngineError as error:
+            self.failure = error
+            raise Refusal(str(error), 503, "unavailable") from error
+
+    def _params_for(self, ask: Ask, place: Place) -> dict[str, Any]:
+        params = dict(self.params)
+        if ask.max_tokens is not None:
+            params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)
+        own = params.get("stop") or []
+        if stops := list(dict.fromkeys([*([own] if isinstance(own, str) else own), *ask.stop])):
+            params["stop"] = stops
+        if params.get("sampling_seed") is not None:  # whoever asks the same twice wants two answers
+            params["sampling_seed"] = (params["sampling_seed"] + place.twin) & _LARGEST_SEED
+        return params
+
+    def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
+        """Of branches, the one that the agent would have gone on with, had its last request not been too long."""
+        if self._full is None:
+            return None
+        if self._full.parent in self.book.branches():
+            return self._full.parent if self._full.parent in ends else None
+        return max(ends, key=self.book.turns.index, default=None)  # it was rewritten: most likely of the last one
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+            if not self._waiting:
+                self._busy += time.monotonic() - self._since
+
+    @property
+    def generation_seconds(self) -> float:
+        """In which a request was under way."""
+        return self._busy
+
+    def end(self) -> None:
+        """Cancel what is under way, and begin nothing: nobody will read the answers."""
+        self._is_over = True
+        for task in self._waiting:
+            task.cancel()

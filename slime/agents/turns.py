@@ -1,0 +1,338 @@
+"""The turns of one execution as a tree, and its branches as samples.
+
+    turn 0 ─► turn 1 ─► turn 2            branch 0: turns 0, 1, 2, all trained
+                 └────► turn 3            branch 1: turns 0, 1, 3, of which 3 is trained
+    turn 4                                branch 2: the client had compacted its history
+
+A turn follows another one when its prompt is that one's tokens, prompt and answer, and something behind them: what a
+client sends back is matched with what it was given, and goes on from there. What it has changed, or left out, is a
+branch, whose prompt is rendered anew, with the tokens of every answer that is still in it as they were sampled. So
+tokens of the model are never tokenised again, and each is trained once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from slime.agents.conversation import Ask, Reading, Speech, call_ids, digest, key_of
+from slime.prompts.conversation import Messages
+from slime.samples.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
+
+#: What becomes of turns whose client left out what the model had thought.
+DroppedReasoning = Literal["branch", "continue"]
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the model.
+
+    Attributes:
+        parent: the turn that it follows; None: it begins a conversation.
+        lead: tokens before its answer, from the end of the parent's on; not of the model.
+        output, log_probs: the answer's tokens, the one that ended it included, and a log-prob for each.
+        weight_runs: [[first token, weight version], …] of the answer.
+        said: the texts between the parent's answer and this one.
+        length: tokens up to the answer's end, the parents' included.
+    """
+
+    parent: Turn | None
+    lead: list[int]
+    output: list[int]
+    log_probs: list[float]
+    status: SampleStatus
+    text: str = ""
+    weight_runs: list[list[Any]] = field(default_factory=list)
+    weight_versions: list[str] = field(default_factory=list)
+    ask: Ask = field(default_factory=lambda: Ask([]))
+    reading: Reading = field(default_factory=lambda: Reading(""))
+    said: list[str] = field(default_factory=list)
+    cache: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    speculation: SpecInfo = field(default_factory=SpecInfo)
+    routed_experts: Any = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = (self.parent.length if self.parent else 0) + len(self.lead) + len(self.output)
+
+    def path(self) -> list[Turn]:
+        """From the first turn of the conversation to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def tokens(self) -> list[int]:
+        """All that the model has seen and said up to the end of this turn."""
+        found: list[int] = []
+        for turn in self.path():
+            found += turn.lead
+            found += turn.output
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request belongs.
+
+    Attributes:
+        parent, lead: as in `Turn`.
+        prompt: all tokens before the answer.
+        history: digest of the conversation that was asked with.
+        twin: requests with the same history before it.
+        said: the texts in `lead`.
+        known: messages of the request that are the parent's conversation.
+    """
+
+    parent: Turn | None
+    lead: list[int]
+    prompt: list[int]
+    history: bytes
+    twin: int = 0
+    said: list[str] = field(default_factory=list)
+    known: int = 0
+
+
+class Book:
+    """The turns of one execution.
+
+    Args:
+        dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be without training;
+            "continue": an answer without its reasoning counts as the whole answer.
+
+    Attributes:
+        turns: in the order in which they were answered.
+    """
+
+    def __init__(self, speech: Speech, dropped_reasoning: DroppedReasoning = "branch") -> None:
+        self.speech = speech
+        self.turns: list[Turn] = []
+        self._with_reasoning = dropped_reasoning == "branch"
+        self._by_history: dict[bytes, list[Turn]] = {}
+        self._by_reply: dict[bytes, list[Turn]] = {}
+        self._by_visible: dict[bytes, list[Turn]] = {}
+        self._asked: Counter[bytes] = Counter()
+
+    # -- from messages to tokens ---------------------------------------------------------------------------
+
+    def place(self, ask: Ask) -> Place:
+        """Where a request belongs, and its tokens; it counts as asked.
+
+        Raises:
+            BadRequest: the chat template refuses the messages.
+        """
+        place = self.look(ask)
+        self._asked[place.history] += 1
+        return place
+
+    def look(self, ask: Ask) -> Place:
+        """`place`, for who does not ask yet."""
+        self.speech.check_tools(ask.tools)
+        history, parent, count = self._longest_known(ask)
+        rest = ask.messages[count:]
+        lead = self._tokens(ask, rest, parent)
+        before = parent.tokens() if parent is not None else []
+        if parent is None:  # the client may have told the same in another way
+            before = max((known for turn in self.turns if (known := _beginning(turn, lead))), key=len, default=[])
+            parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
+            lead = lead[len(before) :]
+            rest = rest if parent is None else self._behind(parent, rest)
+        said = [message["content"] for message in rest] if parent is not None else []
+        return Place(parent, lead, before + lead, history, self._asked[history], said, count)
+
+    def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
+        """Digest of all messages; the last turn that they begin with, and how many of them that are."""
+        history = digest(b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS))
+        parent, count = None, 0
+        for number, message in enumerate(ask.messages, 1):
+            history = digest(history, self._key(message))
+            if message["role"] == "assistant" and (known := self._by_history.get(history)):
+                parent, count = _meant(known, message), number
+        return history, parent, count
+
+    def _behind(self, turn: Turn, messages: Messages) -> Messages:
+        """Those after the turn's answer."""
+        key = self._key(turn.reading.message())
+        return messages[max((n for n, message in enumerate(messages, 1) if self._key(message) == key), default=0) :]
+
+    def _key(self, message: dict[str, Any]) -> bytes:
+        return key_of(message, with_reasoning=self._with_reasoning)
+
+    def _tokens(self, ask: Ask, messages: Messages, parent: Turn | None) -> list[int]:
+        """Tokens of messages up to where the assistant is to speak; those of known answers as they were sampled."""
+        ids: list[int] = []
+        last = parent.output if parent is not None else None
+        waiting: Messages = []
+        for message in messages:
+            answer, whole = self._known_answer(message)
+            if not answer or (last is None and not waiting):
+                waiting.append(message)
+                continue
+            ids += self._rendered(ask, last, waiting, to_past=not whole) + answer
+            last, waiting = answer, []
+        return ids + self._rendered(ask, last, waiting)
+
+    def _rendered(self, ask: Ask, last: list[int] | None, messages: Messages, *, to_past: bool = False) -> list[int]:
+        if last is None:
+            return self.speech.opening(ask, messages, to_past=to_past)
+        return self.speech.between(ask, last, messages, to_past=to_past)
+
+    def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
+        """Tokens of a message that the model wrote, and whether they are the whole answer; [] for any other."""
+        thought = self._with_reasoning and message.get("reasoning_content")
+        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls") or thought):
+            return [], False
+        key = self._key(message)
+        if whole := self._by_reply.get(key):
+            return _meant(whole, message).output, True
+        if part := self._by_visible.get(key):
+            return self.speech.visible_part(_meant(part, message).output), False
+        return [], False
+
+    # -- what was answered ---------------------------------------------------------------------------------
+
+    def record(self, place: Place, ask: Ask, answer: Sample, reading: Reading) -> Turn:
+        """Note an answer.
+
+        Args:
+            answer: generated from ``place.prompt``, with nothing before it.
+        """
+        parent, experts = place.parent, answer.rollout_routed_experts
+        if parent is not None and parent.routed_experts is not None and experts is not None:
+            # the experts that sampled a token count, not those of its prefill in a later request
+            experts = np.concatenate([parent.routed_experts, experts[len(parent.routed_experts) :]])
+        if parent is not None and place.known:  # one copy of the history, however often it was sent
+            history = [*parent.ask.messages, parent.reading.message(), *ask.messages[place.known :]]
+            ask = dataclasses.replace(ask, messages=history)
+        turn = Turn(
+            parent=parent,
+            lead=place.lead,
+            output=answer.tokens[answer.prompt_length :],
+            log_probs=list(answer.rollout_log_probs or []),
+            status=answer.status,
+            text=answer.response,
+            weight_runs=[[span.start, span.weight_version] for span in answer.token_spans],
+            weight_versions=list(answer.weight_versions),
+            ask=ask,
+            reading=reading,
+            said=place.said,
+            cache=answer.prefix_cache_info,
+            speculation=answer.spec_info,
+            routed_experts=experts,
+        )
+        self.turns.append(turn)
+        message = reading.message()
+        key = self._key(message)
+        self._by_history.setdefault(digest(place.history, key), []).append(turn)
+        self._by_reply.setdefault(key, []).append(turn)
+        if reading.reasoning is not None and self._with_reasoning:
+            self._by_visible.setdefault(key_of(message, with_reasoning=False), []).append(turn)
+        return turn
+
+    # -- branches ------------------------------------------------------------------------------------------
+
+    def branches(self) -> list[Turn]:
+        """The last turn of every branch, in the order in which they were answered."""
+        followed = {id(turn.parent) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in followed]
+
+
+def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
+    """All tokens of a turn, where ``tokens`` begin with them; else []."""
+    end = turn.length
+    if end >= len(tokens) or tokens[end - len(turn.output) : end] != turn.output:
+        return []
+    known = turn.tokens()
+    return known if tokens[:end] == known else []
+
+
+def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
+    """Of turns that said the same, the last one whose calls have the ids of the message, or whose text is the same to
+    the last blank; else the last one."""
+    ids, content = call_ids(message), message["content"]
+
+    def likeness(turn: Turn) -> tuple[bool, bool]:
+        return call_ids(turn.reading.message()) == ids, turn.reading.text == content
+
+    return max(reversed(turns), key=likeness)
+
+
+# -- samples -------------------------------------------------------------------------------------------------------
+
+
+def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:
+    """A sample for each branch, named by its last turn; turns that several share are trained in the first of them.
+
+    The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if it has one.
+
+    Args:
+        cut_short: of ``ends`` the one that the context had no room to go on with; it is TRUNCATED.
+    """
+    samples, trained = [], set[int]()
+    for number, end in enumerate(ends):
+        sample = drawn
+        if number:
+            sample = copy.copy(drawn)
+            sample.metadata, sample.trace, sample.non_generation_time = copy.deepcopy(drawn.metadata), None, 0.0
+        path = end.path()
+        own = [turn for turn in path if id(turn) not in trained]
+        _fill(sample, path, trained)
+        if end is cut_short:
+            sample.status = SampleStatus.TRUNCATED
+        sample.metadata["agent"] = {
+            "branch": number,
+            "branches": len(ends),
+            "turns": len(path),
+            "trained_turns": len(own),
+            "model": end.ask.model,
+            "answer": end.reading.text,
+        }
+        trained |= {id(turn) for turn in path}
+        samples.append(sample)
+    return samples
+
+
+def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
+    """Make ``sample`` the branch of these turns; those in ``trained`` get a loss mask of zeros."""
+    reward = sample.reward
+    sample.tokens, sample.response_length = list(path[0].lead), 0
+    sample.reset_response()
+    sample.reward = reward
+    for turn in path:
+        if turn is not path[0]:
+            text = "".join(f"\n{said}\n" for said in turn.said)
+            sample.append_response_tokens(tokens=turn.lead, text=text, trainable=False)
+        versions = {"token_weight_versions": turn.weight_runs}
+        sample.append_response_tokens(
+            tokens=turn.output,
+            log_probs=turn.log_probs,
+            meta_info=versions,
+            text=turn.text,
+            update_terminal_info=False,
+        )
+        if id(turn) in trained:
+            assert sample.loss_mask is not None
+            sample.loss_mask[-len(turn.output) :] = [0] * len(turn.output)
+        else:  # counters of requests: each counts once
+            sample.spec_info = _sum(sample.spec_info, turn.speculation)
+            sample.prefix_cache_info = _sum(sample.prefix_cache_info, turn.cache)
+        sample.weight_versions += turn.weight_versions
+    end = path[-1]
+    sample.rollout_routed_experts = end.routed_experts
+    sample.status = end.status
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Counters of two records of a kind, added."""
+    return type(one)(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)})

@@ -1,0 +1,230 @@
+"""Generation as rollout functions of earlier versions do it: the state they share, tasks, abort, evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from slime.compat import without_run
+from slime.rollout import generate as own
+from slime.rollout import plugin_api
+from slime.rollout.dynamic_sampling import ABORT_SECONDS
+from slime.rollout.loop import current_loop
+from slime.rollout.plugin_api import on_the_runs_loop
+from slime.rollout.sample_steps import apply_sample_hook
+from slime.samples.types import Sample
+from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, SampleHook
+from slime.user_code.loading import check_signature, load_function, named
+
+Tasks = set[asyncio.Task[Any]]
+
+
+class GenerateState:
+    """``GenerateState(args)``: one object per run, for all functions of plugins, which may set attributes on it.
+
+    Without a run, as in a plugin's own unit tests, it is made of ``args`` (`slime.compat.without_run`).
+
+    What it has not itself is that of the rollout under way (`slime.rollout.generate.GenerateState`): ``tokenizer``,
+    ``processor``, ``semaphore``, ``sampling_params`` (which may be changed, for the rollouts to come, too), ``args``.
+
+    Attributes:
+        pendings: tasks of `submit_generate_tasks`.
+        remaining_batch_size: groups that were submitted, less those that the plugin has taken off.
+        aborted: set by `abort` until `reset`; then groups come back as they are.
+        dp_rank: always 0; engines choose among their data-parallel ranks themselves.
+    """
+
+    pendings: set[asyncio.Task[Any]]
+    remaining_batch_size: int
+    dp_rank = 0
+
+    def __new__(cls, args: Any = None) -> Any:
+        if not own.is_in_run():
+            return _lone_state(args)
+        loop = current_loop()
+        known: GenerateState | None = vars(loop).get("plugin_state")
+        if known is None:
+            known = vars(loop)["plugin_state"] = super().__new__(cls)
+            known.reset()
+        return known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(own.current_state(), name)
+
+    def reset(self) -> None:
+        """As before the first task."""
+        self.pendings, self.remaining_batch_size, self._aborted = set(), 0, False
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted or own.current_state().aborted
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self._aborted = value
+
+    @contextlib.contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        yield self.dp_rank
+
+    def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
+        """A task for each group, through what ``generate_and_rm_group`` is at this time."""
+        old = importlib.import_module("slime.rollout.sglang_rollout")
+        for group in samples:
+            params = dict(self.sampling_params)
+            task = asyncio.create_task(old.generate_and_rm_group(self.args, group, sampling_params=params))
+            self.pendings.add(task)
+        self.remaining_batch_size += len(samples)
+
+
+_lone: list[tuple[Any, without_run.LoneState]] = []
+"""The last one, and the args that it was made of."""
+
+
+def _lone_state(args: Any) -> without_run.LoneState:
+    """One per namespace of flags, as long as the next one is not asked for."""
+    if not _lone or _lone[0][0] is not args:
+        _lone[:] = [(args, without_run.LoneState(args))]
+    return _lone[0][1]
+
+
+@on_the_runs_loop
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """`slime.rollout.generate.generate`; without a run a single request."""
+    answer = own.generate if own.is_in_run() else without_run.generate
+    return await answer(args, sample, sampling_params)
+
+
+@on_the_runs_loop
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """`slime.rollout.plugin_api.generate_and_rm`, or what it does without a run."""
+    work = plugin_api.generate_and_rm if own.is_in_run() else without_run.generate_and_rm
+    return await work(args, sample, sampling_params, evaluation=evaluation)
+
+
+@on_the_runs_loop
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """`slime.rollout.plugin_api.generate_and_rm_group`, or what it does without a run."""
+    work = plugin_api.generate_and_rm_group if own.is_in_run() else without_run.generate_and_rm_group
+    return await work(args, group, sampling_params, evaluation=evaluation)
+
+
+async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
+    """End the requests of this rollout and the tasks of `GenerateState.submit_generate_tasks`; until
+    `GenerateState.reset` groups come back as they are.
+
+    Returns:
+        With ``--partial-rollout`` the groups under way, with ``metadata["start_rollout_id"]``; else [].
+    Raises:
+        EngineError: engines do not stop within the deadline.
+    """
+    state = GenerateState(args)
+    done = await _stop_engines(state.pendings, asyncio.get_running_loop())
+    state.pendings, state.aborted = set(), True
+    if not getattr(args, "partial_rollout", False):
+        return []
+    groups = [task.result() for task in done if not task.cancelled() and task.exception() is None]
+    for sample in (sample for group in groups for item in group for sample in _leaves(item)):
+        if sample.response_length:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)
+    return groups
+
+
+@on_the_runs_loop
+async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
+    """End all requests, and then, while nothing new is sent, have the tasks end on ``home``, their event loop."""
+    client = own.current_state().client
+    with client.abort_scope():
+        await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+        await client.abort_all(ABORT_SECONDS)
+        if home is asyncio.get_running_loop():
+            return await _ended(tasks)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(tasks), home))
+
+
+async def _ended(tasks: Tasks) -> Tasks:
+    """Those that end within the deadline; the others are cancelled."""
+    done, late = await asyncio.wait(tasks, timeout=ABORT_SECONDS) if tasks else (set(), set())
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late, timeout=ABORT_SECONDS)
+    return done
+
+
+def _leaves(value: Sample | list[Any]) -> list[Sample]:
+    return [sample for item in value for sample in _leaves(item)] if isinstance(value, list) else [value]
+
+
+@on_the_runs_loop
+async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+    """The functions of ``--rollout-sample-hook-path`` on a sample, or on every sample of a list of lists."""
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
+    for path in getattr(args, "rollout_sample_hook_path", None) or ():
+        hook = load_function(path)
+        check_signature(hook, SampleHook, path)
+        value = await apply_sample_hook(hook, named(path, "--rollout-sample-hook-path"), args, value, kwargs)
+    return value
+
+
+class _Drawing(DataSource):
+    """The source behind ``get_samples``, or that function alone.
+
+    Attributes:
+        given_back: groups for which there is no source to take them.
+    """
+
+    def __init__(self, get_samples: Callable[[int], list[list[Sample]]]) -> None:
+        self._get_samples = get_samples
+        owner = getattr(get_samples, "__self__", None)
+        self._source = owner if isinstance(owner, DataSource) else None
+        self.given_back: list[list[Sample]] = []
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return self._get_samples(num_samples)
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self.given_back += samples
+
+    def mark_consumed(self, group_indices: Iterable[int]) -> None:
+        if self._source is not None:
+            self._source.mark_consumed(group_indices)
+
+    def mark_discarded(self, group_indices: Iterable[int]) -> None:
+        if self._source is not None:
+            self._source.mark_discarded(group_indices)
+
+
+@on_the_runs_loop
+async def generate_rollout_async(
+    args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]] | DataSource
+) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
+    """The built-in rollout with prompts of ``data_source``, a source or its ``get_samples``.
+
+    Returns:
+        Its output, and the groups that are to be given back to the source; [] where it was given: it has them.
+    """
+    source = data_source if isinstance(data_source, DataSource) else _Drawing(data_source)
+    output = await current_loop().generate_built_in(rollout_id, own.current_state(), source)
+    return output, source.given_back if isinstance(source, _Drawing) else []
+
+
+@on_the_runs_loop
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
+    """The built-in evaluation of all sets, and []."""
+    return await current_loop().evaluate_built_in(rollout_id, own.current_state()), []
+
+
+@on_the_runs_loop
+async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
+    """The built-in evaluation of one of ``args.eval_datasets``."""
+    output = await current_loop().evaluate_built_in(rollout_id, own.current_state(), names=[dataset_cfg.name])
+    return output.data

@@ -1,0 +1,163 @@
+"""Data sources that plugins name by --data-source-path, or derive theirs from."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from slime.compat.data import Dataset
+from slime.config.config import Config
+from slime.config.make import config_of
+from slime.errors import UserError
+from slime.prompts.source import BUILT_FROM, PromptSource, max_prompt_tokens
+from slime.prompts.tokenizer import load_tokenizer
+from slime.samples.types import Sample
+
+#: That matter to a source where there is no run.
+_FLAGS = (
+    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "rollout_global_dataset", "hf_checkpoint"),
+    *("apply_chat_template", "apply_chat_template_kwargs", "rollout_shuffle", "rollout_seed", "rollout_max_prompt_len"),
+    *("n_samples_per_prompt", "buffer_filter_path", "streaming_data", "num_data_workers"),
+)
+
+
+class RolloutDataSource(PromptSource):
+    """`PromptSource` built as ``cls(args)``.
+
+    Attributes:
+        args: what it was built from.
+        metadata: the plugin's own; kept in checkpoints.
+        epoch_id, sample_offset: where the next prompt stands in the data; may be set.
+        sample_group_index, sample_index: of the next draw; may be set, by a class that makes its groups itself.
+    Raises:
+        UserError: where there is no run, and ``args`` name no model whose tokenizer could read the data.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._config, self._tokenizer = self._built_from(args)
+        self.args = args
+        self.metadata: dict[str, Any] = {}
+        super().__init__(self._config, self._tokenizer)
+
+    def _built_from(self, args: Any) -> tuple[Config, Any]:
+        if (known := BUILT_FROM.get(None)) is not None:
+            return known
+        config, model = config_of(args, _FLAGS), getattr(args, "hf_checkpoint", None)
+        if getattr(args, "prompt_data", None) is None:
+            return config, None
+        if not model:
+            raise UserError(
+                f"{type(self).__name__} is built where there is no run", fix="name the class by --data-source-path"
+            )
+        return config, load_tokenizer(model, trust_remote_code=getattr(args, "trust_remote_code", False))
+
+    @functools.cached_property
+    def dataset(self) -> Dataset | None:
+        """All prompts, read when they are first asked for; None without a data set."""
+        data = self._config.data
+        if self._order is None or data.prompt_data is None:
+            return None
+        dataset = Dataset(
+            data.prompt_data,
+            self._tokenizer,
+            max_length=max_prompt_tokens(self._config),
+            prompt_key=data.input_key,
+            label_key=data.label_key,
+            tool_key=data.tool_key,
+            metadata_key=data.metadata_key,
+            seed=self._config.rollout.rollout_seed,
+            apply_chat_template=data.apply_chat_template,
+            apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
+        )
+        if data.rollout_shuffle:
+            dataset.shuffle(self.epoch_id)
+        return dataset
+
+    @property
+    def epoch_id(self) -> int:
+        return 0 if self._order is None else self._order.tell()[0]
+
+    @epoch_id.setter
+    def epoch_id(self, value: int) -> None:
+        if self._order is not None:
+            self._order.seek(value, self._order.tell()[1])
+
+    @property
+    def sample_offset(self) -> int:
+        return 0 if self._order is None else self._order.tell()[1]
+
+    @sample_offset.setter
+    def sample_offset(self, value: int) -> None:
+        if self._order is not None:
+            self._order.seek(self._order.tell()[0], value)
+
+    @property
+    def sample_group_index(self) -> int:
+        return self._next
+
+    @sample_group_index.setter
+    def sample_group_index(self, value: int) -> None:
+        self._next = value
+
+    @property
+    def sample_index(self) -> int:
+        return self._own_index if self._own_index is not None else self._next * self._group_size
+
+    @sample_index.setter
+    def sample_index(self, value: int) -> None:
+        self._own_index = value
+
+    _own_index: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"metadata": self.metadata, "sample_index": self._own_index, "sample_group_index": self._next}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.metadata, self._own_index = state.get("metadata", {}), state.get("sample_index")
+        if self._own_index is not None:  # the class makes its groups itself: it counts on, and none is drawn again
+            self._next = self._low = state.get("sample_group_index", self._next)
+            self._done.clear()
+        if "dataset" in vars(self) and self.dataset is not None and self._config.data.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The same with its buffer, the groups that were put back, in the open.
+
+    Attributes:
+        buffer_filter: what chooses from it; may be set.
+    """
+
+    @property
+    def buffer(self) -> list[list[Sample]]:
+        return self._buffer.groups
+
+    @buffer.setter
+    def buffer(self, groups: list[list[Sample]]) -> None:
+        self._buffer.groups = groups
+
+    @property
+    def buffer_filter(self) -> Any:
+        return self._buffer.choose
+
+    @buffer_filter.setter
+    def buffer_filter(self, function: Any) -> None:
+        self._buffer.choose = function
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = self._get_samples_from_buffer(num_samples)
+        return groups + [self._draw() for _ in range(num_samples - len(groups))]
+
+    def _get_samples_from_buffer(self, num_samples: int) -> list[list[Sample]]:
+        return self._buffer.take(num_samples)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def get_buffer_length(self) -> int:
+        return len(self._buffer)

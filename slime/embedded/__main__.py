@@ -1,0 +1,95 @@
+"""``python -m slime.embedded --model-path DIR --port 30000``: start one engine server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+
+from slime.engines import keys
+from slime.errors import UserError
+from slime.log import setup_logging
+from slime.processes import stacks
+from slime.processes.garbage import paused
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m slime.embedded",
+        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With SLIME_ENGINE_KEY in"
+        " its environment it answers only requests that carry that key.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model-path", required=True, help="Hugging Face model directory")
+    add("--served-model-name", help="what clients call the model (default: the directory's name)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default: %(default)s)")
+    add("--fd", type=int, help="inherited descriptor of a socket that listens already, instead of host and port")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
+    add("--max-slots", type=int, default=64, help="requests decoded at once; more wait (default: %(default)s)")
+    add("--max-context-len", type=int, help="most tokens of prompt plus response (default: the model's)")
+    add("--prefill-tokens", type=int, default=2048, help="most prompt tokens between two decode steps")
+    add("--kv-cache-gb", type=float, help="most memory for keys and values (default: half of what is free)")
+    add("--deterministic", action="store_true", help="results do not depend on how requests are batched together")
+    add("--enable-return-routed-experts", action="store_true", help="record experts, for return_routed_experts")
+    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that the model brings")
+    add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
+    add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
+    add("--parent-pid", type=int, help="end when this process ends")
+    add("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        setup_logging("engine", args.log_level)
+        stacks.answer()
+        return _run(args)
+    except UserError as error:
+        if os.environ.get("SLIME_DEBUG", "0") not in ("", "0"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from slime.processes.host import bind
+
+    key = keys.take()
+    inference_only = keys.take_access() == keys.ONLY_INFERENCE
+    listener = bind(args.host, args.port, args.fd)  # before torch is imported
+    with paused():
+        import torch
+
+        from slime.embedded.engine import EngineOptions
+        from slime.embedded.server import serve
+
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    options = EngineOptions(
+        model_path=args.model_path,
+        served_model_name=args.served_model_name,
+        dtype=args.dtype,
+        device=args.device,
+        max_slots=args.max_slots,
+        max_context_len=args.max_context_len,
+        prefill_tokens=args.prefill_tokens,
+        kv_cache_gb=args.kv_cache_gb,
+        deterministic=args.deterministic,
+        random_seed=args.random_seed,
+        record_experts=args.enable_return_routed_experts,
+        trust_remote_code=args.trust_remote_code,
+        num_threads=args.num_threads,
+    )
+    return asyncio.run(serve(listener, options, args.parent_pid, key, inference_only=inference_only))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread may still wait minutes for a collective or a file, which nobody needs any more

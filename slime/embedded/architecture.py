@@ -1,0 +1,147 @@
+"""The decoder that a Hugging Face directory describes: its family's table and spec, and what only an engine asks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.embedded.architecture_parts import Experts, Latent
+from slime.errors import UserError
+from slime.models import family_of
+from slime.models.rotary import inverse_frequencies
+from slime.models.spec import ModelSpec, named_dtype
+from slime.models.table import ModelFamily
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first dimensions of each head.
+
+    Attributes:
+        interleaved: a pair is two neighbours, not two dimensions half of the rotated part apart.
+    """
+
+    spec: ModelSpec
+
+    @property
+    def interleaved(self) -> bool:
+        return self.spec.rotary_interleaved
+
+    def tables(self, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
+
+        Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs swapped) * sin``.
+        """
+        spec = self.spec
+        inverse, factor = inverse_frequencies(
+            spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
+        )
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        pairs = torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)
+        whole = [x.flatten(1) if self.interleaved else x.transpose(1, 2).flatten(1) for x in pairs]
+        return whole[0].to(dtype).unsqueeze(1), whole[1].to(dtype).unsqueeze(1)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [tokens, heads, dim], of which the first dimensions are rotated by rows of `tables`."""
+        size = cos.shape[-1]
+        part = x[..., :size] if size < x.shape[-1] else x
+        swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else part.roll(size // 2, -1)
+        rotated = torch.addcmul(part * cos, swapped, sin)
+        return torch.cat([rotated, x[..., size:]], dim=-1) if size < x.shape[-1] else rotated
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shapes of one decoder.
+
+    Attributes:
+        family: its table: names and shapes of what is loaded and updated.
+        model_type: as in config.json.
+        head_dim: of a query or key; with a latent, of the longer of key and value, which is what the cache holds.
+        latent: multi-latent attention; None: grouped queries.
+        experts: mixture of experts; None: dense layers only.
+        dtype: of the weights in the checkpoint.
+    """
+
+    family: ModelFamily
+    spec: ModelSpec
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    max_positions: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    @staticmethod
+    def from_dir(model_path: str | Path) -> Architecture:
+        """Read ``config.json`` (and the stop tokens of ``generation_config.json``).
+
+        Raises:
+            UserError: no such file, or a model that this engine does not implement.
+        """
+        path = Path(model_path) / "config.json"
+        if not path.is_file():
+            raise UserError(f"{path} does not exist", fix="pass --model-path with a Hugging Face model directory")
+        config = json.loads(path.read_text())
+        generation_path = path.with_name("generation_config.json")
+        generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
+        return Architecture.from_config(config, generation.get("eos_token_id"))
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], generation_eos: int | list[int] | None = None) -> Architecture:
+        """The fields of a parsed ``config.json``.
+
+        Raises:
+            UserError: a family, activation or attention that this engine does not implement.
+        """
+        family = family_of(config)
+        spec = family.describe(config)
+        if spec.activation != "silu":
+            raise UserError(f"the embedded engine implements the activation silu, not '{spec.activation}'")
+        latent = Latent.of(spec) if spec.is_mla else None
+        return Architecture(
+            family=family,
+            spec=spec,
+            model_type=str(config.get("model_type", family.name)),
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_query_groups,
+            head_dim=latent.cached_dim if latent else spec.head_dim,
+            rms_norm_eps=float(spec.transformer["layernorm_epsilon"]),
+            rope=Rope(spec),
+            tie_word_embeddings=spec.tie_embeddings,
+            max_positions=spec.max_position_embeddings,
+            dtype=named_dtype(config) or "float32",
+            eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
+            latent=latent,
+            experts=Experts.of(spec) if spec.num_experts else None,
+        )
+
+    def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(Hugging Face name, shape) of every tensor that a checkpoint of this model has."""
+        return self.family.hf_tensors(self.spec)
+
+
+def _token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
+    found: list[int] = []
+    for source in sources:
+        if source is not None:
+            found += [source] if isinstance(source, int) else source
+    return tuple(dict.fromkeys(found))

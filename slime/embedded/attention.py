@@ -1,0 +1,235 @@
+"""Attention over the slot KV cache, for one token per sequence (decode) and for whole prompts (prefill).
+
+Grouped queries: the ``group`` query heads of a key-value head are treated as ``group`` queries of that head, so keys
+and values are read once and never repeated. Scores and the softmax are float32 in every path.
+
+Both classes first write the new keys and values, then attend.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slime.embedded.kv_cache import BLOCK, Block, KVCache
+
+#: Part of a block is read in multiples of this many positions, so that there are few different shapes.
+_READ_STEP = 16
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Consecutive new tokens of one sequence in a packed prefill.
+
+    Attributes:
+        slot: where its keys and values go.
+        start: position of the first new token; earlier positions are in the cache.
+        count: new tokens.
+        offset: row of the first one in the packed batch.
+    """
+
+    slot: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """The part of a cache block that a decode step reads: ``count`` positions of slots 0 … ``rows - 1``."""
+
+    block: Block
+    rows: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.block.start + self.count
+
+    def of(self, storage: torch.Tensor) -> torch.Tensor:
+        """storage [slots, kv_heads, size, head_dim] → contiguous [rows * kv_heads, count, head_dim]."""
+        return storage[: self.rows, :, : self.count].flatten(0, 1).contiguous()
+
+
+class DecodeAttention:
+    """One query per row; row i is slot i.
+
+    A block of the cache is read for rows 0 … the last one that reaches it. What a row sees beyond its own length weighs
+    exactly 0 and adds exactly 0, so neighbours change nothing but, perhaps, the shape of the softmax;
+    ``fixed_shapes`` (deterministic mode) takes it over rows of equally many blocks.
+
+    Args:
+        lengths: keys of each row, the new token's included.
+    """
+
+    def __init__(self, cache: KVCache, lengths: list[int], fixed_shapes: bool) -> None:
+        self._cache = cache
+        as_array = np.asarray(lengths)
+        longest = max(lengths)
+        self._plan = cache.plan_write(np.arange(len(lengths)), as_array - 1)
+        self._reads = [
+            Read(
+                block,
+                rows=int(np.flatnonzero(as_array > block.start)[-1]) + 1,
+                count=block.size if fixed_shapes else _worth_reading(block, longest),
+            )
+            for block in cache.blocks
+            if block.start < longest
+        ]
+        num_keys = self._reads[-1].end
+        hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
+        self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None].to(cache.device)
+        ends = [read.end for read in self._reads]
+        self._runs = _runs(np.searchsorted(ends, as_array), ends) if fixed_shapes else [(0, len(lengths), num_keys)]
+        self._scores: torch.Tensor | None = None
+
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows, heads * head_dim]."""
+        self._plan.write(layer, keys, values)
+        rows, heads, head_dim = queries.shape
+        kv_heads = keys.shape[1]
+        grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim)
+        weights = self._softmax(self._masked_scores(layer, grouped, kv_heads))
+        output: torch.Tensor | None = None
+        for read in self._reads:
+            batch = read.rows * kv_heads
+            # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is needed anyway
+            part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
+            product = torch.bmm(part, read.of(read.block.values[layer]))
+            if output is None:
+                output = product if len(self._reads) == 1 else product.float()
+            else:
+                output[:batch].add_(product)
+        assert output is not None
+        return output.to(queries.dtype).view(rows, heads * head_dim)
+
+    def _masked_scores(self, layer: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
+        batch, group, head_dim = grouped.shape
+        rows, num_keys = batch // kv_heads, self._mask.shape[-1]
+        if self._scores is None:  # what no block writes to stays hidden in all layers
+            self._scores = torch.full((rows, kv_heads, group, num_keys), -math.inf, device=grouped.device)
+        for read in self._reads:
+            reach, part = slice(0, read.rows), slice(read.block.start, read.end)
+            scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
+            scores = scores.view(read.rows, kv_heads, group, read.count)
+            torch.add(self._mask[reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[reach, ..., part])
+        return self._scores.view(batch, group, num_keys)
+
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        if len(self._runs) == 1 and self._runs[0][2] == scores.shape[-1]:
+            return torch.softmax(scores, dim=-1)
+        kv_heads = scores.shape[0] // self._mask.shape[0]
+        weights = torch.zeros_like(scores)
+        for first, last, num_keys in self._runs:
+            part = slice(first * kv_heads, last * kv_heads)
+            weights[part, :, :num_keys] = torch.softmax(scores[part, :, :num_keys], dim=-1)
+        return weights
+
+
+def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch, queries, keys].
+
+    A product of bfloat16 matrices is summed in float32 and then rounded to bfloat16, which is too coarse for scores.
+    So it is computed twice: once rounded, once as the exact sum minus that rounded value, and the two are added. Still
+    faster than a product of float32 copies, which would have to be made of the whole cache.
+    """
+    keys = k.transpose(1, 2)
+    rounded = torch.bmm(q, keys)
+    if q.dtype == torch.float32:
+        return rounded
+    return rounded.float().add_(torch.baddbmm(rounded, q, keys, beta=-1))
+
+
+class PrefillAttention:
+    """Causal attention of several sequences' new tokens over their own caches.
+
+    Args:
+        fixed_shapes: deterministic mode: queries go in blocks aligned to the sequence, so a token meets the same shapes
+            in every batch and however its prompt is cut.
+    """
+
+    def __init__(self, cache: KVCache, spans: list[PrefillChunk], fixed_shapes: bool) -> None:
+        self._cache, self._spans, self._fixed_shapes = cache, spans, fixed_shapes
+        slots = np.concatenate([np.full(span.count, span.slot) for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+        self._plan = cache.plan_write(slots, positions)
+        self._masks = [None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device) for span in spans]
+
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like queries, flat."""
+        self._plan.write(layer, keys, values)
+        output = torch.empty_like(queries)
+        for span, mask in zip(self._spans, self._masks):
+            rows = slice(span.offset, span.offset + span.count)
+            if self._fixed_shapes:
+                output[rows] = self._in_fixed_blocks(layer, span, queries[rows], keys.shape[1])
+            elif span.start == 0:
+                new_keys, new_values = keys[rows].transpose(0, 1), values[rows].transpose(0, 1)
+                output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
+            else:
+                output[rows] = _sdpa(queries[rows], *self._cache.read(layer, span.slot, span.start + span.count), mask)
+        return output.view(queries.shape[0], -1)
+
+    def _in_fixed_blocks(self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        heads, head_dim = queries.shape[1:]
+        group, end = heads // kv_heads, span.start + span.count
+        pieces = []
+        for start in range(span.start - span.start % BLOCK, end, BLOCK):
+            first, last = max(start, span.start), min(start + BLOCK, end)
+            padded = queries.new_zeros(BLOCK, heads, head_dim)
+            padded[first - start : last - start] = queries[first - span.start : last - span.start]
+            q = padded.view(BLOCK, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, BLOCK * group, head_dim)
+            keys, values = self._cache.read(layer, span.slot, start + BLOCK)
+            scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
+            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(values.dtype)
+            out = torch.bmm(weights, values.contiguous())
+            out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
+            pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
+        return torch.cat(pieces)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads, d]."""
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    grouped = q.view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
+
+
+def _causal_mask(span: PrefillChunk, device: torch.device) -> torch.Tensor:
+    """bool [count, start + count]: which keys each new token sees."""
+    positions = torch.arange(span.start, span.start + span.count, device=device)
+    return torch.arange(span.start + span.count, device=device) <= positions[:, None]
+
+
+def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
+    """float32 [BLOCK * group, start + BLOCK] for queries ordered by position, then group."""
+    positions = torch.arange(start, start + BLOCK, device=device).repeat_interleave(group)
+    hidden = torch.arange(start + BLOCK, device=device) > positions[:, None]
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+
+
+def _worth_reading(block: Block, longest: int) -> int:
+    """Positions to read of a block: all, unless so few are used that copying those out first is the smaller work."""
+    used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
+    return used if 2 * used <= block.size else block.size
+
+
+def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
+    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same block.
+
+    Example:
+        >>> _runs(np.array([0, 0, 1, 0]), [64, 128])
+        [(0, 2, 64), (2, 3, 128), (3, 4, 64)]
+    """
+    borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    return [(first, last, ends[int(owners[first])]) for first, last in pairwise(borders)]

@@ -1,0 +1,325 @@
+"""Routes that steer the engine: abort, pause, flush, memory, weights and reports; and those that it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+import slime
+from slime.embedded.engine import as_state
+from slime.embedded.generate_routes import json_body, json_response, state_of
+from slime.embedded.sequence import Sequence
+from slime.embedded.weight_update import WeightUpdater
+from slime.embedded.weights import WeightError, describe
+from slime.engines.request_fields import (
+    FLAG,
+    TEXT,
+    BadRequest,
+    Kind,
+    integer,
+    number,
+    one_of,
+    optional,
+    required,
+    strings,
+)
+
+_ORDER_DEADLINE = 120.0  # seconds until the engine thread must have taken an order up: a step, at most
+_TAGS = ("weights", "kv_cache", "cuda_graph")
+_TAG = one_of(*_TAGS)
+_UP_TO_600 = number(lambda x: 0 <= x <= 600, "")
+_PAUSE_MODE = one_of("abort", "retract", "in_place")
+_SECONDS = Kind("a number of seconds from 0 to 600", lambda text: _UP_TO_600.convert(float(text)))
+
+routes = web.RouteTableDef()
+
+
+async def _on_engine(future: Future[Any]) -> Any:
+    return await asyncio.wait_for(asyncio.wrap_future(future), _ORDER_DEADLINE)
+
+
+# -- reports -------------------------------------------------------------------------------------------
+
+
+@routes.get("/model_info")
+@routes.get("/get_model_info")
+async def model_info(request: web.Request) -> web.Response:
+    engine = state_of(request).engine
+    return json_response(
+        {
+            "model_path": engine.options.model_path,
+            "tokenizer_path": engine.options.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": engine.store.version,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": engine.arch.model_type,
+            "architectures": state_of(request).architectures,
+        }
+    )
+
+
+@routes.get("/server_info")
+@routes.get("/get_server_info")
+async def server_info(request: web.Request) -> web.Response:
+    state = state_of(request)
+    engine = state.engine
+    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    options = engine.options
+    return json_response(
+        {
+            "model_path": options.model_path,
+            "tokenizer_path": options.model_path,
+            "served_model_name": state.model_name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "device": engine.device.type,
+            "dtype": str(engine.store.dtype).removeprefix("torch."),
+            "context_length": engine.max_length,
+            "max_running_requests": options.max_slots,
+            "random_seed": options.random_seed,
+            "enable_deterministic_inference": options.deterministic,
+            "enable_return_routed_experts": options.record_experts,
+            "max_total_num_tokens": load["max_total_num_tokens"],
+            "weights": describe(engine.store),
+            "memory": {"weights_bytes": engine.store.nbytes, "kv_cache_bytes": engine.cache.nbytes},
+            "paused": engine.paused,
+            "internal_states": [load],
+            "version": f"slime-embedded {slime.__version__}",
+        }
+    )
+
+
+@routes.get("/get_load")
+async def get_load(request: web.Request) -> web.Response:
+    """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
+    engine = state_of(request).engine
+    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    waiting, held = load["num_waiting_reqs"], load["num_total_tokens"]
+    report = {
+        "dp_rank": load["dp_rank"],
+        "num_reqs": load["num_running_reqs"] + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": held,
+        "num_pending_tokens": held - load["num_used_tokens"],
+        "ts_tic": time.perf_counter(),
+    }
+    return json_response([report])
+
+
+@routes.get("/v1/loads")
+async def loads(request: web.Request) -> web.Response:
+    engine = state_of(request).engine
+    load = await _on_engine(engine.call(lambda: as_state(engine)))
+    return json_response(
+        {"timestamp": datetime.now(UTC).isoformat(), "version": slime.__version__, "loads": [load]},
+    )
+
+
+# -- requests in flight --------------------------------------------------------------------------------
+
+
+@routes.post("/abort_request")
+async def abort_request(request: web.Request) -> web.Response:
+    body = await json_body(request)
+    rid, everything = optional(body, "rid", TEXT, ""), optional(body, "abort_all", FLAG, False)
+    if not everything and not rid:
+        raise BadRequest("give rid, or abort_all: true", "rid")
+
+    def matches(sequence: Sequence) -> bool:
+        return everything or sequence.rid == rid or sequence.rid.startswith(f"{rid}_")
+
+    state_of(request).engine.abort(matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq."))
+    return web.Response()
+
+
+@routes.post("/pause_generation")
+async def pause_generation(request: web.Request) -> web.Response:
+    mode = optional(await json_body(request), "mode", _PAUSE_MODE, "abort")
+    await _on_engine(state_of(request).engine.pause(mode))
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+
+@routes.post("/continue_generation")
+async def continue_generation(request: web.Request) -> web.Response:
+    await _on_engine(state_of(request).engine.resume())
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@routes.get("/flush_cache")
+@routes.post("/flush_cache")
+async def flush_cache(request: web.Request) -> web.Response:
+    engine = state_of(request).engine
+    end = time.monotonic() + _SECONDS.read("timeout", request.query.get("timeout", "0"))
+
+    def flush() -> int:
+        if not engine.scheduler.num_active:
+            engine.scheduler.flush()
+        return engine.scheduler.num_active
+
+    while (active := await _on_engine(engine.call(flush))) and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    if active:
+        return web.Response(status=400, text=f"Cache not flushed: {active} requests are running.\n")
+    return web.Response(text="Cache flushed.\n")
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+def _tags(body: dict[str, Any]) -> set[str]:
+    return {_TAG.read("tags", tag) for tag in optional(body, "tags", strings(), _TAGS)}
+
+
+@routes.get("/release_memory_occupation")
+@routes.post("/release_memory_occupation")
+async def release_memory(request: web.Request) -> web.Response:
+    engine, tags = state_of(request).engine, _tags(await json_body(request))
+
+    def release() -> None:
+        if engine.scheduler.has_work:
+            raise BadRequest(f"memory cannot be released while {len(engine.scheduler.everything())} requests are there")
+        if "kv_cache" in tags:
+            engine.scheduler.slots.reset()
+            engine.cache.release()
+        if "weights" in tags:
+            engine.store.release()
+        engine.released |= tags
+
+    await _on_engine(engine.call(release))
+    return web.Response()
+
+
+@routes.get("/resume_memory_occupation")
+@routes.post("/resume_memory_occupation")
+async def resume_memory(request: web.Request) -> web.Response:
+    engine, tags = state_of(request).engine, _tags(await json_body(request))
+
+    def resume() -> None:
+        if "weights" in tags & engine.released:
+            engine.store.resume()
+        engine.released -= tags
+
+    await _on_engine(engine.call(resume))
+    return web.Response()
+
+
+# -- weights -------------------------------------------------------------------------------------------
+
+
+def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
+    @routes.post(path)
+    async def update(request: web.Request) -> web.Response:
+        state, body = state_of(request), await json_body(request)
+        loop = asyncio.get_running_loop()
+        try:
+            message = await loop.run_in_executor(state.updates, method, state.updater, body)
+        except WeightError as error:
+            return json_response({"success": False, "message": str(error)}, status=400)
+        return json_response({"success": True, "message": message})
+
+
+_update_route("/update_weights_from_tensor", WeightUpdater.from_tensor)
+_update_route("/update_weights_from_distributed", WeightUpdater.from_distributed)
+_update_route("/update_weights_from_disk", WeightUpdater.from_disk)
+_update_route("/init_weights_update_group", WeightUpdater.join_group)
+_update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
+
+
+@routes.post("/update_weight_version")
+async def update_weight_version(request: web.Request) -> web.Response:
+    engine, body = state_of(request).engine, await json_body(request)
+    version = required(body, "new_version", TEXT)
+
+    def set_version() -> None:
+        engine.store.version = version
+
+    await _on_engine(engine.call(set_version))
+    return json_response({"success": True, "message": "Weight version updated.", "new_version": version})
+
+
+@routes.get("/get_weights_by_name")
+@routes.post("/get_weights_by_name")
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    """The first rows of a parameter as nested lists, for looking at."""
+    engine, body = state_of(request).engine, await json_body(request)
+    name = required(body, "name", TEXT)
+    count = optional(body, "truncate_size", integer(1, 10_000), 100)
+    try:
+        values = await _on_engine(engine.call(lambda: engine.store.parameter(name)[:count].float().tolist()))
+    except WeightError as error:
+        raise BadRequest(str(error), "name") from error
+    return json_response(values)
+
+
+@routes.get("/weights_checker")
+@routes.post("/weights_checker")
+async def weights_checker(request: web.Request) -> web.Response:
+    engine, body = state_of(request).engine, await json_body(request)
+    store, chosen = engine.store, optional(body, "names", strings(), None)
+    actions: dict[str, Callable[[], Any]] = {
+        "fingerprint": lambda: store.fingerprints(chosen),
+        "checksum": lambda: store.fingerprints(chosen),
+        "snapshot": store.take_snapshot,
+        "reset_tensors": store.reset,
+        "compare": store.compare,
+    }
+    action = optional(body, "action", one_of(*actions), "fingerprint")
+    try:
+        result = await _on_engine(engine.call(actions[action]))
+    except WeightError as error:
+        return json_response({"success": False, "message": str(error)}, status=400)
+    answer: dict[str, Any] = {"success": True, "message": "Success.", "weight_version": store.version}
+    if result is not None:
+        answer["fingerprints"] = result
+        answer |= {"loaded": len(store.pushed), "missing": store.missing()}
+    return json_response(answer)
+
+
+# -- what SGLang's server has besides --------------------------------------------------------------------
+
+_EMBEDDING = "this is a model for generation, not for embeddings or classification"
+_SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
+_ADAPTERS = "it has no LoRA adapters"
+_PROFILE = "it has no profiler; py-spy shows what the engine thread does"
+
+#: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was answered with 501.
+REFUSED = {
+    "/encode": _EMBEDDING,
+    "/classify": _EMBEDDING,
+    "/v1/embeddings": _EMBEDDING,
+    "/v1/classify": _EMBEDDING,
+    "/v1/rerank": _EMBEDDING,
+    "/v1/score": "ask /generate for input log-probs (return_logprob, logprob_start_len) instead",
+    "/v1/responses": "it speaks /v1/chat/completions and /v1/completions",
+    "/v1/messages": "it speaks /v1/chat/completions and /v1/completions",
+    "/concate_and_append_request": "SGLang has taken this route out, too",
+    "/open_session": _SESSIONS,
+    "/close_session": _SESSIONS,
+    "/load_lora_adapter": _ADAPTERS,
+    "/load_lora_adapter_from_tensors": _ADAPTERS,
+    "/unload_lora_adapter": _ADAPTERS,
+    "/parse_function_call": "it has no tool-call parser; the text of an answer is returned as it is",
+    "/separate_reasoning": "it has no reasoning parser; the text of an answer is returned as it is",
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/update_weights_from_ipc": "use /update_weights_from_tensor, _distributed or _disk",
+    "/set_internal_state": "its settings come from its command line",
+    "/configure_logging": "its settings come from its command line",
+    "/metrics": "ask /v1/loads or /server_info for its counters",
+}
+
+
+async def _refuse(request: web.Request) -> web.Response:
+    raise BadRequest(f"the embedded engine does not support {request.path}: {REFUSED[request.path]}")
+
+
+for _path in REFUSED:
+    routes.route("*", _path)(_refuse)

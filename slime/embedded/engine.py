@@ -1,0 +1,357 @@
+"""The engine thread: takes orders from other threads, runs the scheduler, hands results back in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from slime.embedded.architecture import Architecture
+from slime.embedded.kv_cache import KVCache
+from slime.embedded.scheduler import Scheduler, StepOutput
+from slime.embedded.sequence import Sequence
+from slime.embedded.weights import WeightStore, make_store
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.processes.host import free_host_memory
+
+logger = get_logger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+Deliver = Callable[[StepOutput], None]
+T = TypeVar("T")
+
+_IDLE_WAIT = 1.0  # seconds; a missed wake-up costs at most this
+_RATE_WINDOW = 5.0
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the command line sets; see ``python -m slime.embedded --help``."""
+
+    model_path: str
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_slots: int = 64
+    max_context_len: int | None = None
+    prefill_tokens: int = 2048
+    kv_cache_gb: float | None = None
+    deterministic: bool = False
+    random_seed: int = 42
+    record_experts: bool = False
+    num_threads: int | None = None
+    trust_remote_code: bool = False
+
+
+class EngineDead(Exception):
+    """The engine thread ended with an error; nothing can be generated any more."""
+
+
+class Engine:
+    """Owns model, cache and scheduler, all of which only its thread touches.
+
+    Construct (loads the model), `start`, then from any thread: `submit`, `abort`, `call`, `pause`, `resume`, `stop`.
+
+    Args:
+        deliver: called on the engine thread with every step's output.
+    """
+
+    def __init__(self, options: EngineOptions, deliver: Deliver) -> None:
+        self.options = options
+        self.device = _device(options.device)
+        self.arch = Architecture.from_dir(options.model_path)
+        if options.record_experts and self.arch.experts is None:
+            raise UserError(
+                f"{options.model_path} has no layers of experts",
+                why="--enable-return-routed-experts was given (slime passes it with --use-rollout-routing-replay)",
+                fix="leave the flag out",
+            )
+        self.max_length = min(options.max_context_len or self.arch.max_positions, self.arch.max_positions)
+        self.store = load_store(options, self.arch, self.device, self.max_length)
+        kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
+        self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
+        self.scheduler = Scheduler(
+            self.store, self.cache, options.prefill_tokens, options.deterministic, options.record_experts
+        )
+        self.paused: PauseMode | None = None
+        self.released: set[str] = set()
+        self.death: BaseException | None = None
+        self.on_death: Callable[[], object] = lambda: None
+        self.last_step = time.monotonic()
+        self._deliver = deliver
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._rate: collections.deque[tuple[float, int]] = collections.deque()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # -- from any thread -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = _STOP_SECONDS) -> None:
+        """Let the current step end and the thread with it."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def check_alive(self) -> None:
+        """Raises: EngineDead: the engine thread is gone."""
+        if self.death is not None:
+            raise EngineDead(f"the engine stopped: {type(self.death).__name__}: {self.death}")
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences.
+
+        Raises:
+            EngineDead: the engine thread is gone.
+        """
+        self._post(lambda: self.scheduler.submit(sequences))
+
+    def abort(self, matches: Callable[[Sequence], bool], message: str = "Aborted by AbortReq.") -> None:
+        """End every sequence that matches, with the tokens it has."""
+
+        def run() -> None:
+            self.scheduler.abort([s for s in self.scheduler.everything() if matches(s)], message)
+
+        self._post(run)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # crosses to the caller's thread, which raises it
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping. New requests wait.
+
+        "abort" ends what is under way; "retract" sends it back to the queue, to be prefilled again with the tokens it
+        has; "in_place" keeps keys and values as they are.
+        """
+
+        def run() -> None:
+            if mode == "abort":
+                self.scheduler.abort(self.scheduler.everything(), "Aborted by pause_generation.")
+            elif mode == "retract":
+                self.scheduler.retract_all()
+            self.paused = mode
+
+        return self.call(run)
+
+    def resume(self) -> Future[None]:
+        def run() -> None:
+            self.paused = None
+
+        return self.call(run)
+
+    def throughput(self) -> float:
+        """Decoded tokens per second over the last seconds."""
+        now = time.monotonic()
+        recent = [(at, count) for at, count in list(self._rate) if now - at <= _RATE_WINDOW]
+        return sum(count for _, count in recent) / _RATE_WINDOW
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _post(self, order: Callable[[], None]) -> None:
+        self.check_alive()
+        self._inbox.append(order)
+        self._wake.set()
+
+    def _run(self) -> None:
+        if self.options.num_threads:
+            torch.set_num_threads(self.options.num_threads)  # OpenMP keeps this per thread: here is where it counts
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                while self._inbox:
+                    self._inbox.popleft()()
+                if self.paused or not self.scheduler.has_work:
+                    self._deliver_finished()
+                    if not self._inbox:
+                        self._wake.wait(_IDLE_WAIT)
+                    continue
+                self._step()
+        except BaseException as error:
+            self.death = error
+            logger.exception("the engine thread failed")
+            self._fail_everything(error)
+            self.on_death()
+
+    def _step(self) -> None:
+        before = self.scheduler.counters.decoded_tokens
+        output = self.scheduler.step()
+        self.last_step = time.monotonic()
+        self._rate.append((self.last_step, self.scheduler.counters.decoded_tokens - before))
+        while self._rate and self.last_step - self._rate[0][0] > _RATE_WINDOW:
+            self._rate.popleft()
+        if output.finished or output.progressed:
+            self._deliver(output)
+
+    def _deliver_finished(self) -> None:
+        finished = self.scheduler.take_finished()
+        if finished:
+            self._deliver(StepOutput(finished=finished))
+
+    def _fail_everything(self, error: BaseException) -> None:
+        failed = self.scheduler.everything()
+        for sequence in failed:
+            sequence.abort(f"the engine failed: {type(error).__name__}: {error}")
+        self._deliver(StepOutput(finished=[*self.scheduler.take_finished(), *failed]))
+
+
+class Hub:
+    """Sequences in flight and who waits for them. Lives on the event loop; `deliver` is called by the engine thread.
+
+    One wake-up of the loop per engine step, however many sequences it ended.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._finished: dict[Sequence, asyncio.Future[None]] = {}
+        self._progress: dict[Sequence, asyncio.Event] = {}
+
+    def deliver(self, output: StepOutput) -> None:
+        """Engine thread: pass a step's results to the loop."""
+        self._loop.call_soon_threadsafe(self._take, output)
+
+    def _take(self, output: StepOutput) -> None:
+        for sequence in output.progressed:
+            if sequence in self._progress:
+                self._progress[sequence].set()
+        for sequence in output.finished:
+            future = self._finished.get(sequence)
+            if future is not None and not future.done():
+                future.set_result(None)
+            if sequence in self._progress:
+                self._progress[sequence].set()
+
+    @property
+    def in_flight(self) -> list[Sequence]:
+        return list(self._finished)
+
+    async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
+        """Submit sequences and wait until all are finished; when the waiting task is cancelled they are aborted."""
+        futures = self._submit(engine, sequences)
+        try:
+            await asyncio.gather(*futures)
+        except asyncio.CancelledError:
+            self._abandon(engine, sequences)
+            raise
+        finally:
+            self._forget(sequences)
+
+    async def stream(self, engine: Engine, sequences: list[Sequence]) -> AsyncIterator[tuple[int, bool]]:
+        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may have come at once."""
+        wake = asyncio.Event()
+        for sequence in sequences:
+            self._progress[sequence] = wake
+        futures = self._submit(engine, sequences)
+        shown = [0] * len(sequences)
+        open_ones = set(range(len(sequences)))
+        try:
+            while open_ones:
+                await wake.wait()
+                wake.clear()
+                for index in sorted(open_ones):
+                    ended = futures[index].done()
+                    count = len(sequences[index].output_ids)
+                    if ended or count > shown[index]:
+                        shown[index] = count
+                        if ended:
+                            open_ones.discard(index)
+                        yield index, ended
+        finally:
+            if open_ones:
+                self._abandon(engine, [sequences[index] for index in open_ones])
+            self._forget(sequences)
+
+    def _submit(self, engine: Engine, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
+        futures = []
+        for sequence in sequences:
+            self._finished[sequence] = self._loop.create_future()
+            futures.append(self._finished[sequence])
+        engine.submit(sequences)
+        return futures
+
+    def _abandon(self, engine: Engine, sequences: list[Sequence]) -> None:
+        chosen = set(sequences)
+        engine.abort(lambda sequence: sequence in chosen, "the client went away")
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._finished.pop(sequence, None)
+            self._progress.pop(sequence, None)
+
+
+def load_store(options: EngineOptions, arch: Architecture, device: torch.device, max_length: int) -> WeightStore:
+    begin = time.monotonic()
+    store = make_store(options.model_path, arch, options.dtype, device, max_length, options.deterministic)
+    logger.info(
+        "%s: %.0f M parameters in %s on %s, loaded in %.1f s",
+        Path(options.model_path).name,
+        sum(tensor.numel() for tensor in store.named.values()) / 1e6,
+        str(store.dtype).removeprefix("torch."),
+        device,
+        time.monotonic() - begin,
+    )
+    return store
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
+    """Bytes for keys and values: as the user said, else half of what this host or its container has free, or
+    80 % of the free GPU memory."""
+    if gigabytes is not None:
+        return int(gigabytes * 1e9)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    return int(free_host_memory() / 2)
+
+
+def as_state(engine: Engine) -> dict[str, Any]:
+    """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's thread."""
+    scheduler, cache = engine.scheduler, engine.cache
+    running, waiting = scheduler.num_active, len(scheduler.waiting)
+    used = sum(sequence.length for sequence in scheduler.prefilling) + scheduler.num_running_tokens
+    counters = scheduler.counters
+    total = max(1, cache.max_slots * engine.max_length)
+    cached = counters.cached_tokens / max(1, counters.cached_tokens + counters.prefilled_tokens)
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_used_tokens": used,
+        "num_total_tokens": used + sum(sequence.length for sequence in scheduler.waiting),
+        "max_total_num_tokens": total,
+        "max_running_requests": cache.max_slots,
+        "token_usage": round(used / total, 4),
+        "gen_throughput": round(engine.throughput(), 2),
+        "cache_hit_rate": round(cached, 4),
+        "utilization": round(running / cache.max_slots, 4),
+    }

@@ -1,0 +1,283 @@
+"""The body of ``/generate``: one prompt or several, as text or tokens, checked and turned into sequences."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.embedded.sequence import Sequence, TextStream, Tokenizer
+from slime.engines.request_fields import (
+    FLAG,
+    OBJECT,
+    BadRequest,
+    Kind,
+    SamplingParams,
+    asks_for_nothing,
+    integer,
+    optional,
+    parse_params,
+    token,
+)
+
+_FIELDS = (
+    "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len", "stream",
+)  # fmt: skip
+#: Known to SGLang for every kind of request, without effect on what is generated; and for ``/generate`` alone.
+WITHOUT_EFFECT = (
+    "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
+    "disagg_prefill_dp_rank", "use_audio_in_video",
+)  # fmt: skip
+_WITHOUT_EFFECT = (
+    *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs", "received_time",
+    "external_trace_header", "background", "modalities",
+)  # fmt: skip
+#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate`` alone.
+UNSUPPORTED = (
+    "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states", "return_prompt_token_ids",
+    "session_params", "lora_path", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+_UNSUPPORTED = (
+    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data", "audio_data", "mm_hashes",
+    "token_ids_logprob", "multi_item_delimiter_indices", "return_sampling_mask", "return_indexer_topk",
+    "return_entropy", "return_bytes", "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests are checked against, and the pieces they are built with.
+
+    Attributes:
+        eos_token_ids: of the model and its tokenizer.
+        context_length: most tokens of prompt plus response.
+        noise: source of seeds for requests that bring none.
+        records_experts: whether answers can say which experts were chosen.
+    """
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    noise: random.Random
+    records_experts: bool = False
+
+
+@dataclass
+class Job:
+    """One sample of a request.
+
+    Attributes:
+        sequence: what the engine works on.
+        params: how it is sampled and shown.
+        return_logprob, text_in_logprobs: what the answer carries.
+        experts_start: first token whose experts it carries; None for none.
+    """
+
+    sequence: Sequence
+    params: SamplingParams
+    return_logprob: bool
+    text_in_logprobs: bool
+    experts_start: int | None = None
+
+
+@dataclass
+class GenerateRequest:
+    """A parsed body.
+
+    Attributes:
+        jobs: the samples of the first prompt, those of the second, …
+        is_single: the answer is one object, not a list.
+        n: samples of each prompt.
+    """
+
+    jobs: list[Job]
+    is_single: bool
+    stream: bool
+    n: int
+
+
+def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
+    """Check a ``/generate`` body.
+
+    Raises:
+        BadRequest: anything that cannot be served, said so that the caller can mend it.
+    """
+    body = OBJECT.read("the body", raw)
+    refuse_unknown(body, _FIELDS, _WITHOUT_EFFECT, _UNSUPPORTED)
+    prompts, is_batch = _prompts(body, limits)
+    count = len(prompts)
+
+    def each(name: str, default: Any, kind: Kind | None = None) -> list[Any]:
+        return _per_prompt(body.get(name), name, count, is_batch, default, kind)
+
+    params = [parse_params(item, limits.vocab_size) for item in each("sampling_params", {})]
+    n = params[0].n
+    if any(other.n != n for other in params):
+        raise BadRequest("n must be the same for all prompts of one request", "n")
+    stream = optional(body, "stream", FLAG, False)
+    with_text = optional(body, "return_text_in_logprobs", FLAG, False)
+    return_logprob = each("return_logprob", False, FLAG)
+    starts = each("logprob_start_len", -1, integer(-1, words=": -1 (none) or a position of the prompt"))
+    tops = each("top_logprobs_num", 0, integer(0, limits.vocab_size))
+    return_experts = each("return_routed_experts", False, FLAG)
+    if any(return_experts) and not limits.records_experts:
+        raise BadRequest(
+            "return_routed_experts needs an engine that was started with --enable-return-routed-experts",
+            "return_routed_experts",
+        )
+    expert_starts = each("routed_experts_start_len", 0, integer(0))
+    rids = _rids(body.get("rid"), count, n, is_batch)
+    jobs = []
+    for index, prompt in enumerate(prompts):
+        wants = return_logprob[index]
+        experts_start = _experts_start(expert_starts[index], len(prompt)) if return_experts[index] else None
+        for copy in range(n):
+            sequence = make_sequence(
+                rids[index * n + copy],
+                prompt,
+                params[index],
+                limits,
+                copy=copy,
+                logprob_start=_logprob_start(starts[index], len(prompt)) if wants else None,
+                num_top_logprobs=tops[index] if wants else 0,
+                stream=stream,
+            )
+            jobs.append(Job(sequence, params[index], wants, with_text, experts_start))
+    return GenerateRequest(jobs, is_single=not is_batch and n == 1, stream=stream, n=n)
+
+
+def make_sequence(
+    rid: str,
+    prompt: list[int],
+    params: SamplingParams,
+    limits: Limits,
+    *,
+    copy: int = 0,
+    logprob_start: int | None = None,
+    num_top_logprobs: int = 0,
+    stream: bool = False,
+) -> Sequence:
+    """A sequence whose ``max_new_tokens`` fits the context.
+
+    Raises:
+        BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
+    """
+    length, context = len(prompt), limits.context_length
+    if length >= context:
+        raise BadRequest(f"the prompt has {length} tokens, the context holds {context} with at least 1 new token")
+    room = context - length
+    wanted = params.max_new_tokens if params.max_new_tokens is not None else room
+    text = None
+    if params.stop:
+        if limits.tokenizer is None:
+            raise BadRequest("stop strings need a tokenizer, and this model directory has none; use stop_token_ids")
+        # as SGLang: a stop string may be a special token, whether the answer's text shows it or not
+        text = TextStream(limits.tokenizer, False, params.spaces_between_special_tokens)
+    seed = params.sampling_seed
+    return Sequence(
+        rid,
+        prompt,
+        params,
+        min(wanted, room),
+        frozenset() if params.ignore_eos else limits.eos_token_ids | params.stop_token_ids,
+        limits.noise.getrandbits(63) if seed is None else seed + copy,
+        text=text,
+        logprob_start=logprob_start,
+        num_top_logprobs=num_top_logprobs,
+        stream=stream,
+    )
+
+
+def refuse_unknown(
+    body: Mapping[str, Any], known: Iterable[str], without_effect: Iterable[str], unsupported: Iterable[str]
+) -> None:
+    """Raises:
+    BadRequest: a field that nobody knows, or one that is not supported and asks for something.
+    """
+    for name, value in body.items():
+        if name in known or name in without_effect or value is None:
+            continue
+        if name not in unsupported:
+            near = difflib.get_close_matches(name, list(known), n=1)
+            raise BadRequest(f"unknown field '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+        if not asks_for_nothing(value):
+            raise BadRequest(f"the embedded engine does not support the field '{name}'", name)
+
+
+def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], bool]:
+    """Token ids of every prompt, and whether the request is a batch."""
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise BadRequest("give either text or input_ids")
+    if text is not None:
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list) or not texts or not all(isinstance(item, str) for item in texts):
+            raise BadRequest("text must be a string or a list of strings")
+        if limits.tokenizer is None:
+            raise BadRequest("this model directory has no tokenizer; send input_ids")
+        prompts = [limits.tokenizer.encode(item) for item in texts]
+        is_batch = not isinstance(text, str)
+    else:
+        if not isinstance(ids, list) or not ids:
+            raise BadRequest("input_ids must be a list of token ids that is not empty, or a list of such lists")
+        is_batch = isinstance(ids[0], list)
+        prompts = ids if is_batch else [ids]
+        for prompt in prompts:
+            _check_ids(prompt, limits.vocab_size)
+    if any(not prompt for prompt in prompts):
+        raise BadRequest("a prompt is empty")
+    return prompts, is_batch
+
+
+def _check_ids(prompt: Any, vocab_size: int) -> None:
+    if not isinstance(prompt, list):
+        raise BadRequest("input_ids mixes token ids and lists of them")
+    valid = all(type(item) is int and 0 <= item < vocab_size for item in prompt)
+    if not valid:
+        for item in prompt:
+            token(vocab_size).read("input_ids", item)
+
+
+def _per_prompt(value: Any, name: str, count: int, is_batch: bool, default: Any, kind: Kind | None) -> list[Any]:
+    """One value of the given kind per prompt, from one for all or a list."""
+    if isinstance(value, list):
+        if not is_batch or len(value) != count:
+            raise BadRequest(f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}", name)
+        values = value
+    else:
+        values = [value] * count
+    return [default if item is None else item if kind is None else kind.read(name, item) for item in values]
+
+
+def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
+    total = count * n
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(total)]
+    if isinstance(rid, str):
+        return [rid] if total == 1 and not is_batch else [f"{rid}_{i}" for i in range(total)]
+    if not isinstance(rid, list) or len(rid) != count or not all(isinstance(item, str) for item in rid):
+        raise BadRequest("rid must be a string, or a list of one string per prompt")
+    if len(set(rid)) != count:
+        raise BadRequest("rid holds the same id twice")
+    return rid if n == 1 else [f"{item}_{i}" for item in rid for i in range(n)]
+
+
+def _logprob_start(start: int, prompt_length: int) -> int | None:
+    """First prompt position of ``logprob_start_len``; -1 means none."""
+    if start > prompt_length:
+        said = f"logprob_start_len is {start}, the prompt has {prompt_length} tokens"
+        raise BadRequest(said, "logprob_start_len")
+    return None if start in (-1, prompt_length) else start
+
+
+def _experts_start(start: int, prompt_length: int) -> int:
+    """First token of ``routed_experts_start_len``."""
+    if start > prompt_length:
+        said = f"routed_experts_start_len is {start}, the prompt has {prompt_length} tokens"
+        raise BadRequest(said, "routed_experts_start_len")
+    return start

@@ -1,0 +1,322 @@
+"""What the request handlers share, ``/generate`` with its answers, and the health routes.
+
+Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it ``token_weight_versions`` [[first
+output token, version], …], so that tokens sampled on either side of a push are told apart, and ``prefill_time`` and
+``decode_time`` in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.embedded.engine import Engine, EngineDead, Hub
+from slime.embedded.generate_request import GenerateRequest, Job, Limits, make_sequence, parse_generate
+from slime.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
+from slime.embedded.weight_update import WeightUpdater
+from slime.engines.chat_answers import DONE, EVENT_HEADERS, event
+from slime.engines.request_fields import BadRequest, SamplingParams, json_object
+from slime.engines.tool_calls import ToolFormat
+
+_HEALTH_DEADLINE = 20.0
+
+routes = web.RouteTableDef()
+
+
+# -- shared by all routes --------------------------------------------------------------------------------
+
+
+class Unavailable(Exception):
+    """The server cannot do this now; answered with status 503."""
+
+
+@dataclass
+class ServerState:
+    """A loaded server.
+
+    Attributes:
+        tokenizer: a Hugging Face tokenizer with its chat template, or None.
+        tool_format: how the model writes calls of tools; None where that is not known.
+        updates: one thread each for updates that may wait for each other's collectives.
+    """
+
+    engine: Engine
+    hub: Hub
+    updater: WeightUpdater
+    limits: Limits
+    tokenizer: Any
+    model_name: str
+    tool_format: ToolFormat | None
+    architectures: list[str]
+    updates: ThreadPoolExecutor
+
+
+#: A task that yields the state once the model is loaded.
+STATE: web.AppKey[asyncio.Task[ServerState]] = web.AppKey("state")
+
+
+def state_of(request: web.Request) -> ServerState:
+    """Raises:
+    Unavailable: the model is still being loaded, or could not be.
+    """
+    task = request.app[STATE]
+    if not task.done():
+        raise Unavailable("the model is being loaded")
+    if task.cancelled() or task.exception() is not None:
+        raise Unavailable("the model could not be loaded")
+    return task.result()
+
+
+async def json_body(request: web.Request) -> dict[str, Any]:
+    """The body as an object; {} when there is none.
+
+    Raises:
+        BadRequest: not JSON, or not an object.
+    """
+    raw = await request.read()
+    return json_object(raw) if raw.strip() else {}
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def ready_to_generate(state: ServerState) -> None:
+    """Raises:
+    EngineDead: the engine thread is gone.
+    Unavailable: memory was released, or the weights are not one consistent version.
+    """
+    engine = state.engine
+    engine.check_alive()
+    gone = engine.released & {"weights", "kv_cache"}
+    if gone:
+        raise Unavailable(f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first")
+    if engine.store.broken:
+        raise Unavailable(f"the weights are not usable: {engine.store.broken}; update them again")
+
+
+@routes.post("/generate")
+@routes.put("/generate")
+async def generate(request: web.Request) -> web.StreamResponse:
+    state = state_of(request)
+    ready_to_generate(state)
+    parsed = parse_generate(await json_body(request), state.limits)
+    sequences = [job.sequence for job in parsed.jobs]
+    refuse_known_rids(state, [sequence.rid for sequence in sequences])
+    if parsed.stream:
+        return await send_events(request, _events(state, parsed))
+    await state.hub.run(state.engine, sequences)
+    answers = [Answer(job, state.tokenizer).final() for job in parsed.jobs]
+    return json_response(answers[0] if parsed.is_single else answers)
+
+
+async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[Any]:
+    answers = [Answer(job, state.tokenizer) for job in parsed.jobs]
+    sequences = [job.sequence for job in parsed.jobs]
+    async for index, ended in state.hub.stream(state.engine, sequences):
+        body = answers[index].final() if ended else answers[index].partial(state.engine.store.version)
+        if not parsed.is_single:
+            body["index"] = index
+        yield body
+
+
+async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
+    """Server-sent events, one JSON object each, "[DONE]" at the end.
+
+    The status is sent before the first event: an error after that is an event of its own, as in SGLang.
+    """
+    response = web.StreamResponse(headers=EVENT_HEADERS)
+    await response.prepare(request)
+    try:
+        async with contextlib.aclosing(events) as stream:  # type: ignore[type-var]
+            async for body in stream:
+                await response.write(event(body))
+    except EngineDead as error:
+        await response.write(event({"error": {"message": str(error), "type": "unavailable", "code": 503}}))
+    except ConnectionResetError:  # the client is gone, and its sequences were given up with the stream
+        return response
+    await response.write(DONE)
+    await response.write_eof()
+    return response
+
+
+def refuse_known_rids(state: ServerState, rids: list[str]) -> None:
+    """Raises:
+    BadRequest: a request of that id is under way.
+    """
+    known = {sequence.rid for sequence in state.hub.in_flight}
+    for rid in rids:
+        if rid in known:
+            raise BadRequest(f"a request with rid '{rid}' is under way", "rid")
+
+
+@routes.get("/health")
+@routes.get("/ping")
+async def health(request: web.Request) -> web.Response:
+    """200 as soon as the model is loaded and for as long as the engine thread lives."""
+    state_of(request).engine.check_alive()
+    return web.Response()
+
+
+@routes.get("/health_generate")
+async def health_generate(request: web.Request) -> web.Response:
+    """200 when a token can be generated now. A busy engine proves that by its steps, a paused one by being there."""
+    state = state_of(request)
+    ready_to_generate(state)
+    if state.engine.paused:
+        return web.Response()
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    sequence = make_sequence(f"health-{id(request)}", [0], params, state.limits)
+    try:
+        await asyncio.wait_for(state.hub.run(state.engine, [sequence]), _HEALTH_DEADLINE)
+    except TimeoutError as error:
+        raise Unavailable(f"no token within {_HEALTH_DEADLINE:.0f} s") from error
+    reason = sequence.finish_reason or {}
+    if reason.get("type") == "abort" and "not finite" in reason.get("message", ""):
+        return json_response({"error": {"message": reason["message"]}}, status=503)
+    return web.Response()
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """Builds the answers of one sample: cumulative ones while it streams, and the last.
+
+    Args:
+        tokenizer: None leaves ``text`` out, as an engine without tokenizer does.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
+        self.job, self.sequence = job, job.sequence
+        self._tokenizer = tokenizer
+        self._stream_text: TextStream | None = None
+        self._streamed = 0
+
+    def partial(self, version: str) -> dict[str, Any]:
+        """Text and tokens so far; ``version`` is that of the weights now.
+
+        The text leaves out a character that is not complete yet, and what may become a stop string: it only grows.
+        """
+        count = len(self.sequence.output_ids)
+        body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
+        if self._tokenizer is not None:
+            body["text"] = self.text_so_far(count)
+        body["meta_info"] = meta_info(self.job, self._tokenizer, count, version)
+        return body
+
+    def final(self) -> dict[str, Any]:
+        sequence = self.sequence
+        count = len(sequence.output_ids)
+        body: dict[str, Any] = {"output_ids": list(sequence.output_ids)}
+        if self._tokenizer is not None:
+            body["text"] = final_text(self.job, self._tokenizer)
+        body["meta_info"] = meta_info(self.job, self._tokenizer, count, sequence.final_version)
+        if self.job.experts_start is not None:
+            assert sequence.experts is not None
+            start = self.job.experts_start
+            # the last token was not sent through the model
+            body["meta_info"]["routed_experts"] = sequence.experts.encoded(start, sequence.length - 1)
+            body["meta_info"]["routed_experts_start_len"] = start
+        return body
+
+    def text_so_far(self, count: int) -> str:
+        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an end that the engine
+        thread has not reported yet."""
+        assert self._tokenizer is not None
+        if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
+            count -= 1
+        if self._stream_text is None:
+            params = self.job.params
+            self._stream_text = TextStream(
+                self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+        self._stream_text.extend(self.sequence.output_ids[self._streamed : count])
+        self._streamed = count
+        return hold_back(self._stream_text.text, self.job.params.stop)
+
+
+def final_text(job: Job, tokenizer: Tokenizer) -> str:
+    """The decoded output, without what stopped it unless ``no_stop_trim``."""
+    params, sequence = job.params, job.sequence
+    matched = (sequence.finish_reason or {}).get("matched")
+    ids = sequence.output_ids
+    if isinstance(matched, int) and not params.no_stop_trim:
+        ids = ids[:-1]
+    text = tokenizer.decode(
+        ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+    return trim_stop(text, matched, params.no_stop_trim)
+
+
+def meta_info(job: Job, tokenizer: Tokenizer | None, count: int, version: str) -> dict[str, Any]:
+    """SGLang's ``meta_info`` for the first ``count`` output tokens."""
+    sequence = job.sequence
+    info: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": count,
+        "cached_tokens": sequence.num_cached,
+        "weight_version": version,
+        "token_weight_versions": [[start, spanned] for start, spanned in sequence.versions],
+        "num_retractions": sequence.num_retractions,
+    }
+    if job.return_logprob:
+        info |= _logprobs(job, tokenizer, count)
+    if sequence.finish_reason is not None:
+        info |= _times(sequence, count)
+    return info
+
+
+def _logprobs(job: Job, tokenizer: Tokenizer | None, count: int) -> dict[str, Any]:
+    sequence = job.sequence
+    shown = tokenizer if job.text_in_logprobs else None
+    output = _triples(sequence.output_logprobs[:count], sequence.output_ids[:count], shown)
+    info: dict[str, Any] = {
+        "input_token_logprobs": [],
+        "output_token_logprobs": output,
+        "output_token_logprobs_length": len(output),
+    }
+    if sequence.logprob_start is not None:
+        ids = sequence.prompt[sequence.logprob_start :].tolist()
+        info["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, shown)
+    if sequence.num_top_logprobs:
+        info["output_top_logprobs"] = [_top(row, shown) for row in sequence.top_logprobs[:count]]
+        starts = [] if sequence.logprob_start is None else [None]  # nothing predicts the first position
+        info["input_top_logprobs"] = [*starts, *(_top(row, shown) for row in sequence.input_top_logprobs)]
+    return info
+
+
+def _top(row: list[tuple[float, int]], tokenizer: Tokenizer | None) -> list[list[Any]]:
+    return _triples([value for value, _ in row], [token for _, token in row], tokenizer)
+
+
+def _triples(values: list[Any], ids: list[int], tokenizer: Tokenizer | None) -> list[list[Any]]:
+    """[[log-prob, token id, text or None], …]"""
+    if tokenizer is None:
+        return [[value, token, None] for value, token in zip(values, ids)]
+    return [[value, token, tokenizer.decode([token])] for value, token in zip(values, ids)]
+
+
+def _times(sequence: Sequence, count: int) -> dict[str, Any]:
+    times = sequence.times
+    decode = times.finished - times.first_token if times.first_token else 0.0
+    info = {
+        "e2e_latency": times.finished - times.received,
+        "queue_time": (times.started or times.finished) - times.received,
+        "prefill_time": times.prefill,
+        "decode_time": decode,
+    }
+    if count > 1 and decode > 0:
+        info["decode_throughput"] = (count - 1) / decode
+    return info

@@ -1,0 +1,18 @@
+"""The record of the embedded engine."""
+
+from __future__ import annotations
+
+from slime.embedded import command as embedded
+from slime.engines.kinds import EngineKind
+from slime.engines.model_groups import served_models
+
+KIND = EngineKind(
+    embedded.embedded_command,
+    embedded.embedded_footprint,
+    embedded.STARTUP_SECONDS,
+    embedded.dtype_of,
+    served_models=lambda config: served_models(config, embedded.GROUP_RULES),
+    computed_here=True,
+    if_out_of_memory=("a smaller --embedded-max-slots", "a smaller --rollout-max-context-len"),
+    if_killed=("a smaller --embedded-max-slots, if the host ran out of memory",),
+)

@@ -1,0 +1,380 @@
+"""Keys and values of all sequences: a row ("slot") per sequence, in blocks of positions that are added as needed.
+
+    position:   0       64      128      192      256      320 …
+    block:      │  64   │   64   │   64   │   64   │   64   │ …      sizes grow later, so that their number stays small
+                each: keys and values [layers, slots, kv_heads, size, head_dim]
+
+Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place, which torch's
+batched products only do with contiguous operands; and a block is read only for the sequences that reach it. So the
+scheduler keeps running sequences in the first slots and moves one when a hole appears. Growing longer adds a block and
+copies nothing. Storage begins at zero: masked positions are multiplied by a weight of 0, which only finite numbers
+survive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slime.embedded.architecture import Architecture
+from slime.embedded.sequence import Sequence
+
+#: Size of the first blocks; every block is a multiple of it.
+BLOCK = 64
+_FIRST_SLOTS = 8
+#: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix makes room.
+_RETAIN_BYTES = 1 << 30
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+@dataclass
+class Block:
+    """Positions ``start`` … ``start + size - 1`` of all slots.
+
+    keys and values are [layers, slots, kv_heads, size, head_dim].
+    """
+
+    start: int
+    size: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def used(self, length: int) -> int:
+        """How many of its positions a sequence of this length has."""
+        return min(self.size, max(0, length - self.start))
+
+
+@dataclass
+class WritePlan:
+    """Where the keys and values of new tokens go, for all layers: (block, their rows or None for all, flat index)."""
+
+    parts: list[tuple[Block, torch.Tensor | None, torch.Tensor]]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys and values [tokens, kv_heads, head_dim]."""
+        head_dim = keys.shape[-1]
+        for block, rows, index in self.parts:
+            new_keys, new_values = (keys, values) if rows is None else (keys[rows], values[rows])
+            block.keys[layer].view(-1, head_dim).index_copy_(0, index, new_keys.reshape(-1, head_dim))
+            block.values[layer].view(-1, head_dim).index_copy_(0, index, new_values.reshape(-1, head_dim))
+
+
+class KVCache:
+    """Args:
+    max_slots: most sequences at once.
+    byte_limit: storage beyond it is only taken when a single sequence needs it.
+    """
+
+    def __init__(
+        self, arch: Architecture, dtype: torch.dtype, device: torch.device, max_slots: int, byte_limit: int
+    ) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.max_slots, self.byte_limit = max_slots, byte_limit
+        self.blocks: list[Block] = []
+        self.num_slots = 0
+
+    @property
+    def capacity(self) -> int:
+        """Positions per slot."""
+        return self.blocks[-1].start + self.blocks[-1].size if self.blocks else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self.capacity * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        arch = self.arch
+        return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * self.dtype.itemsize
+
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether storage for so many slots of this length is within the limit."""
+        return slots * max(self.capacity, length) * self.bytes_per_token <= self.byte_limit
+
+    def ensure_slots(self, count: int) -> None:
+        """Have at least ``count`` slots (doubling, as far as the limits allow)."""
+        assert count <= self.max_slots
+        if count > self.num_slots:
+            target = min(self.max_slots, max(count, 2 * self.num_slots, _FIRST_SLOTS))
+            affordable = self.byte_limit // (max(self.capacity, BLOCK) * self.bytes_per_token)
+            self._resize(max(count, min(target, affordable)))
+
+    def keep_slots(self, count: int) -> None:
+        """Drop the slots from ``count`` on."""
+        if count < self.num_slots:
+            self._resize(count)
+
+    def ensure_length(self, length: int) -> None:
+        """Have at least ``length`` positions per slot."""
+        while self.capacity < length:
+            start, size = self.capacity, block_size(self.capacity)
+            self.blocks.append(Block(start, size, self._allocate(size), self._allocate(size)))
+
+    def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
+        """Where tokens at (slot, position), int64 [tokens] each, go. The cache reaches all positions."""
+        starts = np.array([block.start for block in self.blocks])
+        owners = np.searchsorted(starts, positions, side="right") - 1
+        heads = np.arange(self.arch.num_kv_heads)
+        parts = []
+        for owner in np.unique(owners):
+            block = self.blocks[owner]
+            rows = np.flatnonzero(owners == owner)
+            within = (positions[rows] - block.start)[:, None]
+            index = (slots[rows, None] * len(heads) + heads) * block.size + within
+            chosen = None if len(rows) == len(positions) else torch.from_numpy(rows).to(self.device)
+            parts.append((block, chosen, torch.from_numpy(index.reshape(-1)).to(self.device)))
+        return WritePlan(parts)
+
+    def read(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence, [kv_heads, length, head_dim] each (a copy where several blocks hold it)."""
+        used = [(block, count) for block in self.blocks if (count := block.used(length))]
+        keys = [block.keys[layer, slot, :, :count] for block, count in used]
+        values = [block.values[layer, slot, :, :count] for block, count in used]
+        return (keys[0], values[0]) if len(used) == 1 else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot to another."""
+        for block in self.blocks:
+            if count := block.used(length):
+                for storage in (block.keys, block.values):
+                    storage[:, target, :, :count] = storage[:, source, :, :count]
+
+    @torch.inference_mode()
+    def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
+        """Exchange two slots, of which the first ``length_*`` positions matter."""
+        for block in self.blocks:
+            if count := max(block.used(length_a), block.used(length_b)):
+                for storage in (block.keys, block.values):
+                    kept = storage[:, a, :, :count].clone()
+                    storage[:, a, :, :count] = storage[:, b, :, :count]
+                    storage[:, b, :, :count] = kept
+
+    @torch.inference_mode()
+    def clear_slot(self, slot: int) -> None:
+        """Zero a slot, after numbers that are not finite were written to it."""
+        for block in self.blocks:
+            block.keys[:, slot].zero_()
+            block.values[:, slot].zero_()
+
+    def release(self) -> None:
+        """Give the memory back; it is allocated again as needed."""
+        self.blocks, self.num_slots = [], 0
+
+    @torch.inference_mode()
+    def _allocate(self, size: int) -> torch.Tensor:
+        arch = self.arch
+        shape = (arch.num_layers, self.num_slots, arch.num_kv_heads, size, arch.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def _resize(self, slots: int) -> None:
+        kept, self.num_slots = min(slots, self.num_slots), slots
+        for block in self.blocks:
+            old_keys, old_values = block.keys, block.values
+            block.keys, block.values = self._allocate(block.size), self._allocate(block.size)
+            block.keys[:, :kept], block.values[:, :kept] = old_keys[:, :kept], old_values[:, :kept]
+
+
+def block_size(start: int) -> int:
+    """Size of the block that begins at ``start``: a quarter of what lies before it, in powers of two, at least `BLOCK`.
+
+    Example:
+        >>> [block_size(start) for start in (0, 192, 256, 512, 1024)]
+        [64, 64, 64, 128, 256]
+    """
+    return max(BLOCK, 1 << max(0, (start // 4).bit_length() - 1))
+
+
+# -- who owns which slot ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Slot:
+    """One row of the cache.
+
+    Attributes:
+        sequence: its owner, None when retained or free.
+        tokens: those whose keys and values are there and may be reused; empty when free.
+        experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is not recorded.
+        length: positions that hold something of use (at least ``len(tokens)``).
+        epoch: of the weights that computed them.
+        last_used: larger is later.
+    """
+
+    sequence: Sequence | None = None
+    tokens: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
+    length: int = 0
+    epoch: int = -1
+    last_used: int = 0
+    experts: np.ndarray | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.sequence is None and self.length == 0
+
+    def offer(self, sequence: Sequence, count: int) -> None:
+        """Let the first ``count`` tokens of a sequence, which are computed here, be reused."""
+        self.tokens = sequence.tokens()[:count]
+        self.experts = None if sequence.experts is None else sequence.experts.first(count)
+
+
+class SlotTable:
+    """Assigns slots to sequences.
+
+    Args:
+        reuse_decoded: whether keys and values of *sampled* tokens may serve as a prefix (not in deterministic mode,
+            where they can differ in the last bit from those that a prefill computes).
+    """
+
+    def __init__(self, cache: KVCache, reuse_decoded: bool) -> None:
+        self.cache = cache
+        self.num_running = 0
+        self._reuse_decoded = reuse_decoded
+        self._slots: list[Slot] = []
+        self._clock = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences of slots 0 … num_running-1, in order."""
+        owners = [slot.sequence for slot in self._slots[: self.num_running]]
+        assert all(owner is not None for owner in owners)
+        return owners  # type: ignore[return-value]
+
+    @property
+    def num_owned(self) -> int:
+        return sum(slot.sequence is not None for slot in self._slots)
+
+    def slot_of(self, sequence: Sequence) -> int:
+        return next(index for index, slot in enumerate(self._slots) if slot.sequence is sequence)
+
+    def epoch_of(self, sequence: Sequence) -> int:
+        """Epoch of the weights that its keys and values began with."""
+        return self._slots[self.slot_of(sequence)].epoch
+
+    def find_prefix(self, tokens: np.ndarray, limit: int, epoch: int) -> tuple[int, int]:
+        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when there is none."""
+        best, best_length = -1, 0
+        for index, slot in enumerate(self._slots):
+            bound = min(limit, len(slot.tokens))
+            if bound <= best_length or slot.epoch != epoch:
+                continue
+            length = common_prefix(slot.tokens[:bound], tokens[:bound])
+            if length > best_length:
+                best, best_length = index, length
+        return best, best_length
+
+    def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
+        """Give a sequence a slot and put the first ``length`` positions of slot ``source`` into it."""
+        target = self._room(keep=source if length else -1)
+        if length and source != target:
+            self.cache.copy(source, target, length)
+        self._clock += 1
+        tokens, experts = _NO_TOKENS, None
+        if length:
+            tokens, experts = self._slots[source].tokens[:length], self._slots[source].experts
+        self._slots[target] = Slot(sequence, tokens, length, epoch, self._clock, experts)
+        if sequence.experts is not None and experts is not None:
+            sequence.experts.write(0, experts[:length])
+        return target
+
+    def record(self, sequence: Sequence, num_prefilled: int, epoch: int) -> None:
+        """A prefill computed the first ``num_prefilled`` tokens of a sequence."""
+        slot = self._slots[self.slot_of(sequence)]
+        slot.length = num_prefilled
+        if slot.epoch == epoch:
+            slot.offer(sequence, num_prefilled)
+
+    def note_lengths(self, lengths: list[int]) -> None:
+        """How many positions of slots 0 … hold keys and values now."""
+        for slot, length in zip(self._slots, lengths):
+            slot.length = length
+
+    def start_running(self, sequence: Sequence) -> None:
+        """Move a sequence whose prefill is complete behind the running ones."""
+        self._swap(self.slot_of(sequence), self.num_running)
+        self.num_running += 1
+
+    def release(self, sequence: Sequence, epoch: int, retain: bool = True) -> None:
+        """Take the slot from a sequence, keeping what is in it as a prefix."""
+        index = self.slot_of(sequence)
+        slot = self._slots[index]
+        slot.sequence = None
+        slot.length = sequence.num_computed
+        if self._reuse_decoded and slot.epoch == epoch:
+            slot.offer(sequence, sequence.num_computed)
+        self._clock += 1
+        slot.last_used = self._clock
+        if slot.epoch != epoch or not retain:
+            self._slots[index] = slot = Slot()
+        slot.length = len(slot.tokens)
+        if index < self.num_running:
+            self.num_running -= 1
+            self._swap(index, self.num_running)
+
+    def flush(self) -> None:
+        """Forget every retained prefix, and what running sequences offer."""
+        for slot in self._slots:
+            slot.tokens, slot.experts = _NO_TOKENS, None
+            if slot.sequence is None:
+                slot.length = 0
+
+    def trim(self, count: int) -> None:
+        """Have at most ``count`` slots; at most that many are owned."""
+        assert self.num_owned <= count
+        self.flush()
+        for index in range(len(self._slots) - 1, count - 1, -1):
+            if self._slots[index].sequence is not None:
+                self._swap(index, next(i for i, slot in enumerate(self._slots) if slot.is_free))
+        del self._slots[count:]
+        self.cache.keep_slots(count)
+
+    def reset(self) -> None:
+        """Forget all slots, after the cache released its memory. Nothing is owned."""
+        assert self.num_owned == 0
+        self._slots = []
+
+    def _room(self, keep: int) -> int:
+        """A free slot: an existing one, a new one, or that of the prefix which was used longest ago."""
+        for index, slot in enumerate(self._slots):
+            if slot.is_free:
+                return index
+        retained = [index for index, slot in enumerate(self._slots) if slot.sequence is None and index != keep]
+        count = len(self._slots)
+        for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, 0)
+        if count < self.cache.max_slots and (for_prefixes or not retained):
+            self.cache.ensure_slots(count + 1)
+            self._slots += [Slot() for _ in range(self.cache.num_slots - count)]
+            return count
+        if not retained:
+            assert keep >= 0, "more sequences than slots"
+            return keep  # the prefix itself is continued in place
+        return min(retained, key=lambda index: self._slots[index].last_used)
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        slot_a, slot_b = self._slots[a], self._slots[b]
+        if slot_a.length and slot_b.length:
+            self.cache.swap(a, b, slot_a.length, slot_b.length)
+        elif slot_a.length:
+            self.cache.copy(a, b, slot_a.length)
+        elif slot_b.length:
+            self.cache.copy(b, a, slot_b.length)
+        self._slots[a], self._slots[b] = slot_b, slot_a
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of leading entries that two token arrays share.
+
+    Example:
+        >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+        2
+    """
+    bound = min(len(a), len(b))
+    if bound == 0 or a[0] != b[0]:
+        return 0
+    differing = np.flatnonzero(a[:bound] != b[:bound])
+    return int(differing[0]) if len(differing) else bound

@@ -1,0 +1,205 @@
+"""The decoder forward over packed tokens, with keys and values in a slot cache.
+
+hidden ─► norm ─► projections ─► attend ─► output (─► norm) ─► + ─► norm ─► MLP or experts (─► norm) ─► +
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from slime.embedded.architecture import Architecture
+from slime.embedded.layers import ExpertMLP, Linear, Mlp
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which it stores, too
+→ [tokens, heads * head_dim]."""
+
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries and keys, rotated, and values."""
+
+
+class Observer(Protocol):
+    """Looks into a forward pass (`slime align`)."""
+
+    def saw(self, name: str, value: torch.Tensor) -> None:
+        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp", "0", …, "norm"; of
+        a layer's parts what they add, of a layer and the embedding the hidden states behind it."""
+
+    def experts(self, layer: int) -> torch.Tensor | None:
+        """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
+
+
+#: Of the norms inside multi-latent attention, whatever the config says for the others.
+_LATENT_EPS = 1e-6
+
+
+@dataclass
+class GroupedAttention:
+    """Queries, keys and values from one matrix; a key-value head serves several query heads."""
+
+    arch: Architecture
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+        arch = self.arch
+        heads, kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        projected = self.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
+        rotated, values = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            rotated = torch.cat(
+                [
+                    F.rms_norm(rotated[:, :heads], (head_dim,), self.q_norm, arch.rms_norm_eps),
+                    F.rms_norm(rotated[:, heads:], (head_dim,), self.k_norm, arch.rms_norm_eps),
+                ],
+                dim=1,
+            )
+        rotated = arch.rope.rotate(rotated, cos, sin)
+        return rotated[:, :heads], rotated[:, heads:], values
+
+    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
+        return mixed
+
+
+@dataclass
+class LatentAttention:
+    """Multi-latent attention with whole keys and values in the cache.
+
+    ``query`` is q_proj, or q_b_proj behind ``query_down`` and ``query_norm``.
+    """
+
+    arch: Architecture
+    query_down: Linear | None
+    query_norm: torch.Tensor | None
+    query: Linear
+    key_down: Linear
+    key_norm: torch.Tensor
+    key_value: Linear
+
+    def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
+        arch, latent = self.arch, self.arch.latent
+        assert latent is not None
+        heads, cached = arch.num_heads, latent.cached_dim
+        compressed = normed
+        if self.query_down is not None:
+            compressed = F.rms_norm(self.query_down(normed), (latent.query_rank or 0,), self.query_norm, _LATENT_EPS)
+        queries = self.query(compressed).view(-1, heads, latent.query_dim)
+        down, key_position = self.key_down(normed).split([latent.key_rank, latent.rotary_dim], dim=-1)
+        expanded = self.key_value(F.rms_norm(down, (latent.key_rank,), self.key_norm, _LATENT_EPS))
+        plain, values = expanded.view(-1, heads, latent.plain_dim + latent.value_dim).split(
+            [latent.plain_dim, latent.value_dim], dim=-1
+        )
+        rotated = arch.rope.rotate(torch.cat([queries[..., latent.plain_dim :], key_position[:, None]], 1), cos, sin)
+        queries = torch.cat([queries[..., : latent.plain_dim], rotated[:, :heads]], dim=-1)
+        keys = torch.cat([plain, rotated[:, heads:].expand(-1, heads, -1)], dim=-1)
+        queries = queries * (latent.scale * cached**0.5)  # the kernels scale by 1 / sqrt(head_dim)
+        return filled(queries, cached), filled(keys, cached), filled(values, cached)
+
+    def trimmed(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Without the zeros that filled the values up."""
+        latent = self.arch.latent
+        assert latent is not None
+        if latent.value_dim == latent.cached_dim:
+            return mixed
+        return mixed.view(-1, self.arch.num_heads, latent.cached_dim)[..., : latent.value_dim].flatten(1)
+
+
+def filled(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros behind the last axis, up to ``size``."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+
+
+@dataclass
+class DecoderLayer:
+    """Weights of one layer. ``post_*_norm``: None where the outputs are added as they are."""
+
+    input_norm: torch.Tensor
+    attention: GroupedAttention | LatentAttention
+    output: Linear
+    post_attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp: Mlp | ExpertMLP
+    post_mlp_norm: torch.Tensor | None
+
+
+class Decoder:
+    """A decoder-only model without any state of its own: keys and values live in the `KVCache` it is given.
+
+    Args:
+        embedding: [vocab, hidden].
+        head: the output layer; shares the embedding's weight when tied.
+        num_positions: longest sequence, for the rotary tables.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        norm: torch.Tensor,
+        head: Linear,
+        num_positions: int,
+    ) -> None:
+        self.arch, self.embedding, self.layers, self.norm, self.head = arch, embedding, layers, norm, head
+        cos, sin = arch.rope.tables(num_positions, embedding.dtype)
+        self.angles = cos.to(embedding.device), sin.to(embedding.device)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        chosen: list[torch.Tensor] | None = None,
+        observer: Observer | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens].
+
+        Args:
+            chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
+            observer: is shown each part's output; costs a subtraction per part.
+        """
+        cos, sin = self.angles[0][positions], self.angles[1][positions]
+        hidden = F.embedding(token_ids, self.embedding)
+        if observer is not None:
+            observer.saw("embedding", hidden)
+        for number, layer in enumerate(self.layers):
+            before = hidden
+            normed = self._normalised(hidden, layer.input_norm)
+            mixed = layer.attention.trimmed(attend(number, *layer.attention.project(normed, cos, sin)))
+            if layer.post_attention_norm is None:
+                hidden = layer.output(mixed, residual=hidden)
+            else:
+                hidden = hidden + self._normalised(layer.output(mixed), layer.post_attention_norm)
+            given = None
+            if observer is not None:
+                observer.saw(f"{number}.attention norm", normed)
+                observer.saw(f"{number}.attention", hidden - before)
+                given, before = observer.experts(number), hidden
+            normed = self._normalised(hidden, layer.mlp_norm)
+            mlp = partial(layer.mlp, chosen=chosen, given=given) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
+            if layer.post_mlp_norm is None:
+                hidden = mlp(normed, residual=hidden)
+            else:
+                hidden = hidden + self._normalised(mlp(normed), layer.post_mlp_norm)
+            if observer is not None:
+                observer.saw(f"{number}.mlp norm", normed)
+                observer.saw(f"{number}.mlp", hidden - before)
+                observer.saw(str(number), hidden)
+        normed = self._normalised(hidden, self.norm)
+        if observer is not None:
+            observer.saw("norm", normed)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] in the weights' dtype."""
+        return self.head(hidden)
+
+    def _normalised(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (self.arch.hidden_size,), weight, self.arch.rms_norm_eps)

@@ -1,0 +1,170 @@
+"""Next tokens and their log-probs from logits, for all rows of a step at once.
+
+The draw inverts the distribution function at one uniform number per row, u = hash(seed, position): one pass over the
+vocabulary instead of noise for every entry of it, and the same token for the same seed in whatever batch.
+
+The log-prob reported is that of the temperature-scaled distribution before top-k, top-p and min-p (and after penalties
+and biases, which change the logits), as SGLang reports it. Greedy rows count as temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from slime.embedded.sequence import Sequence
+
+_FIRST_CANDIDATES = 256
+_LARGEST_BLOCK = 1024
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass
+class Sampled:
+    """One entry per row; ``finite`` is False where the logits were not (the token is then meaningless)."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finite: list[bool]
+
+
+def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
+    """Sample one token per row; row i of logits [rows, vocab] belongs to ``sequences[i]``.
+
+    Fills ``top_logprobs`` of the sequences that want them.
+    """
+    probs = _probabilities(logits, sequences)
+    targets = torch.from_numpy(uniforms([s.seed for s in sequences], [s.length for s in sequences])).to(probs.device)
+    tokens, totals = _draw(probs, targets)
+    greedy = [row for row, s in enumerate(sequences) if s.params.greedy]
+    if greedy:
+        tokens[greedy] = probs[greedy].argmax(dim=-1)
+    for row, sequence in enumerate(sequences):
+        if sequence.params.filters:
+            tokens[row] = _draw_filtered(probs[row], sequence, float(targets[row]))
+    logprobs = probs.gather(1, tokens[:, None]).squeeze(1).log()
+    for row, sequence in enumerate(sequences):
+        if sequence.num_top_logprobs:
+            values, indices = probs[row].topk(min(sequence.num_top_logprobs, probs.shape[1]))
+            sequence.top_logprobs.append(list(zip(values.log().tolist(), indices.tolist())))
+    return Sampled(tokens.tolist(), logprobs.tolist(), torch.isfinite(totals).tolist())
+
+
+def uniforms(seeds: Rows[int], positions: Rows[int]) -> np.ndarray:
+    """float64 in [0, 1), a function of (seed, position) alone: two rounds of splitmix64's mixer.
+
+    Example:
+        >>> a, b = uniforms([7, 7], [10, 11]); a != b and a == uniforms([7], [10])[0]
+        True
+    """
+    mask = (1 << 64) - 1
+    state = np.array([seed & mask for seed in seeds], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        state = _mix(state + _GOLDEN)
+        state = _mix(state + np.asarray(positions, dtype=np.uint64) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, num_top: int = 0
+) -> tuple[list[float], list[list[tuple[float, int]]]]:
+    """Log-prob of ``targets`` [rows] under the plain softmax of logits [rows, vocab], in float32.
+
+    Also the ``num_top`` largest of each row, as (log-prob, token); no rows when none are asked for.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(1, targets[:, None]).squeeze(1).tolist()
+    if not num_top:
+        return chosen, []
+    values, indices = logprobs.topk(min(num_top, logprobs.shape[1]))
+    return chosen, [list(zip(*row)) for row in zip(values.tolist(), indices.tolist())]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _probabilities(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """float32 [rows, vocab], after penalties and temperature."""
+    temperatures = [s.params.scale for s in sequences]
+    changed = [row for row, s in enumerate(sequences) if s.params.changes_logits]
+    if not changed and all(t == 1.0 for t in temperatures):
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    logits = logits.to(torch.float32, copy=True)
+    for row in changed:
+        _change_logits(logits[row], sequences[row])
+    logits /= torch.tensor(temperatures, device=logits.device)[:, None]
+    return torch.softmax(logits, dim=-1)
+
+
+def _change_logits(row: torch.Tensor, sequence: Sequence) -> None:
+    """Penalties over the tokens sampled so far, biases, and no stop token before ``min_new_tokens``; in place."""
+    params = sequence.params
+    if sequence.output_ids:
+        seen, counts = torch.tensor(sequence.output_ids, device=row.device).unique(return_counts=True)
+        values = row[seen]
+        values = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
+        row[seen] = values - counts * params.frequency_penalty - params.presence_penalty
+    for token, bias in params.logit_bias:
+        row[token] += bias
+    if len(sequence.output_ids) < params.min_new_tokens and sequence.stop_ids:
+        row[list(sequence.stop_ids)] = -torch.inf
+
+
+def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert the distribution function at ``targets`` [rows]; returns tokens and row sums.
+
+    Two levels, blocks and then entries of one block, so that the long cumulative sum is over a block only. Sums are
+    float64; the target is kept below the last sum, where only a token of positive probability can be found.
+    """
+    rows, vocab = probs.shape
+    width = _block_width(vocab)
+    blocks = probs.view(rows, vocab // width, width)
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    totals = ends[:, -1:]
+    goal = targets[:, None] * totals
+    block = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
+    starts = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), torch.zeros_like(goal))
+    inner = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)].double().cumsum(dim=-1)
+    rest = torch.minimum(goal - starts, inner[:, -1:] * (1 - 1e-15))
+    within = torch.searchsorted(inner, rest, right=True).clamp_(max=width - 1)
+    return (block * width + within).squeeze(1), totals.squeeze(1)
+
+
+def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> int:
+    """Draw from what top-k, top-p and min-p leave of probs [vocab].
+
+    As SGLang: top-p keeps a token while the probability of those before it is at most top_p, without renormalising
+    after top-k. Only as many of the largest entries are sorted as are needed.
+    """
+    params, vocab = sequence.params, probs.shape[0]
+    limit = min(params.top_k, vocab) if params.top_k > 0 else vocab
+    candidates = min(limit, _FIRST_CANDIDATES)
+    while True:
+        values, tokens = probs.topk(candidates)
+        values = values.double()
+        sums = values.cumsum(dim=0)
+        last, mass = float(values[-1]), float(sums[-1])
+        if candidates == limit or mass > params.top_p or last < params.min_p * float(values[0]):
+            break
+        candidates = min(limit, candidates * 8)
+    kept = (sums - values <= params.top_p) & (values >= params.min_p * values[0])
+    sums = (values * kept).cumsum(dim=0)
+    goal = min(target * float(sums[-1]), float(sums[-1]) * (1 - 1e-15))
+    index = int(torch.searchsorted(sums, goal, right=True))
+    return int(tokens[min(index, candidates - 1)])
+
+
+@lru_cache
+def _block_width(vocab: int) -> int:
+    """The largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none worth while."""
+    for width in range(min(vocab, _LARGEST_BLOCK), 31, -1):
+        if vocab % width == 0:
+            return width
+    return vocab

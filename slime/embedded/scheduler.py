@@ -1,0 +1,392 @@
+"""Continuous batching: who is prefilled, who decodes, who leaves, step by step.
+
+    submit ─► waiting ─(slot)─► prefill ─(all tokens computed)─► running ─► finished
+                 ▲                                                  │
+                 └───────────────── retract ────────────────────────┘
+
+A step admits waiting sequences while slots last, prefills at most ``prefill_tokens`` tokens of several prompts packed
+into one forward, and decodes one token for every running sequence. A finished sequence leaves in the step that ends it.
+
+Sequences with the same prompt that wait together are *followers* of the first: it is prefilled, they copy its keys and
+values and are sampled from the same logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from slime.embedded.attention import DecodeAttention, PrefillAttention, PrefillChunk
+from slime.embedded.kv_cache import KVCache, SlotTable, common_prefix
+from slime.embedded.model import Attend
+from slime.embedded.sampler import sample, token_logprobs
+from slime.embedded.sequence import RoutedExperts, Sequence, SequenceStatus, rows_of
+from slime.embedded.weights import WeightStore
+
+#: A sequence waits for another's prefill when they share at least this many tokens.
+_WORTH_WAITING = 16
+_LOGIT_ROWS = 64  # input log-probs are computed in pieces of this many rows, so [tokens, vocab] never exists
+
+
+@dataclass
+class StepOutput:
+    """Sequences that ended in a step, and streaming ones that got tokens and go on."""
+
+    finished: list[Sequence] = field(default_factory=list)
+    progressed: list[Sequence] = field(default_factory=list)
+
+
+@dataclass
+class Counters:
+    """Sums since the start, for load reports."""
+
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_steps: int = 0
+
+
+class Scheduler:
+    """Single-threaded; every method is called by the engine thread.
+
+    Args:
+        prefill_tokens: most prompt tokens computed between two decode steps.
+        deterministic: results of a sequence do not depend on the others (see `Linear` and `attention`).
+        record_experts: sequences get to know the experts of each of their tokens; the model has some.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        cache: KVCache,
+        prefill_tokens: int,
+        deterministic: bool,
+        record_experts: bool = False,
+    ) -> None:
+        self.store, self.cache = store, cache
+        self._recorded = cache.arch.experts if record_experts else None
+        self.prefill_tokens, self.deterministic = prefill_tokens, deterministic
+        self.slots = SlotTable(cache, reuse_decoded=not deterministic)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self.counters = Counters()
+        self._followers: dict[Sequence, list[Sequence]] = {}
+        self._leader_of_prompt: dict[bytes, Sequence] = {}
+        self._done: list[Sequence] = []
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.slots.num_running or self._done)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold a slot."""
+        return self.slots.num_owned
+
+    @property
+    def num_running_tokens(self) -> int:
+        return sum(sequence.length for sequence in self.slots.running)
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            if self._recorded is not None:
+                sequence.experts = RoutedExperts(self._recorded.in_layer, self._recorded.chosen)
+            self.waiting.append(sequence)
+
+    def abort(self, chosen: Iterable[Sequence], message: str) -> None:
+        """End sequences with what they have; they are part of the next step's output."""
+        for sequence in chosen:
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            self._remove(sequence)
+            sequence.abort(message)
+            self._finish(sequence)
+
+    def everything(self) -> list[Sequence]:
+        """All sequences that are not finished."""
+        return [*self.slots.running, *self.prefilling, *self.waiting]
+
+    def retract_all(self) -> None:
+        """Send every sequence back to the queue, tokens kept; keys and values are computed again later."""
+        for sequence in reversed([*self.slots.running, *self.prefilling]):
+            self._retract(sequence)
+
+    def flush(self) -> None:
+        """Forget all prefixes."""
+        self.slots.flush()
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """Admit, prefill, decode. At most one token per sequence from decoding, one more from its prefill."""
+        before = {id(s): len(s.output_ids) for s in self.everything() if s.stream}
+        deferred = self._admit()
+        if self.prefilling:
+            self._prefill()
+        if deferred:  # their common prefix is in the cache now
+            self._admit()
+            if self.prefilling:  # memory may have run out meanwhile: then they wait
+                self._prefill()
+        if self.slots.num_running:
+            self._decode()
+        done = self.take_finished()
+        live = [s for s in self.slots.running if s.stream and len(s.output_ids) > before.get(id(s), 0)]
+        return StepOutput(done, live)
+
+    def take_finished(self) -> list[Sequence]:
+        """Sequences that ended since the last call (aborts happen outside of steps, too)."""
+        done, self._done = self._done, []
+        return done
+
+    def _admit(self) -> bool:
+        """Give slots to waiting sequences; True when some were held back once, to find their prefix computed."""
+        deferred: list[Sequence] = []
+        while self.waiting and self.num_active + len(deferred) < self.cache.max_slots:
+            sequence = self.waiting[0]
+            if self.num_active and not self.cache.fits(self.num_active + 1, sequence.length + 1):
+                break
+            self.waiting.popleft()
+            if self._should_defer(sequence):
+                sequence.deferred = True
+                deferred.append(sequence)
+            else:
+                self._place(sequence)
+        self.waiting.extendleft(reversed(deferred))
+        return bool(deferred)
+
+    def _should_defer(self, sequence: Sequence) -> bool:
+        """Whether one that is prefilled now shares a long prefix, without being the same prompt."""
+        if sequence.deferred or not self.prefilling:
+            return False
+        tokens = sequence.tokens()
+        if tokens.tobytes() in self._leader_of_prompt:
+            return False
+        return any(common_prefix(tokens, other.prompt) >= _WORTH_WAITING for other in self._leader_of_prompt.values())
+
+    def _place(self, sequence: Sequence) -> None:
+        """Give a sequence a slot with as much of its prefix as the cache has, or make it a follower."""
+        if not sequence.times.started:
+            sequence.times.started = time.monotonic()
+        self._ensure_length(sequence.length + 1)
+        tokens, epoch = sequence.tokens(), self.store.epoch
+        leader = self._leader_of_prompt.get(tokens.tobytes())
+        if leader is not None and sequence.logprob_start is None and self.slots.epoch_of(leader) == epoch:
+            self._followers.setdefault(leader, []).append(sequence)
+            source = length = 0
+        else:
+            limit = len(tokens) - 1
+            if sequence.logprob_start is not None:
+                limit = min(limit, sequence.logprob_start + len(sequence.input_logprobs))
+            source, length = self.slots.find_prefix(tokens, limit, epoch)
+            self._leader_of_prompt.setdefault(tokens.tobytes(), sequence)
+        self.slots.acquire(sequence, source, length, epoch)
+        sequence.num_computed = length
+        self._count_cached(sequence, length)
+        sequence.status = SequenceStatus.PREFILL
+        self.prefilling.append(sequence)
+
+    def _prefill(self) -> None:
+        begin = time.monotonic()
+        chunks = self._choose_chunks()
+        slots = [self.slots.slot_of(sequence) for sequence, _ in chunks]
+        spans, offset = [], 0
+        for (sequence, count), slot in zip(chunks, slots):
+            spans.append(PrefillChunk(slot, sequence.num_computed, count, offset))
+            offset += count
+        hidden = self._forward_prefill(chunks, spans)
+        seconds = time.monotonic() - begin
+        complete: list[Sequence] = []
+        rows: list[int] = []
+        for (sequence, count), span in zip(chunks, spans):
+            self._collect_input_logprobs(sequence, span, hidden)
+            sequence.num_computed += count
+            sequence.times.prefill += seconds
+            self.slots.record(sequence, sequence.num_computed, self.store.epoch)
+            if sequence.num_to_compute == 0:
+                group = [sequence, *self._copy_to_followers(sequence)]
+                complete += group
+                rows += [span.offset + count - 1] * len(group)
+        self.counters.prefilled_tokens += offset
+        if complete:
+            self._start(complete, hidden[rows])
+        self.counters.prefill_seconds += time.monotonic() - begin
+
+    def _choose_chunks(self) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
+        followers = {id(f) for group in self._followers.values() for f in group}
+        chunks, budget = [], self.prefill_tokens
+        for sequence in self.prefilling:
+            if budget and id(sequence) not in followers:
+                count = min(sequence.num_to_compute, budget)
+                chunks.append((sequence, count))
+                budget -= count
+        return chunks
+
+    def _forward_prefill(self, chunks: list[tuple[Sequence, int]], spans: list[PrefillChunk]) -> torch.Tensor:
+        device = self.cache.device
+        ids = torch.cat([torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks])
+        positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
+        attend = PrefillAttention(self.cache, spans, self.deterministic)
+        places = [(sequence, span.start, span.count) for (sequence, _), span in zip(chunks, spans)]
+        return self._forward(ids.to(device), positions.to(device), attend, places)
+
+    def _start(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
+        """Sample the first token of sequences whose prefill is complete, and let them decode."""
+        for sequence in sequences:
+            self.prefilling.remove(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            self.slots.start_running(sequence)
+        wanting = [row for row, s in enumerate(sequences) if s.max_new_tokens > len(s.output_ids)]
+        for sequence in sequences:
+            if sequence.max_new_tokens == 0:
+                sequence.finish({"type": "length", "length": 0})
+                self._leave(sequence)
+        if wanting:
+            self._sample([sequences[row] for row in wanting], hidden[wanting])
+
+    def _decode(self) -> None:
+        begin = time.monotonic()
+        self._ensure_length(max(s.length for s in self.slots.running))
+        running = self.slots.running  # after making room: some may have been retracted
+        lengths = [s.length for s in running]
+        device = self.cache.device
+        ids = torch.tensor([s.output_ids[-1] for s in running], device=device)
+        positions = torch.tensor(lengths, device=device) - 1
+        attend = DecodeAttention(self.cache, lengths, self.deterministic)
+        places = [(sequence, length - 1, 1) for sequence, length in zip(running, lengths)]
+        hidden = self._forward(ids, positions, attend, places)
+        for sequence, length in zip(running, lengths):
+            sequence.num_computed = length
+        self.slots.note_lengths(lengths)
+        self._sample(running, hidden)
+        self.counters.decode_steps += 1
+        self.counters.decoded_tokens += len(running)
+        self.counters.decode_seconds += time.monotonic() - begin
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, places: list[tuple[Sequence, int, int]]
+    ) -> torch.Tensor:
+        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens are."""
+        if self._recorded is None:
+            return self.store.model.forward(ids, positions, attend)
+        chosen: list[torch.Tensor] = []
+        hidden = self.store.model.forward(ids, positions, attend, chosen)
+        rows, offset = rows_of(chosen), 0
+        for sequence, start, count in places:
+            assert sequence.experts is not None
+            sequence.experts.write(start, rows[offset : offset + count])
+            offset += count
+        return hidden
+
+    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
+        sampled = sample(self.store.model.logits(hidden), sequences)
+        version = self.store.version
+        for sequence, token, logprob, finite in zip(sequences, sampled.tokens, sampled.logprobs, sampled.finite):
+            if finite:
+                sequence.append(token, logprob, version)
+            else:
+                sequence.abort(f"the model gave logits that are not finite (weight version {version})")
+            if sequence.status is SequenceStatus.FINISHED:
+                self._leave(sequence, clean=finite)
+
+    # -- parts of the step -----------------------------------------------------------------------------
+
+    def _collect_input_logprobs(self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor) -> None:
+        """Log-probs of prompt tokens that this chunk's hidden states predict and the request wants."""
+        if sequence.logprob_start is None:
+            return
+        first = max(span.start, sequence.logprob_start + len(sequence.input_logprobs))
+        last = min(span.start + span.count, len(sequence.prompt) - 1)
+        for begin in range(first, last, _LOGIT_ROWS):
+            end = min(begin + _LOGIT_ROWS, last)
+            offset = span.offset - span.start
+            logits = self.store.model.logits(hidden[begin + offset : end + offset])
+            targets = torch.from_numpy(sequence.prompt[begin + 1 : end + 1]).to(logits.device)
+            values, tops = token_logprobs(logits, targets, sequence.num_top_logprobs)
+            sequence.input_logprobs += values
+            sequence.input_top_logprobs += tops
+
+    def _copy_to_followers(self, leader: Sequence) -> list[Sequence]:
+        followers = self._followers.pop(leader, [])
+        self._forget_leader(leader)
+        source = self.slots.slot_of(leader) if followers else -1
+        for follower in followers:
+            self.cache.copy(source, self.slots.slot_of(follower), leader.num_computed)
+            follower.num_computed = leader.num_computed
+            if follower.experts is not None and leader.experts is not None:
+                follower.experts.write(0, leader.experts.first(leader.num_computed))
+            self.slots.record(follower, follower.num_computed, self.store.epoch)
+            self._count_cached(follower, follower.num_computed - 1)
+        return followers
+
+    def _count_cached(self, sequence: Sequence, length: int) -> None:
+        if not sequence.num_retractions:
+            sequence.num_cached = length
+            self.counters.cached_tokens += length
+
+    def _leave(self, sequence: Sequence, clean: bool = True) -> None:
+        """A running sequence is finished: give its slot up."""
+        if not clean:
+            self.cache.clear_slot(self.slots.slot_of(sequence))
+        self.slots.release(sequence, self.store.epoch, retain=clean)
+        self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.final_version = self.store.version
+        self._done.append(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+            return
+        if sequence.status is SequenceStatus.PREFILL:
+            self.prefilling.remove(sequence)
+            self._promote_follower(sequence)
+            for group in self._followers.values():
+                if sequence in group:
+                    group.remove(sequence)
+        self.slots.release(sequence, self.store.epoch)
+
+    def _promote_follower(self, leader: Sequence) -> None:
+        """The leader goes before its prefill is complete: its first follower takes its part, from the start."""
+        self._forget_leader(leader)
+        followers = self._followers.pop(leader, [])
+        if followers:
+            self._leader_of_prompt[followers[0].tokens().tobytes()] = followers[0]
+            if followers[1:]:
+                self._followers[followers[0]] = followers[1:]
+
+    def _forget_leader(self, leader: Sequence) -> None:
+        key = leader.tokens().tobytes()
+        if self._leader_of_prompt.get(key) is leader:
+            del self._leader_of_prompt[key]
+
+    def _retract(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed = 0
+        sequence.num_retractions += 1
+        self.waiting.appendleft(sequence)
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def _ensure_length(self, length: int) -> None:
+        """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes and then the
+        youngest sequences make room."""
+        if length <= self.cache.capacity:
+            return
+        if not self.cache.fits(self.cache.num_slots, length):
+            while self.slots.num_running > 1 and not self.cache.fits(self.num_active, length):
+                self._retract(self.slots.running[-1])
+            self.slots.trim(self.num_active)
+        self.cache.ensure_length(length)

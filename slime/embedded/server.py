@@ -1,0 +1,233 @@
+"""The HTTP server: binds first, loads the model, answers until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Middleware
+
+from slime.embedded import control_routes, generate_routes, openai_routes
+from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
+from slime.embedded.generate_request import Limits
+from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
+from slime.embedded.quantised_weights import import_library_for
+from slime.embedded.weight_update import WeightUpdater
+from slime.engines.keys import VARIABLE, admits
+from slime.engines.request_fields import BadRequest
+from slime.engines.tool_calls import chat_template, tool_format
+from slime.errors import UserError
+from slime.http_access import EngineAccess, is_loopback
+from slime.log import get_logger
+from slime.models import family_name
+from slime.processes.owner import follow_parent
+from slime.prompts.tokenizer import load_tokenizer
+
+logger = get_logger(__name__)
+
+_LARGEST_BODY = 1 << 30
+_SWITCH_INTERVAL = 0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
+_GOODBYE_SECONDS = 0.5
+_ANSWERS_SECONDS = 2.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(
+    listener: socket.socket,
+    options: EngineOptions,
+    parent_pid: int | None,
+    key: str = "",
+    *,
+    inference_only: bool = False,
+) -> int:
+    """Run until SIGTERM, SIGINT, the parent's death, or the engine's; returns the exit status.
+
+    Args:
+        key: that requests must carry (`slime.engines.keys`); "": everybody is answered.
+        inference_only: close the routes that steer it.
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    if parent_pid is not None:
+        follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    loading = loop.create_task(load(options, loop, stopping))
+    app = application(loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key)
+    logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    stop = loop.create_task(stopping.wait())
+    try:
+        await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return 0
+        state = loading.result()
+        host, port = listener.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d (%d threads)", state.model_name, host, port, _num_threads())
+        await stopping.wait()
+        return await _shut_down(state)
+    finally:
+        stop.cancel()
+        await runner.cleanup()
+
+
+def application(loading: asyncio.Task[ServerState], access: EngineAccess, key: str = "") -> web.Application:
+    """The server's routes, which answer 503 until ``loading`` is done."""
+    middlewares = [_admitting(access), _asking_for(key), _errors]
+    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+    for module in (generate_routes, control_routes, openai_routes):
+        app.add_routes(module.routes)
+    app[STATE] = loading
+    return app
+
+
+async def load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+    """Load model and tokenizer, and start the engine's thread.
+
+    Args:
+        stopping: is set when that thread dies.
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    hub = Hub(loop)
+    with ThreadPoolExecutor(2, thread_name_prefix="load") as pool:
+        await loop.run_in_executor(pool, import_library_for, options.model_path)
+        tokenizer_loading = loop.run_in_executor(pool, _tokenizer_of, options)
+        engine = await loop.run_in_executor(pool, Engine, options, hub.deliver)
+        tokenizer = await tokenizer_loading
+    engine.on_death = lambda: loop.call_soon_threadsafe(stopping.set)
+    engine.start()
+    eos = set(engine.arch.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    limits = Limits(
+        vocab_size=engine.arch.vocab_size,
+        context_length=engine.max_length,
+        eos_token_ids=frozenset(eos),
+        tokenizer=tokenizer,
+        noise=random.Random(options.random_seed),
+        records_experts=options.record_experts,
+    )
+    config = json.loads((Path(options.model_path) / "config.json").read_text())
+    return ServerState(
+        engine=engine,
+        hub=hub,
+        updater=WeightUpdater(engine),
+        limits=limits,
+        tokenizer=tokenizer,
+        model_name=options.served_model_name or Path(options.model_path).name,
+        tool_format=tool_format(chat_template(Path(options.model_path)), family_name(options.model_path))
+        if tokenizer is not None
+        else None,
+        architectures=list(config.get("architectures") or []),
+        updates=ThreadPoolExecutor(8, thread_name_prefix="update"),
+    )
+
+
+async def _shut_down(state: ServerState) -> int:
+    """Answer what is in flight as aborted, then end the threads."""
+    died = state.engine.death is not None
+    if not died:
+        with contextlib.suppress(EngineDead):
+            state.engine.abort(lambda sequence: True, "the server is shutting down")
+            state.engine.resume()
+    deadline = asyncio.get_running_loop().time() + _GOODBYE_SECONDS
+    while state.hub.in_flight and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.02)
+    state.engine.stop()
+    state.updates.shutdown(wait=False, cancel_futures=True)
+    counters = state.engine.scheduler.counters
+    logger.info("stopping, %d tokens decoded and %d prefilled", counters.decoded_tokens, counters.prefilled_tokens)
+    return 1 if died else 0
+
+
+def _admitting(access: EngineAccess) -> Middleware:
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if told := access.refusal(request.path, request.headers):
+            return _refusal(request, told, 403, "forbidden")
+        return await handler(request)
+
+    return admit
+
+
+def _asking_for(key: str) -> Middleware:
+    """Who brings another key, or none, is answered before anything of the request is read."""
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if admits(key, request.method, request.path, request.headers.get("Authorization", "")):
+            return await handler(request)
+        said = f"this engine asks for the key of its run, or of its {VARIABLE} (Authorization: Bearer KEY)"
+        return _refusal(request, said, 401, "unauthorized")
+
+    return ask
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every refusal as JSON with a message; what was not foreseen as status 500, with the traceback in the log."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _refusal(request, str(error), 400, "invalid_request_error", error.field)
+    except (UserError, web.RequestPayloadError) as error:  # also a body that is not encoded as it says
+        return _refusal(request, str(error), 400, "invalid_request_error")
+    except (Unavailable, EngineDead) as error:
+        return _refusal(request, str(error), 503, "unavailable")
+    except TimeoutError:
+        return _refusal(request, "the engine did not take the order up in time", 503, "unavailable")
+    except web.HTTPException as error:
+        return _refusal(request, f"{request.method} {request.path}: {error.reason}", error.status, "not_found")
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _refusal(request, f"{type(error).__name__}: {error}", 500, "internal_error")
+
+
+def _is_no_http2_preface(record: logging.LogRecord) -> bool:
+    """The router asks every new worker whether it speaks gRPC: no reason for two tracebacks in the log of each run."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
+
+
+def _refusal(request: web.Request, message: str, status: int, kind: str, param: str | None = None) -> web.Response:
+    """As SGLang answers: OpenAI's routes with the error as the body, its own with an ``error`` in it."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    is_openai = request.path.startswith("/v1/")
+    return json_response({"object": "error", **error} if is_openai else {"error": error}, status=status)
+
+
+def _tokenizer_of(options: EngineOptions) -> Any:
+    """The model's tokenizer, or None when its directory has none."""
+    model_path = options.model_path
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((Path(model_path) / name).is_file() for name in names):
+        logger.warning("%s has no tokenizer: requests must bring input_ids, answers carry no text", model_path)
+        return None
+    return load_tokenizer(model_path, trust_remote_code=options.trust_remote_code)
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()

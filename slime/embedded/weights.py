@@ -1,0 +1,425 @@
+"""The weights of the engine, addressed by Hugging Face names although some of them are fused.
+
+``…q_proj.weight`` is a view of the fused qkv matrix, and so on: writing to a name writes into place. Names that share a
+fused matrix are updated independently; the blocked copies that the CPU multiplies with are made anew afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.embedded.architecture import Architecture
+from slime.embedded.architecture_parts import Experts
+from slime.embedded.layers import ExpertMLP, Linear, Mlp
+from slime.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
+from slime.embedded.quantised_weights import StoredForm
+from slime.engines.wire.buckets import dtype_in, dtype_name, fingerprint
+from slime.errors import UserError
+from slime.models import read_hf_config
+from slime.models.quantised import Quantisation
+
+
+class WeightError(Exception):
+    """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was changed by it."""
+
+
+class WeightStore:
+    """Owns every parameter of a decoder.
+
+    Attributes:
+        named: Hugging Face name → view of the parameter; writing goes through `update`.
+        form: of quantised weights, as updates bring them; None for plain ones.
+        version: weight version that requests report, as a string.
+        epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
+        pushed: names updated under the current version.
+        linears: all weights that multiply.
+        broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_positions: int,
+        fixed_rows: bool = False,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.named: dict[str, torch.Tensor] = {}
+        self._linear_of: dict[str, list[Linear]] = {}
+        self.linears: list[Linear] = []
+        self._fixed_rows = fixed_rows
+        self._snapshot: dict[str, torch.Tensor] | None = None
+        self._shapes = dict(arch.parameter_shapes())
+        self.model = self._build(num_positions)
+        assert set(self.named) == set(self._shapes)
+        self.form = None if quantisation is None else StoredForm(arch, quantisation, dtype)
+        self.version = "0"
+        self.epoch = 0
+        self.pushed: set[str] = set()
+        self.broken = ""
+
+    # -- updates ---------------------------------------------------------------------------------------
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> int:
+        """Write tensors into place, all of them or none; returns how many.
+
+        Args:
+            tensors: (Hugging Face name, tensor of the parameter's shape); cast to the engine's dtype.
+            version: the version they belong to; None keeps the current one.
+        Raises:
+            WeightError: a name or shape that the model does not have, or a tensor that comes twice.
+        """
+        table = list(tensors)
+        self.check(((name, tuple(tensor.shape)) for name, tensor in table))
+        self._check_parts(table)
+        if version is not None and version != self.version:
+            self.version, self.pushed = version, set()
+            if self.form is not None:
+                self.form.begin()
+        for name, tensor in table:
+            whole = (name, tensor) if self.form is None or name not in self.form else self.form.take(name, tensor)
+            if whole is not None and whole[0] in self.named:  # else it is a tied head
+                self._write(*whole)
+        self.pushed.update(name for name, _ in table)
+        if self.broken and not self.missing():
+            self.broken = ""
+        self.epoch += 1
+        return len(table)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        self.named[name].copy_(tensor)
+        for linear in self._linear_of.get(name, ()):
+            linear.invalidate()
+
+    def _check_parts(self, table: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in table:
+            problem = self.form.problem(name, dtype_name(tensor.dtype)) if self.form and name in self.form else ""
+            if problem:
+                raise WeightError(problem)
+
+    def check(self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Whether an update of these fits; a tied head may be sent and is left out.
+
+        Raises:
+            WeightError: as `update`.
+        """
+        seen: set[str] = set()
+        for name, shape in names_and_shapes:
+            if name in seen:
+                raise WeightError(f"{name} comes twice in one update")
+            seen.add(name)
+            if name == "lm_head.weight" and self.arch.tie_word_embeddings:
+                continue
+            if self.form is not None and name in self.form:
+                expected = self.form.shape(name)
+            elif name in self.named and (self.form is None or name in self.form.names):
+                expected = tuple(self.named[name].shape)
+            else:
+                raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+            if shape != expected:
+                raise WeightError(f"{name} has shape {list(shape)}, the model's is {list(expected)}")
+
+    def missing(self) -> list[str]:
+        """Parameters that no update under the current version has brought."""
+        return [name for name in self.names if name not in self.pushed]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of every tensor that a complete update brings."""
+        return self.named if self.form is None else self.form.names
+
+    @property
+    def held(self) -> Mapping[str, torch.Tensor]:
+        """The same, with what the engine has of each: quantised weights as they came."""
+        return self.named if self.form is None else self.form.held(self.named)
+
+    def load_directory(self, path: str | Path, version: str | None = None) -> int:
+        """Read a Hugging Face directory: every parameter, no other, checked before anything is written.
+
+        Raises:
+            UserError: no safetensors there, a shard missing or damaged.
+            WeightError: parameters missing or surplus, or of another shape.
+        """
+        files, expected = _files_of(Path(path)), set(self.names)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            with _open(file) as content:
+                for name in content.keys():  # noqa: SIM118  not a dict
+                    if name in expected or not self.arch.family.is_ignored(name, self.arch.spec):
+                        shapes[name] = tuple(content.get_slice(name).get_shape())
+        absent = [name for name in self.names if name not in shapes]
+        if absent:
+            raise WeightError(f"{path} lacks {len(absent)} parameters of the model: {_few(absent)}")
+        self.check(shapes.items())
+        self.broken, self.pushed = f"an update from {path} stopped half way", set()
+        for file in files:
+            with _open(file) as content:
+                names = [name for name in content.keys() if name in shapes]  # noqa: SIM118
+                self.update(((name, content.get_tensor(name)) for name in names), version)
+        return len(shapes)
+
+    # -- checks ----------------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of a Hugging Face name; a tied head is the embedding.
+
+        Raises:
+            WeightError: the model has no such parameter.
+        """
+        tied = name == "lm_head.weight" and self.arch.tie_word_embeddings
+        found = self.named.get("model.embed_tokens.weight" if tied else name)
+        if found is None:
+            raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
+        return found
+
+    def fingerprints(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """xxh3-128 per parameter, of its bytes in the engine's dtype.
+
+        Raises:
+            WeightError: a name that the model does not have.
+        """
+        held = self.held
+        chosen = list(names if names is not None else held)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
+        unknown = [name for name in chosen if tied.get(name, name) not in held]
+        if unknown:
+            raise WeightError(f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}")
+        return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
+
+    def take_snapshot(self) -> None:
+        self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.held.items()}
+
+    def reset(self) -> None:
+        """Overwrite every parameter with noise, so that a push that leaves one out is seen."""
+        for name, tensor in self.named.items():
+            tensor.normal_(std=0.02)
+            for linear in self._linear_of.get(name, ()):
+                linear.invalidate()
+        if self.form is not None:
+            self.form.reset()
+        self.epoch += 1
+
+    def compare(self) -> None:
+        """Raises:
+        WeightError: no snapshot was taken, or parameters differ from it; names them.
+        """
+        if self._snapshot is None:
+            raise WeightError("compare needs a snapshot: send the action snapshot first")
+        expected = self._snapshot
+        differing = [name for name, tensor in self.held.items() if not _same(tensor.cpu(), expected[name])]
+        if differing:
+            raise WeightError(f"{len(differing)} parameters differ from the snapshot: {_few(differing)}")
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        unpacked = sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
+        return unpacked + sum(linear.packed_nbytes for linear in self.linears)
+
+    def release(self) -> None:
+        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
+        for linear in self.linears:
+            linear.invalidate()
+        if self.device.type != "cpu":
+            self._move(torch.device("cpu"))
+
+    def resume(self) -> None:
+        if self.device.type != "cpu":
+            self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        for storage in {id(tensor.untyped_storage()): tensor for tensor in self._owners}.values():
+            storage.data = storage.data.to(device)
+        self._bind()
+
+    # -- construction ----------------------------------------------------------------------------------
+
+    def _build(self, num_positions: int) -> Decoder:
+        """By Megatron's names of the parameters; the family's table says which there are and what they are made of."""
+        arch = self.arch
+        self._owners: list[torch.Tensor] = []
+        self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
+        embedding = self._tensor("embedding.word_embeddings.weight")
+        layers = [self._build_layer(f"decoder.layers.{number}.", number) for number in range(arch.num_layers)]
+        norm = self._tensor("decoder.final_layernorm.weight")
+        if arch.tie_word_embeddings:
+            match = arch.family.match_megatron("output_layer.weight", arch.spec)
+            assert match is not None
+            head = self._bound(Linear(embedding, None, self._fixed_rows), match.sources)
+        else:
+            head = self._linear("output_layer")
+        self._bind()
+        return Decoder(arch, embedding, layers, norm, head, num_positions)
+
+    def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
+        attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
+        experts = self.arch.experts
+        return DecoderLayer(
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
+            attention=self._latent_attention(attention) if self.arch.latent else self._grouped_attention(attention),
+            output=self._linear(f"{attention}linear_proj"),
+            post_attention_norm=self._if_there(f"{prefix}post_self_attn_layernorm.weight"),
+            mlp_norm=self._tensor(f"{prefix}pre_mlp_layernorm.weight"),
+            mlp=self._experts(mlp, experts) if experts and experts.in_layer[number] else self._mlp(mlp),
+            post_mlp_norm=self._if_there(f"{prefix}post_mlp_layernorm.weight"),
+        )
+
+    def _grouped_attention(self, prefix: str) -> GroupedAttention:
+        norms = [self._if_there(f"{prefix}{part}_layernorm.weight") for part in "qk"]
+        return GroupedAttention(self.arch, self._linear(f"{prefix}linear_qkv"), *norms)
+
+    def _latent_attention(self, prefix: str) -> LatentAttention:
+        assert self.arch.latent is not None
+        low_rank = self.arch.latent.query_rank is not None
+        return LatentAttention(
+            self.arch,
+            query_down=self._linear(f"{prefix}linear_q_down_proj") if low_rank else None,
+            query_norm=self._if_there(f"{prefix}q_layernorm.weight"),
+            query=self._linear(f"{prefix}linear_q_up_proj" if low_rank else f"{prefix}linear_q_proj"),
+            key_down=self._linear(f"{prefix}linear_kv_down_proj"),
+            key_norm=self._tensor(f"{prefix}kv_layernorm.weight"),
+            key_value=self._linear(f"{prefix}linear_kv_up_proj"),
+        )
+
+    def _mlp(self, prefix: str, expert: str = "") -> Mlp:
+        return Mlp(self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert))
+
+    def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
+        has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
+        return ExpertMLP(
+            facts,
+            gate=self._tensor(f"{prefix}router.weight"),
+            bias=self._if_there(f"{prefix}router.expert_bias"),
+            experts=[self._mlp(f"{prefix}experts.", str(number)) for number in range(facts.count)],
+            shared=self._mlp(f"{prefix}shared_experts.") if has_shared else None,
+        )
+
+    def _made_of(self, name: str) -> tuple[str, ...] | None:
+        """Hugging Face names of a Megatron parameter; None where the model has no such parameter."""
+        match = self.arch.family.match_megatron(name, self.arch.spec)
+        return None if match is None else match.sources
+
+    def _linear(self, name: str, expert: str = "") -> Linear:
+        names, biases = self._made_of(f"{name}.weight{expert}"), self._made_of(f"{name}.bias{expert}")
+        assert names is not None, name
+        bias = None if biases is None else self._allocate(biases)
+        return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
+
+    def _bound(self, linear: Linear, names: tuple[str, ...]) -> Linear:
+        self.linears.append(linear)
+        for name in names:
+            self._linear_of.setdefault(name, []).append(linear)
+        return linear
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found = self._if_there(name)
+        assert found is not None, name
+        return found
+
+    def _if_there(self, name: str) -> torch.Tensor | None:
+        names = self._made_of(name)
+        return None if names is None else self._allocate(names)
+
+    def _allocate(self, names: tuple[str, ...]) -> torch.Tensor:
+        """One tensor that holds these parameters below each other; their views are made by `_bind`."""
+        rows = [self._shapes[name][0] for name in names]
+        dtype = dtype_in(self.dtype, names[0], self.dtype)
+        owner = torch.zeros((sum(rows), *self._shapes[names[0]][1:]), dtype=dtype, device=self.device)
+        self._owners.append(owner)
+        first = 0
+        for name, count in zip(names, rows):
+            self._bindings.append((name, owner, first, first + count))
+            first += count
+        return owner
+
+    def _bind(self) -> None:
+        self.named = {name: owner[first:last] for name, owner, first, last in self._bindings}
+
+    def _nearest(self, name: str) -> str:
+        import difflib
+
+        close = difflib.get_close_matches(name, self.named, n=1)
+        return f" (nearest: {close[0]})" if close else ""
+
+
+def make_store(
+    model_path: str | Path,
+    arch: Architecture,
+    dtype_or_auto: str,
+    device: torch.device,
+    num_positions: int,
+    fixed: bool,
+) -> WeightStore:
+    """Build the decoder of ``arch`` and fill it from a directory.
+
+    Args:
+        dtype_or_auto: "auto" (the checkpoint's), "bfloat16" or "float32".
+    Raises:
+        UserError: the directory is not a complete checkpoint of this model.
+    """
+    name = arch.dtype if dtype_or_auto == "auto" else dtype_or_auto
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    if dtype is None:
+        raise UserError(f"--dtype {name} is not known", fix="use auto, bfloat16 or float32")
+    store = WeightStore(arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path)))
+    try:
+        store.load_directory(model_path)
+    except WeightError as error:
+        raise UserError(f"{model_path} is not a complete {arch.model_type} checkpoint", why=str(error)) from error
+    store.pushed = set()
+    return store
+
+
+def describe(store: WeightStore) -> Mapping[str, object]:
+    """State of the last push, for ``/server_info``."""
+    missing = store.missing() if store.pushed else []
+    return {
+        "weight_version": store.version,
+        "dtype": dtype_name(store.dtype),
+        "quantisation": None if store.form is None else str(store.form.quantisation),
+        "pushed_parameters": len(store.pushed),
+        "total_parameters": len(list(store.names)),
+        "missing_parameters": missing[:10],
+        "broken": store.broken,
+    }
+
+
+def _files_of(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise UserError(
+            f"{path} has no {_few(absent)}",
+            why="the index names it" if index.is_file() else "nor an index of shards",
+            fix="give a complete Hugging Face directory with safetensors",
+        )
+    return [path / name for name in names]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a readable safetensors file", why=str(error)) from error
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.element_size() == 1:  # float8 knows no comparison
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    return torch.equal(one, other)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

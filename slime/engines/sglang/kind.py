@@ -1,0 +1,33 @@
+"""The record of SGLang."""
+
+from __future__ import annotations
+
+from slime.engines.kinds import EngineKind
+from slime.engines.model_groups import served_models
+from slime.engines.sglang import command as sglang
+from slime.engines.sglang.versions import check_version, installed_version
+
+KIND = EngineKind(
+    sglang.sglang_command,
+    sglang.sglang_footprint,
+    sglang.STARTUP_SECONDS,
+    sglang.dtype_of,
+    health_path=sglang.HEALTH_PATH,
+    served_models=lambda config: served_models(config, sglang.GROUP_RULES),
+    check_flags=sglang.check_sglang,
+    check_installed=lambda: check_version(installed_version()),
+    reads_generation_config=True,
+    tool_call_words=lambda parser: ("--tool-call-parser", parser),
+    releases_without_gpu=True,
+    # as SGLang sets it for its processes: NCCL cannot join two that map memory in different ways
+    trainer_environment={"NCCL_CUMEM_ENABLE": "0"},
+    if_out_of_memory=(
+        "a lower --sglang-mem-fraction-static",
+        "a smaller --sglang-server-concurrency",
+        "a smaller --sglang-cuda-graph-max-bs",
+        "a smaller --rollout-batch-size",
+    ),
+    if_killed=("a higher --sglang-mem-fraction-static", "a smaller --rollout-batch-size"),
+    memory_fraction="sglang_mem_fraction_static",
+    to_find_the_cause=("--sglang-disable-cuda-graph, to find the cause",),
+)

@@ -1,0 +1,114 @@
+"""Environments behind OpenEnv's servers: the model's text becomes an action, the observation the next message.
+
+    world = OpenEnvEnvironment("http://127.0.0.1:8000", act=lambda text: {"message": text}, observe=lambda seen: …)
+    generate = world.generate           # --custom-generate-function-path my_file.py:generate
+    world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in range(100)])
+
+Written for version 0.10 of the package, which is imported when it is needed; any client with its methods will do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any, Literal
+
+from slime.environments.rows import task_of, write_rows
+from slime.errors import UserError
+from slime.rollout.generate import append_message
+from slime.rollout.generate import generate as one_turn
+from slime.samples.types import Sample, SampleStatus
+from slime.user_code.loading import optional_package
+
+_CONNECT_SECONDS = 30.0
+
+
+def _as_text(observation: Mapping[str, Any]) -> str:
+    return json.dumps(dict(observation), ensure_ascii=False)
+
+
+class OpenEnvEnvironment:
+    """An environment's server, with what lies between its actions and a model's text.
+
+    Args:
+        base_url: of the server; each sample has a session of its own there. So it must allow as many at once as there
+            are samples (``--rollout-max-concurrency``, or less with ``at_once`` of the server).
+        act: the model's answer → the action, as the server expects it.
+        observe: an observation → the text that the model is shown.
+        system: the system's message, if there is one.
+        role: of the messages that tell the model what it sees.
+        reward: "sum" of the steps' rewards, or the "last" of them.
+        most_steps: of one episode.
+        step_seconds: for the server's answer to a step.
+        client: makes a client of its own kind; None: the package's, which takes and gives dicts.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        act: Callable[[str], Any],
+        observe: Callable[[Any], str] = _as_text,
+        system: str = "",
+        role: str = "user",
+        reward: Literal["sum", "last"] = "sum",
+        most_steps: int = 20,
+        step_seconds: float = 60.0,
+        client: Callable[[], Any] | None = None,
+    ) -> None:
+        self.base_url, self._act, self._observe = base_url, act, observe
+        self._system, self._role, self._reward = system, role, reward
+        self._most_steps, self._step_seconds = most_steps, step_seconds
+        self._client = client or self._generic_client
+
+    def _generic_client(self) -> Any:
+        made = optional_package("openenv.core", "openenv").GenericEnvClient
+        return made(self.base_url, connect_timeout_s=_CONNECT_SECONDS, message_timeout_s=self._step_seconds)
+
+    @staticmethod
+    def write_prompts(path: str | PathLike[str], episodes: Iterable[Mapping[str, Any]]) -> int:
+        """A row for each episode: what its ``reset`` is called with. Returns how many there are."""
+        return write_rows(str(path), ((json.dumps(dict(episode)), dict(episode)) for episode in episodes))
+
+    async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        """A generate function: one episode as one sample; what the model is shown is not trained on.
+
+        Raises:
+            UserError: the package is missing, or an action or an observation cannot be made.
+            ConnectionError, RuntimeError, TimeoutError: of the client; the sample fails.
+        """
+        sample.reset_response()  # an episode cannot be gone on with: its session ended with the last try
+        rewards: list[float] = []
+        async with self._client() as world:
+            result = await world.reset(**task_of(sample))
+            first = [{"role": "system", "content": self._system}] if self._system else []
+            sample.prompt, sample.tokens = [*first, self._message(result)], []
+            for step in range(self._most_steps):
+                began = len(sample.response)
+                sample = await one_turn(args, sample, sampling_params)
+                if sample.status is not SampleStatus.COMPLETED:
+                    break
+                result = await world.step(self._call("act", self._act, sample.response[began:].strip()))
+                rewards.append(float(result.reward or 0.0))
+                if result.done or step + 1 == self._most_steps:
+                    break
+                append_message(sample, self._message(result))
+        if sample.status is not SampleStatus.ABORTED:
+            sample.reward = (sum(rewards) if self._reward == "sum" else rewards[-1]) if rewards else 0.0
+            sample.metadata["openenv"] = {"steps": len(rewards), "rewards": rewards, "done": bool(result.done)}
+        return sample
+
+    def _message(self, result: Any) -> dict[str, Any]:
+        return {"role": self._role, "content": self._call("observe", self._observe, result.observation)}
+
+    @staticmethod
+    def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+        try:
+            return function(value)
+        except Exception as error:  # whatever a function of the user's raises
+            raise UserError(
+                f"{name}= of OpenEnvEnvironment failed: {type(error).__name__}: {error}",
+                why=f"it was given {str(value)[:200]!r}",
+                fix="return an action for whatever the model writes, and a text for each observation",
+            ) from error

@@ -1,0 +1,36 @@
+"""Rows of tasks for --prompt-data, which the adapters share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slime.errors import UserError
+from slime.samples.types import Sample
+
+
+def write_rows(path: str | Path, prompts: Iterable[tuple[str, Any]]) -> int:
+    """Write a row for each task: its prompt, and what finds it again (`task_of`). Returns how many there are.
+
+    For ``--prompt-data PATH --input-key prompt --metadata-key metadata``.
+    """
+    rows = [json.dumps({"prompt": prompt, "metadata": {"task": task}}) for prompt, task in prompts]
+    Path(path).write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    return len(rows)
+
+
+def task_of(sample: Sample) -> Any:
+    """What `write_rows` was given for the task.
+
+    Raises:
+        UserError: the row has none.
+    """
+    if "task" not in sample.metadata:
+        raise UserError(
+            f"sample {sample.index} names no task",
+            why=f"its metadata has: {', '.join(sample.metadata) or 'nothing'}",
+            fix="make the data with write_prompts() of the adapter, and pass --metadata-key metadata",
+        )
+    return sample.metadata["task"]

@@ -1,0 +1,91 @@
+"""The page's files: one by one for a browser that asks a server, or all of them in one file that asks nobody."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import importlib.resources
+import re
+
+PAGE = importlib.resources.files("slime.page").joinpath("static")
+
+#: The scripts, in such an order that each imports those before it.
+_MODULES = (
+    "dom",
+    "frozen",
+    "store",
+    "charts",
+    "timeline",
+    "engines",
+    "tokens",
+    "samples",
+    "settings",
+    "overview",
+    "main",
+)
+_IMPORT = re.compile(r'^import \{ (.+) \} from "/(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))", re.MULTILINE)
+
+
+def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> str:
+    """The page with what it shows, as a file that needs no server and no network.
+
+    The script is allowed by its digest, and nothing else can run: `data` is in an alphabet that has no ``<``, and
+    all text that the page shows goes into it as text alone.
+
+    Args:
+        title: of the window.
+        words: HTML that is shown where the script does not run.
+        data: what `frozen.js` reads: JSON, compressed with gzip.
+        is_live: the file will be written anew, and the page loads itself again.
+    """
+    script, style, frame = _parts()
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'"
+    for place, text in (
+        ('<html lang="en">', '<html lang="en" data-live>' if is_live else '<html lang="en">'),
+        ("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        ("<title>slime watch</title>", f"<title>{html.escape(title)} · slime</title>"),
+        ("<strong>slime watch</strong>", "<strong>slime report</strong>"),
+        ("<!-- style -->", f"<style>{style}</style>"),
+        ("<!-- script -->", f'<script type="module">{script}</script>'),
+        ("<!-- words -->", words),
+        ("<!-- data -->", f'<script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>'),
+    ):
+        before, found, after = frame.partition(place)
+        assert found, place
+        frame = f"{before}{text}{after}"
+    return frame
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return PAGE.joinpath(name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _parts() -> tuple[str, str, str]:
+    """The modules as one script, the styles, and index.html with places to put them in."""
+    script = "\n".join(_as_value(name, _read(f"{name}.js")) for name in _MODULES)
+    frame = _read("index.html")
+    assert not re.search(r"</?script|<!--", script, re.IGNORECASE)
+    styles = re.findall(r'<link rel="stylesheet" href="/(\w+\.css)">\n?', frame)
+    frame = re.sub(r'<link rel="stylesheet".*?>\n?', "", frame)
+    frame = frame.replace(
+        '<script type="module" src="/main.js"></script>', "<!-- policy --><!-- style --><!-- script -->"
+    )
+    frame = frame.replace('<p class="none">Loading …</p>', "<!-- words -->")
+    return script, "".join(map(_read, styles)), frame.replace("</body>", "<!-- data --></body>")
+
+
+def _as_value(name: str, module: str) -> str:
+    """A module as a constant: what it exports, without its other names among those of the other modules."""
+    exported = ", ".join(match[2] for match in _EXPORT.finditer(module))
+    inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const { \1 } = $\2;", module))
+    assert not re.search(r"^(?:import|export)\b", inner, re.MULTILINE), f"{name}.js imports or exports in another way"
+    return f"const ${name} = (() => {{\n{inner}\nreturn {{ {exported} }};\n}})();"

@@ -1,0 +1,151 @@
+"""Host memory that tensors of a GPU are copied into: page-locked, of the exact size, kept and used again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.processes.host import free_host_memory
+
+logger = get_logger(__name__)
+
+_ALIGNMENT = 64
+_SPARE_BYTES = 4e9  # of the host's free memory, that is not locked before it is needed
+_LOCK_SECONDS = 300.0  # for one buffer, at most
+
+
+def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
+    """uint8 [nbytes]; with ``pin`` page-locked, so that a GPU copies at full speed and beside other work.
+
+    torch's own allocator rounds pinned memory up to a power of two, which for a snapshot of 60 GB is 64 and for one of
+    70 GB is 128. So pages of our own are taken and registered with the driver, until the tensor goes.
+
+    Raises:
+        RuntimeError, OSError: the host has not enough memory, or locks none for this process.
+    """
+    if not (pin and nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    owner = (ctypes.c_char * nbytes).from_buffer(pages)  # lives as long as the storage, of which there may be views
+    buffer = torch.frombuffer(owner, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    status = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if status:
+        raise torch.cuda.CudaError(status)
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False  # the driver does it at exit
+    return buffer
+
+
+class BuffersAhead:
+    """Page-locked `host_buffer`s that a thread makes before they are needed: to lock 8 GiB takes 3 s.
+
+    The driver works without Python's lock. What fails is told in the log and no more: whoever needs the memory asks
+    for it again, and gets the error then.
+
+    Args:
+        sizes: in bytes.
+        gpu: whose driver locks them; None: the calling thread's choice is that of every thread.
+    """
+
+    def __init__(self, sizes: Sequence[int], gpu: torch.device | int | None = None) -> None:
+        self._made: list[Tensor] = []
+        self._enough = threading.Event()
+        arguments = (list(sizes), gpu, self._made)
+        self._thread = threading.Thread(target=self._make, args=arguments, name="host-buffers", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Tensor]:
+        """Those that are ready, once; no more are begun. Waits for the one that is being made."""
+        self._enough.set()
+        self._thread.join(_LOCK_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS)
+            return []
+        made, self._made = self._made, []
+        return made
+
+    def _make(self, sizes: list[int], gpu: torch.device | int | None, made: list[Tensor]) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # a new thread starts with the first one
+        for done, size in enumerate(sizes):
+            if self._enough.is_set():
+                return
+            free = free_host_memory()
+            if size + _SPARE_BYTES > free:
+                _tell_rest(sizes[done:], f"{free / 1e9:.1f} GB are free, which may fill up meanwhile")
+                return
+            try:
+                made.append(host_buffer(size, pin=True))
+            except (RuntimeError, MemoryError, OSError) as error:
+                _tell_rest(sizes[done:], str(error).splitlines()[0])
+                return
+
+
+def _tell_rest(sizes: Sequence[int], why: str) -> None:
+    logger.warning(
+        "%.1f GB of host memory are not locked ahead of time, but when they are needed: %s", sum(sizes) / 1e9, why
+    )
+
+
+class HostMemory:
+    """Kept from one snapshot to the next: getting it, and above all pinning it, costs more than copying."""
+
+    def __init__(self) -> None:
+        self._buffer = host_buffer(0, pin=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    @torch.no_grad()
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of ``tensors`` in this memory, valid until the next call. Waits until they are complete.
+
+        Raises:
+            UserError: the host has not enough memory.
+        """
+        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if sum(sizes) > self.nbytes:
+            self._grow(sum(sizes), pin=on_gpu)
+        copies, offset = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            copies.append(self._view(offset, tensor))
+            copies[-1].copy_(tensor.detach(), non_blocking=True)
+            offset += size
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+    def release(self) -> None:
+        """Give the memory back to the system."""
+        self._buffer = host_buffer(0, pin=False)
+
+    def _grow(self, nbytes: int, pin: bool) -> None:
+        self.release()
+        try:
+            self._buffer = host_buffer(nbytes, pin=pin)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise UserError(
+                f"no {nbytes / 1e9:.1f} GB of host memory for the snapshot of an asynchronous save",
+                why=str(error).splitlines()[0],
+                fix="drop --async-save: then checkpoints are written straight from the trainer's memory",
+            ) from error
+
+    def _view(self, offset: int, like: Tensor) -> Tensor:
+        """A tensor whose storage is just its own bytes: torch.save writes whole storages."""
+        if not like.numel():
+            return torch.empty_like(like, device="cpu")
+        window = self._buffer.numpy()[offset:]
+        return torch.frombuffer(window, dtype=like.dtype, count=like.numel()).view(like.shape)

@@ -1,0 +1,443 @@
+"""Collecting one training batch: draw groups, run them, judge them, stop when there are enough, put the rest back.
+
+    source ─► drawn ─► running ─┬─► failed ──────► discarded, another is drawn
+              (over_sampling_   ├─► dropped ─────► discarded, another is drawn      (dynamic filter)
+               batch_size at    └─► kept ─┬──────► chosen: the batch                (first rollout_batch_size)
+               a time)                    └──────► surplus: put back as it is, nothing is generated twice
+              still running when the batch is full ─► aborted, put back: as far as it came with --partial-rollout,
+                                                      else as a prompt
+Every drawn group ends in exactly one of: chosen, discarded, put back.
+
+Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing, and whatever is
+put back is put back as a prompt, so that nothing depends on timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.rollout.failed_groups import too_many_failed, why_failed
+from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
+from slime.rollout.group_run import Activity, GroupRun, key_left_with
+from slime.rollout.journal import Journal, Kind, drawn_as, is_prompt
+from slime.rollout.trajectory import GroupRunner
+from slime.rollout.validate_generate_output import identity_of, wrong_group
+from slime.rollout.watchdog import RolloutStalled, Watchdog
+from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.user_code.hooks import DataSource, DynamicFilter
+from slime.user_code.loading import FunctionFailed, named
+
+logger = get_logger(__name__)
+
+#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
+_MOST_DROPS = 1000
+ABORT_SECONDS = 60.0
+#: For the runner's own code to end; users' has less (`slime.user_code.calls`).
+_CANCEL_SECONDS = 10.0
+
+#: --stale-samples → the metric that counts what became of groups.
+_BECAME = {
+    "correct": "rollout/num_stale_corrected",
+    "requeue": "rollout/num_stale_requeued",
+    "drop": "rollout/num_stale_dropped",
+}
+
+
+class Verdict(StrEnum):
+    KEEP = "keep"
+    DROP = "drop"
+    FAILED = "failed"
+    STALE = "stale"
+    AGAIN = "again"
+    """In another rollout."""
+
+
+@dataclass
+class Collected:
+    """The outcome of one rollout.
+
+    Attributes:
+        chosen: the batch, by sample index.
+        finished: every group that was judged by the filter, chosen or not, by sample index.
+        drops: groups dropped, by the filter's reason.
+        stale: metrics of groups older than --max-staleness, by what became of them.
+        data_seconds: time spent in the data source.
+    """
+
+    chosen: list[GroupRun]
+    finished: list[GroupRun]
+    drops: Counter[str] = field(default_factory=Counter)
+    stale: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_BECAME.values(), 0)))
+    num_failed: int = 0
+    num_surplus: int = 0
+    num_aborted: int = 0
+    data_seconds: float = 0.0
+
+
+class Collector:
+    """One use per rollout: `collect`, then read `Collected`.
+
+    Args:
+        target: groups in the batch.
+        draw_size: groups drawn at a time, when those expected to be kept are fewer than ``target``.
+        group_size: samples per group, checked on what the source gives.
+        max_failed_fraction: of ``target``; at least one group may fail.
+        abort_timeout: seconds for engines and generate functions to stop at the end.
+        journal: what it has of a drawn group takes its place, and what becomes of each is written there.
+        versions: of weights; a group with tokens of others is stale. For the newest see `Journal.restore`.
+        stale_samples: what becomes of such a group, see the flag.
+    """
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        source: DataSource,
+        *,
+        target: int,
+        draw_size: int,
+        group_size: int,
+        dynamic_filter: DynamicFilter | None = None,
+        deterministic: bool = False,
+        partial_rollout: bool = False,
+        max_failed_fraction: float = 0.1,
+        stall_timeout: float = 600.0,
+        abort_timeout: float = ABORT_SECONDS,
+        journal: Journal | None = None,
+        versions: Versions = ANY_VERSION,
+        stale_samples: str = "requeue",
+    ) -> None:
+        self._journal, self._versions, self._stale_samples = journal, versions, stale_samples
+        self._restorable = versions._replace(newest=None) if deterministic else versions
+        self._corrected: set[int] = set()  # by GroupRun.order
+        self.runner, self.source, self.client = runner, source, runner.state.client
+        self.target, self.draw_size, self.group_size = target, draw_size, group_size
+        self.dynamic_filter = dynamic_filter
+        self.deterministic, self.partial_rollout = deterministic, partial_rollout
+        self.num_failures_allowed = max(1, int(max_failed_fraction * target))
+        self.abort_timeout = abort_timeout
+        self.watchdog = Watchdog(self.client, runner, stall_timeout)
+        self.drawn: list[GroupRun] = []
+        self._identities: set[tuple[str, int | None]] = set()  # `identity_of` all that were drawn
+        path = getattr(runner.state.args, "data_source_path", None)
+        self._source_name = named(path, "--data-source-path") if path else "the data source"
+        self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order
+        self.result = Collected([], [])
+        self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
+        self._next_certain = 0  # in deterministic mode: every group drawn before this one has its verdict
+        self._num_rejected = self._drops_in_a_row = 0
+        self._tasks: dict[asyncio.Task[None], GroupRun] = {}
+        self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+
+    async def collect(self) -> Collected:
+        """Run the rollout.
+
+        Raises:
+            UserError: too many failures, nothing left to draw or nothing but drops, a stall, or a mistake in user code.
+            EngineError: the engines cannot be stopped at the end.
+        """
+        try:
+            while len(self._certain) < self.target:
+                while self._num_expected() < self.target:
+                    self._draw_some()
+                for run in await self._wait_for_some():
+                    await self._judge(run)
+            await self._stop_running()
+        finally:
+            await self._cancel(self._tasks)
+        chosen = [run.for_training() for run in self._certain[: self.target]]
+        self._put_back(chosen)
+        result = self.result
+        result.chosen = sorted(chosen, key=_sample_index)
+        judged = [run for run in self.drawn if self.verdicts.get(run.order) in (Verdict.KEEP, Verdict.DROP)]
+        result.finished = sorted(judged, key=_sample_index)
+        return result
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def _num_expected(self) -> int:
+        """Groups that are kept or may still be."""
+        return len(self.drawn) - self._num_rejected
+
+    def _decide(self, run: GroupRun, verdict: Verdict) -> None:
+        """Note a verdict; a rejected group is not drawn again after a resume."""
+        self.verdicts[run.order] = verdict
+        if verdict is not Verdict.KEEP:
+            self._num_rejected += 1
+            if verdict is not Verdict.AGAIN:
+                self.source.mark_discarded([run.index])
+        elif not self.deterministic:
+            self._certain.append(run)
+        while self.deterministic and self._next_certain in self.verdicts:
+            if self.verdicts[self._next_certain] is Verdict.KEEP:
+                self._certain.append(self.drawn[self._next_certain])
+            self._next_certain += 1
+
+    def _draw_some(self) -> None:
+        """Draw; a source of the user's own that fails is asked again, and a group that cannot be used left out, as far
+        as groups may fail."""
+        try:
+            started = time.monotonic()
+            groups = self.source.get_samples(self.draw_size)
+            self.result.data_seconds += time.monotonic() - started
+            if not isinstance(groups, list):
+                raise FunctionFailed(
+                    f"{self._source_name} gave a {type(groups).__name__}", fix="return list[group][Sample]"
+                )
+        except FunctionFailed as error:
+            self._draw_failed(error)
+            return
+        if not groups:
+            raise UserError(
+                f"the data source gave no more prompts after {len(self.drawn)} groups",
+                why=f"the batch needs {self.target}; the dynamic filter dropped {sum(self.result.drops.values())}",
+                fix="give more data, or lower --rollout-batch-size",
+            )
+        for samples in groups:
+            if (wrong := wrong_group(samples, self.group_size, self._identities, self._source_name)) is not None:
+                self._draw_failed(wrong)
+                continue
+            self._identities |= identity_of(samples)
+            run = self._taken_up(samples)
+            self.drawn.append(run)
+            if self._is_stale(run) and not self._takes_stale(run):
+                continue
+            for sample in run.samples if run.was_prompt else ():
+                self.runner.state.from_journal[sample.index] += sample.response_length
+            task = asyncio.create_task(self.runner.run(run))
+            self._tasks[task] = run
+            task.add_done_callback(self._finished.put_nowait)
+
+    def _draw_failed(self, error: FunctionFailed) -> None:
+        self.result.num_failed += 1
+        if self.result.num_failed > self.num_failures_allowed:
+            raise error
+        logger.warning("drawn anew: %s", error)
+
+    def _taken_up(self, drawn: list[Sample]) -> GroupRun:
+        """A drawn group, as far as it has come before."""
+        run = GroupRun.of(drawn, order=len(self.drawn))
+        if self._journal is not None and drawn:
+            key = key_left_with(drawn) or drawn_as(drawn)
+            found, is_noted = self._journal.restore(self._rollout_id, drawn, key, self._restorable)
+            if found is not drawn:
+                run = run.restored(found)
+                run.was_prompt = is_prompt(drawn)
+            run.drawn_as, run.is_noted = key, is_noted
+        return run
+
+    # -- too old -------------------------------------------------------------------------------------------
+
+    def _is_stale(self, run: GroupRun) -> bool:
+        return run.order not in self._corrected and (
+            self._versions.stale_among(run.to_group().weight_versions()) is not None
+        )
+
+    def _takes_stale(self, run: GroupRun) -> bool:
+        """Whether a drawn group that is stale is taken up all the same: as it is, or from its prompt."""
+        self.result.stale[_BECAME[self._stale_samples]] += 1
+        if self._stale_samples == "drop":
+            self._decide(run, Verdict.STALE)
+            return False
+        if self._stale_samples == "correct":
+            self._corrected.add(run.order)
+        else:
+            run.is_noted = False
+            run.restart()
+        return True
+
+    def _turns_away(self, run: GroupRun) -> bool:
+        """Whether a group is not taken since it was generated with tokens that are too old, as no engine of the run
+        does: a generate function of the user's own has brought them. Another draw takes its place."""
+        if not self._is_stale(run):
+            return False
+        self.result.stale[_BECAME[self._stale_samples]] += 1
+        if self._stale_samples == "correct":
+            self._corrected.add(run.order)
+            return False
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row >= self._most_drops:
+            raise UserError(
+                f"{self._drops_in_a_row} groups in a row were generated with tokens older than --max-staleness allows",
+                why=f"{self._versions.allowed} are young enough; the generate function brings others",
+                fix="leave older tokens out there, or pass --stale-samples correct, which trains on them",
+            )
+        self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)
+        return True
+
+    def _note(self, kind: Kind, run: GroupRun) -> None:
+        """What has become of a group, for those who go on after a crash."""
+        if self._journal is not None and not (kind is Kind.FINISHED and run.is_noted):
+            self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
+
+    @property
+    def _rollout_id(self) -> int:
+        return self.runner.rollout_id or 0
+
+    async def _wait_for_some(self) -> list[GroupRun]:
+        """The groups that have finished since the last call, at least one."""
+        while self._finished.empty():
+            try:
+                async with asyncio.timeout(self.watchdog.interval):
+                    self._finished.put_nowait(await self._finished.get())
+            except TimeoutError:
+                try:
+                    await self.watchdog.check(self._tasks.values())
+                except RolloutStalled as stalled:
+                    if not self.watchdog.give_up_hung(self._tasks.values(), stalled.seconds):
+                        raise
+                    logger.warning("%s", stalled)
+        runs = []
+        while not self._finished.empty():
+            task = self._finished.get_nowait()
+            runs.append(self._tasks.pop(task))
+            task.result()  # raises what must stop the run
+        return sorted(runs, key=lambda run: run.order)
+
+    async def _judge(self, run: GroupRun) -> None:
+        if run.failure is not None or not run.is_generated:
+            self._discard_failed(run)
+            return
+        self._check_rewards(run)
+        if self._turns_away(run):
+            return
+        self._note(Kind.FINISHED, run)
+        try:
+            judged = call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit)
+            output = await judged
+        except UserError as error:
+            self.runner.fail_group(run, error)
+            self._discard_failed(run)
+            return
+        expected = self._num_expected()
+        if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
+            self.result.drops[output.reason or "unnamed"] += 1
+            self._drops_in_a_row += 1
+            self._decide(run, Verdict.DROP)
+            self._check_drops()
+        else:
+            self._drops_in_a_row = 0
+            self._decide(run, Verdict.KEEP)
+
+    @property
+    def _most_drops(self) -> int:
+        return max(_MOST_DROPS, 10 * self.target)
+
+    def _check_drops(self) -> None:
+        if self._drops_in_a_row >= self._most_drops:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.result.drops.most_common(3))
+            raise UserError(
+                f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
+                why=f"its reasons: {reasons}",
+                fix="take prompts on which the model sometimes succeeds, raise --n-samples-per-prompt, or leave"
+                " --dynamic-sampling-filter-path out",
+            )
+
+    def _check_rewards(self, run: GroupRun) -> None:
+        if self.runner.rewards is not None and not run.is_scored:
+            raise UserError(
+                f"the reward function returned None in group {run.index}", fix="return a number, or a dict of numbers"
+            )
+
+    def _discard_failed(self, run: GroupRun) -> None:
+        self.result.num_failed += 1
+        self._decide(run, Verdict.FAILED)
+        if self.result.num_failed <= self.num_failures_allowed:
+            logger.warning("group %d failed and is replaced by another (%s)", run.index, why_failed(run))
+            return
+        what = f"{self.result.num_failed} groups have failed in this rollout of {self.target}"
+        raise too_many_failed(what, "the last one", run, "failed_*.jsonl") from run.failure
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    async def _stop_running(self) -> None:
+        """Abort what still runs. Rewards are left at once, engines stop, slow generate functions are cancelled."""
+        if not self._tasks:
+            return
+        with self.client.abort_scope():
+            await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+            end = time.monotonic() + self.abort_timeout
+            if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
+                await self.client.abort_all(self.abort_timeout)
+            _, late = await asyncio.wait(self._tasks, timeout=max(0.0, end - time.monotonic()))
+            if late:
+                logger.warning("%d groups did not stop within %.0f s of the abort", len(late), self.abort_timeout)
+                await self._cancel(late)
+                await self.client.abort_all(self.abort_timeout)
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def _cancel(self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:  # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # seen: whatever was first has been raised already
+
+    def _put_back(self, chosen: list[GroupRun]) -> None:
+        taken = {run.order for run in chosen}
+        back = []
+        for run in self.drawn:
+            verdict = self.verdicts.get(run.order)
+            if run.order in taken or verdict in (Verdict.DROP, Verdict.FAILED, Verdict.STALE):
+                continue
+            if verdict is Verdict.AGAIN:
+                run.restart()
+                back.append(run)
+                continue
+            if run.failure is not None:  # failed, and its siblings were aborted
+                self.result.num_failed += 1
+                self._decide(run, Verdict.FAILED)
+                continue
+            self.result.num_surplus += run.is_generated
+            self.result.num_aborted += not run.is_generated
+            self._rewind(run)
+            back.append(run)
+        if back:
+            self.source.add_samples([run.for_later() for run in sorted(back, key=_sample_index)])
+
+    def _rewind(self, run: GroupRun) -> None:
+        """Into the state in which the next rollout can take it up."""
+        if run.is_generated and not self.deterministic:
+            if run.order not in self.verdicts:  # it finished when there were enough: nobody has judged and noted it
+                self._note(Kind.FINISHED if run.is_scored else Kind.BEGUN, run)
+            return
+        if self.deterministic or not self.partial_rollout:
+            if run.order in self.verdicts or run.is_restored:
+                self._note(Kind.FORGOTTEN, run)
+            run.restart()
+            return
+        for execution in run.executions:
+            if execution.is_generated:
+                continue
+            if execution.fanned_out or execution.activity is Activity.GENERATING:  # user code left it half-done
+                execution.rewind()
+            for sample in execution.samples:
+                if sample.response_length:
+                    sample.metadata.setdefault("start_rollout_id", self.runner.rollout_id)
+        if any(sample.response_length for sample in run.samples):
+            self._note(Kind.BEGUN, run)
+
+    def progress(self) -> dict[str, float]:
+        """``done`` and ``target`` in groups, ``tokens`` generated so far."""
+        kept = sum(verdict is Verdict.KEEP for verdict in self.verdicts.values())
+        tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
+        return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
+
+
+def _sample_index(run: GroupRun) -> int:
+    index = run.executions[0].prompt.index
+    assert index is not None
+    return index
+
+
+def _is_generating(run: GroupRun) -> bool:
+    return any(execution.activity is Activity.GENERATING for execution in run.executions)

@@ -1,0 +1,466 @@
+"""One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its own.
+
+    Execution   queued ─► generating ─► hooks ─► reward ─► done
+                   └──────────┴── abort ──┘        └── abort: generated, to be scored later
+
+A failing sample fails alone. What the user's code has failed on is tried a second time; what fails again, or hangs,
+becomes the `Execution.failure`, the loop replaces its group and stops the run when too many fail. A `UserError` of our
+own code is a mistake in configuration or data: it stops the run at once. Once an abort is under way neither counts:
+user code that stumbles over answers cut short is put back, and what else is wrong with it will show next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+from slime.engines.api import EngineError
+from slime.engines.client import RequestRefused
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.observe.trace import Span, span
+from slime.rollout.generate import GenerateState, bind_state, generate, is_too_long, note_too_long, prompt_token_ids
+from slime.rollout.group_run import Activity, Execution, GroupRun
+from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
+from slime.rollout.validate_generate_output import (
+    check_values,
+    finish_samples,
+    keep_identity,
+    samples_of,
+    tell_of_other_prompt,
+    tell_of_text_alone,
+)
+from slime.samples.types import Sample, SampleStatus
+from slime.user_code.calls import alone
+from slime.user_code.hooks import GenerateFunction, SampleHook
+from slime.user_code.loading import (
+    FunctionFailed,
+    FunctionHangs,
+    accepted,
+    check_signature,
+    is_async,
+    load_function,
+    named,
+    user_frames,
+    with_user_frames,
+)
+from slime.user_code.overrides import override_of
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+#: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
+_MOST_CUTS = 8
+#: What names a function that a sample brings along (--eval-config gives each data set its own).
+_OF_SAMPLE = "generate_function_path of the sample"
+#: Failures of samples told in the log, of one rollout.
+_MOST_SAID = 20
+
+
+class Rewards(Protocol):
+    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several scored together."""
+
+    async def score(self, sample: Sample) -> float | dict[str, Any]: ...
+
+    async def score_group(self, samples: list[Sample]) -> list[float | dict[str, Any]]: ...
+
+
+class GroupRunner:
+    """Runs groups. Shared by training rollouts and evaluations; nothing in it belongs to one group.
+
+    Args:
+        state: tokenizer, client, sampling parameters.
+        rewards: None when the samples bring their rewards along.
+        rollout_id, evaluation: passed to hooks that ask for them.
+        group_rm: score the finished group as a whole.
+        mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
+        ours: of "group" and "sample" those for which a plugin's function in place of ours is not called: it has called
+            us.
+        hook_limit: seconds that a sample hook may take.
+        on_failure: told of each failure, with its sample as it stands.
+
+    Attributes:
+        num_failures, num_hung: failures of samples so far, those that hung among them.
+    """
+
+    def __init__(
+        self,
+        state: GenerateState,
+        rewards: Rewards | None,
+        *,
+        rollout_id: int | None,
+        evaluation: bool = False,
+        group_rm: bool = False,
+        mask_offpolicy: bool = False,
+        hook_limit: float | None = None,
+        on_failure: Callable[[Execution, Exception], None] = lambda execution, error: None,
+        ours: tuple[str, ...] = (),
+    ) -> None:
+        self.hook_limit, self.on_failure, self._ours = hook_limit, on_failure, ours
+        self.num_failures = self.num_hung = 0
+        self._hooks_turn = asyncio.Lock()
+        self.state, self.rewards = state, rewards
+        self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
+        self.mask_offpolicy = mask_offpolicy
+        self.last_progress = time.monotonic()
+        self._default_path: str | None = getattr(state.args, "custom_generate_function_path", None)
+        self._functions: dict[str, Any] = {}
+
+    def _checked(self, path: str, protocol: type) -> Any:
+        if path not in self._functions:
+            fn = load_function(path)
+            check_signature(fn, protocol, path)
+            self._functions[path] = fn
+        return self._functions[path]
+
+    async def run(self, group: GroupRun) -> None:
+        """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a failure)."""
+        bind_state(self.state)
+        for sample in group.samples:
+            sample.session_id = sample.session_id or uuid.uuid4().hex
+        with span(group.samples, "generate_and_rm_group"):
+            whole = None if "group" in self._ours or group.is_generated else override_of("generate_and_reward_group")
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    together = tasks.create_task(self._run_whole(whole, group)) if whole is not None else None
+                    for execution in group.executions:
+                        execution.task = together or tasks.create_task(self._run_execution(execution))
+            except BaseExceptionGroup as errors:  # only what must stop the run gets here
+                raise errors.exceptions[0] from None
+            if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
+                await self._score_group(group)
+
+    async def _run_whole(self, function: Any, group: GroupRun) -> None:
+        """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as a whole."""
+        name = "the plugin's generate_and_rm_group"
+        for execution in group.executions:
+            execution.prompt, execution.function = copy_of_prompt(execution.samples[0]), name
+            execution.enter(Activity.GENERATING)
+        try:
+            drawn = [execution.samples[0] for execution in group.executions]
+            params, more = (
+                copy.deepcopy(self.state.sampling_params),
+                accepted(function, {"evaluation": self.evaluation}),
+            )
+            returned = await alone(function(self.state.args, drawn, params, **more), name)
+            if not isinstance(returned, list) or len(returned) != len(group.executions):
+                what = f"{name} did not return a list of {len(group.executions)}"
+                raise FunctionFailed(what, fix="return for each sample of the group the sample, or a list of samples")
+            for execution, samples in zip(group.executions, returned):
+                self._accept(execution, samples, name)
+                await self._score_unless_group_rm(execution)
+                execution.enter(Activity.DONE)
+        except Exception as error:  # the boundary of a group's failures, as of a sample's below
+            for execution in group.executions:
+                self._end_of_failure(execution, error)
+        except asyncio.CancelledError:
+            if not (hung := [execution for execution in group.executions if execution.hung_seconds]):
+                raise  # those that were accepted before one hung in its reward are not among them
+            for execution in hung:
+                self._end_of_hanging(execution)
+        self.last_progress = time.monotonic()
+
+    async def _score_unless_group_rm(self, execution: Execution) -> None:
+        if execution.is_generated and not self.group_rm:
+            await self._score(execution)
+
+    def _end_of_failure(self, execution: Execution, error: Exception) -> None:
+        """Raises what must stop the run."""
+        if self.state.client.aborting:
+            self._abort(execution, error)
+        elif isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+            raise with_user_frames(error, error) from error.__cause__
+        else:
+            self._fail(execution, error)
+
+    def _end_of_hanging(self, execution: Execution) -> None:
+        """To be called where a cancellation was caught; raises it again where nobody has given the execution up."""
+        if not execution.hung_seconds or self.state.client.aborting:
+            raise
+        assert execution.task is not None
+        execution.task.uncancel()
+        self.num_hung += 1
+        self._fail(execution, _hung(execution))
+
+    async def _run_execution(self, execution: Execution) -> None:
+        with span(execution.samples, "generate_and_rm") as sample_span:
+            try:
+                while not await self._tried(execution, sample_span):
+                    pass
+            except asyncio.CancelledError:
+                self._end_of_hanging(execution)
+        self.last_progress = time.monotonic()
+
+    async def _tried(self, execution: Execution, sample_span: Span) -> bool:
+        """Whether it has come as far as it goes; False where it is to be tried again."""
+        execution.function = ""
+        try:
+            if not execution.is_generated:
+                await self._generate(execution)
+                sample_span.adopt(execution.samples)
+            await self._score_unless_group_rm(execution)
+            execution.enter(Activity.DONE)
+        except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
+            if not self.state.client.aborting and self._is_tried_again(execution, error):
+                return False
+            self._end_of_failure(execution, error)
+        return True
+
+    def _is_tried_again(self, execution: Execution, error: Exception) -> bool:
+        """Once, from where users' code has failed, so that the group need not go for a sandbox that did not come up."""
+        is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
+        execution.num_failures += 1
+        if is_ours or execution.num_failures > 1 or not (execution.function or isinstance(error, FunctionFailed)):
+            return False
+        self._say("sample %s is tried again, %s", execution, error)
+        self._note_failure(execution, error)
+        if execution.activity is not Activity.REWARD:
+            execution.rewind()
+        return True
+
+    def give_up(self, execution: Execution, seconds: float) -> None:
+        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a failure."""
+        if execution.task is not None and not execution.task.done():
+            execution.hung_seconds = seconds
+            execution.task.cancel()
+
+    def fail_group(self, group: GroupRun, error: Exception) -> None:
+        """What judges a whole group has failed on it."""
+        for execution in group.executions:
+            execution.enter(Activity.FILTER)
+            execution.failure = error
+        for sample in group.samples:
+            sample.status = SampleStatus.FAILED
+        self._note_failure(group.executions[0], error)
+
+    def _say(self, text: str, execution: Execution, error: Exception) -> None:
+        """The first few, and all with --log-level debug: one mistake may fail on thousands of samples."""
+        is_debugging = logger.isEnabledFor(10)
+        if self.num_failures < _MOST_SAID or is_debugging:
+            logger.warning(text, execution.prompt.index, _said(execution, error), exc_info=is_debugging and error)
+        elif self.num_failures == _MOST_SAID:
+            logger.warning("further failures of samples are written to samples/failed_*.jsonl alone")
+
+    def _note_failure(self, execution: Execution, error: Exception) -> None:
+        self.num_failures += 1
+        self.on_failure(execution, error)
+
+    def _abort(self, execution: Execution, error: Exception) -> None:
+        """What failed while generating is to be put back as it was; what is generated only lacks its score."""
+        logger.debug("sample %s was aborted while %s: %r", execution.prompt.index, execution.activity.value, error)
+        if execution.activity is not Activity.REWARD:
+            execution.rewind()
+            for sample in execution.samples:
+                sample.status = SampleStatus.ABORTED
+
+    def _fail(self, execution: Execution, error: Exception) -> None:
+        self._say("sample %s failed %s", execution, error)
+        execution.failure = error
+        for sample in execution.samples:
+            sample.status = SampleStatus.FAILED
+        self._note_failure(execution, error)
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    async def _generate(self, execution: Execution) -> None:
+        sample = execution.samples[0]
+        if self.mask_offpolicy and sample.response_length:
+            sample.loss_mask = [0] * sample.response_length
+        whole = None if "sample" in self._ours else override_of("generate_and_reward")
+        async with contextlib.nullcontext() if whole else self.state.client.slots:  # ours takes one when it is called
+            if self.state.client.aborting:
+                sample.status = SampleStatus.ABORTED
+                return
+            execution.enter(Activity.GENERATING)
+            for _ in range(_MOST_CUTS):
+                origin = await self._generate_once(execution, whole)
+                if self.state.client.aborting or not execution.was_cut:
+                    break
+                execution.rewind()  # user code asked the engines itself, and a push of weights came between
+                execution.enter(Activity.GENERATING)
+            else:
+                raise EngineError(self.state.client.base_url, f"{origin} was cut short {_MOST_CUTS} times by aborts")
+        if execution.is_generated and whole is None:
+            execution.enter(Activity.HOOKS)
+            await self._run_hooks(execution)
+
+    async def _call_generate(self, execution: Execution, sample: Sample, whole: Any) -> tuple[Any, str]:
+        """What the generate function returned (``whole``: a plugin's, which scores as well), and its name."""
+        params = self.state.params_for(sample)
+        path = sample.generate_function_path or self._default_path
+        if getattr(self.state.args, "rollout_sample_hook_path", None):
+            execution.prompt = copy_of_prompt(sample)
+        if whole is not None:
+            path, fn = "the plugin's generate_and_rm", whole
+        elif path:
+            fn = self._checked(path, GenerateFunction)
+            path = self._generate_name(path)
+        elif (fn := override_of("generate")) is not None:
+            path = "the plugin's generate"
+        else:
+            return await generate(self.state.args, sample, params), "the generate function"
+        # user code may leave anything behind when it is cancelled or returns other samples
+        execution.prompt, execution.function = copy_of_prompt(sample), path
+        returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
+        if not inspect.isawaitable(returned):
+            raise UserError(f"{path} is not async", fix="declare the generate function with 'async def'")
+        try:
+            return await alone(returned, f"{path} on sample {sample.index}"), path
+        except RequestRefused as refused:
+            if not is_too_long(refused):
+                raise
+            note_too_long(self.state, sample, refused.what)
+            prompt = execution.prompt
+            ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(self.state.tokenizer, prompt)
+            return truncated(sample, prompt, ids), path
+
+    async def _generate_once(self, execution: Execution, whole: Any) -> str:
+        """Call the generate function and take what it returns; says which it was.
+
+        Raises:
+            FunctionFailed: the user's own misuses ours, or returned what it should not.
+        """
+        try:
+            returned, origin = await self._call_generate(execution, execution.samples[0], whole)
+        except UserError as error:
+            if not execution.function:
+                raise
+            raise FunctionFailed.of(error) from error
+        self._accept(execution, returned, origin)
+        return origin
+
+    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
+        """Take what a generate function returned.
+
+        Raises:
+            FunctionFailed: it is not what the user's own should have returned.
+        """
+        prompt, is_fan_out, aborting = execution.prompt, isinstance(returned, list), self.state.client.aborting
+        try:
+            samples = samples_of(returned, origin)
+            options = {"is_fan_out": is_fan_out, "aborting": aborting}
+            from_text = finish_samples(samples, prompt, self.state.tokenizer, origin, **options)
+            for sample in samples if execution.function else ():
+                check_values(sample, origin, self.state.vocab_size, self.state.args)
+                if not is_fan_out:
+                    tell_of_other_prompt(sample, prompt, origin)
+        except UserError as error:
+            if not execution.function:
+                raise
+            raise FunctionFailed.of(error) from error
+        if not self.evaluation:
+            tell_of_text_alone(from_text, origin, self.state)
+        execution.samples, execution.fanned_out, execution.function = samples, is_fan_out, ""
+
+    async def _run_hooks(self, execution: Execution) -> None:
+        optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
+        for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
+            origin = named(path, "--rollout-sample-hook-path")
+            hook, execution.function = self._checked(path, SampleHook), origin
+            for position, sample in enumerate(execution.samples):
+                execution_id = sample.rollout_id
+                async with self._turn_of(hook):
+                    own = await apply_sample_hook(hook, origin, self.state.args, sample, optional, self.hook_limit)
+                try:
+                    check_values(own, origin, self.state.vocab_size, self.state.args)
+                except UserError as error:
+                    raise FunctionFailed.of(error) from error
+                keep_identity(own, execution.prompt, origin)
+                own.rollout_id = execution_id
+                execution.samples[position] = own
+        execution.function = ""
+
+    def _generate_name(self, path: str) -> str:
+        return named(path, "--custom-generate-function-path" if path == self._default_path else _OF_SAMPLE)
+
+    def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
+        """Sync hooks take turns, though each has a thread: they may count and collect."""
+        return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
+
+    # -- rewards -------------------------------------------------------------------------------------------
+
+    async def _score(self, execution: Execution) -> None:
+        unscored = [sample for sample in execution.samples if sample.reward is None]
+        if not unscored or self.rewards is None:
+            return
+        execution.enter(Activity.REWARD)
+        with span(unscored, "reward_model"):
+            if execution.fanned_out:
+                scores = await self._unless_aborted(self.rewards.score_group, unscored)
+            else:
+                score = await self._unless_aborted(self.rewards.score, unscored[0])
+                scores = None if score is None else [score]
+        set_rewards(unscored, scores)
+
+    async def _score_group(self, group: GroupRun) -> None:
+        if self.rewards is None:
+            return
+        for execution in group.executions:
+            execution.enter(Activity.REWARD)
+        try:
+            with span(group.samples, "group_reward_model"):
+                scores = await self._unless_aborted(self.rewards.score_group, group.samples)
+        except Exception as error:  # a group scored together fails together
+            if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
+                raise
+            for execution in group.executions:
+                self._fail(execution, error)
+            return
+        set_rewards(group.samples, scores)
+        for execution in group.executions:
+            execution.enter(Activity.DONE)
+        self.last_progress = time.monotonic()
+
+    async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
+        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up a rollout's end.
+
+        Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
+        """
+        client, task, is_cut = self.state.client, asyncio.current_task(), False
+        assert task is not None
+
+        def cut_short() -> None:
+            nonlocal is_cut
+            is_cut = True
+            task.cancel()
+
+        if client.aborting:
+            return None
+        try:
+            with client.on_abort(cut_short):
+                return await score(what)
+        except asyncio.CancelledError:
+            if not is_cut or task.cancelling() > 1:  # somebody else has cancelled it
+                raise
+            return None
+        except Exception as error:
+            if not client.aborting:
+                raise
+            logger.debug("a reward failed while the rollout ended: %r", error)
+            return None
+        finally:
+            if is_cut:
+                task.uncancel()
+
+
+def _said(execution: Execution, error: Exception) -> str:
+    frames = user_frames(error)
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))  # of a reward, which has told its lines
+    said = notes or (f"\n  {frames}" if frames else "")
+    where = f" in {execution.function}" if execution.function else ""
+    return f"while {execution.activity.value}{where}: {type(error).__name__}: {error}{said}"
+
+
+def _hung(execution: Execution) -> FunctionHangs:
+    return FunctionHangs(
+        f"sample {execution.prompt.index} hung {'in ' + execution.function if execution.function else 'there'}",
+        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s (--rollout-stall-timeout)",
+        fix="give what it waits for a deadline",
+    )

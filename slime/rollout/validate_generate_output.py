@@ -1,0 +1,282 @@
+"""What users' functions return of a sample, checked before anybody else meets it.
+
+A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the trainer, and take the whole
+batch along; refused here, it costs itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from slime.errors import UserError
+from slime.log import get_logger, tell
+from slime.prompts.tokenizer import opening_tokens
+from slime.rollout.generate import GenerateState, prompt_token_ids
+from slime.rollout.group_run import GroupRun
+from slime.rollout.resumed_requests import has_ended
+from slime.samples.reward_values import reward_number
+from slime.samples.routed_experts import experts_problem
+from slime.samples.sample_fields import PER_TOKEN, kind_problem, number_problem, packed_ids, token_problem
+from slime.samples.types import Group, Sample, SampleStatus
+from slime.user_code.loading import FunctionFailed, shown
+
+logger = get_logger(__name__)
+
+
+def samples_of(returned: Any, origin: str) -> list[Sample]:
+    """The samples that a generate function returned: one, or a list.
+
+    Raises:
+        UserError: it is something else, or an empty list.
+    """
+    samples = returned if isinstance(returned, list) else [returned]
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        kind = "an empty list" if returned == [] else f"a {type(returned).__name__}"
+        raise UserError(f"{origin} returned {kind}", fix="return the sample, or a list of samples")
+    return samples
+
+
+def finish_samples(
+    samples: Sequence[Sample], prompt: Sample, tokenizer: Any, origin: str, *, is_fan_out: bool, aborting: bool
+) -> list[Sample]:
+    """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id of their execution.
+    Returns those of them that came as text alone.
+
+    Args:
+        prompt: the sample as it was given.
+        aborting: what is left PENDING was cut short.
+    Raises:
+        UserError: lengths that do not fit, one sample twice, or siblings with different ``rollout_id``.
+    """
+    from_text: list[Sample] = []
+    if len(set(map(id, samples))) < len(samples):
+        raise UserError(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
+    for sample in samples:
+        if (problem := kind_problem(sample)) is not None:
+            raise UserError(f"{origin} returned a sample (index {prompt.index}) with {problem[0]}", fix=problem[1])
+        keep_identity(sample, prompt, origin)
+        sample.session_id = sample.session_id or prompt.session_id
+        from_text += [sample] if _completed(sample, tokenizer, prompt.tokens, origin) else []
+        sample.validate(origin)
+        if sample.status is SampleStatus.PENDING:  # user code need not set it: returned is done
+            sample.status = SampleStatus.ABORTED if aborting else SampleStatus.COMPLETED
+    if is_fan_out:
+        ids = {sample.rollout_id for sample in samples}
+        if len(ids) > 1:
+            raise UserError(
+                f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
+                fix="set the same sample.rollout_id on each of them, or leave it None",
+            )
+    for sample in samples:
+        sample.rollout_id = prompt.index if is_fan_out else prompt.rollout_id
+    return from_text
+
+
+def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) -> bool:
+    """`complete_tokens`, whose errors name the function."""
+    try:
+        return complete_tokens(sample, tokenizer, drawn)
+    except UserError as error:
+        raise UserError(f"{origin} returned an odd sample: {error.what}", error.why, error.fix) from error
+    except Exception as error:  # whatever the tokenizer or the chat template says to such a prompt
+        what = f"{origin} returned a sample (index {sample.index}) whose text cannot be tokenised"
+        raise UserError(what, why=f"{type(error).__name__}: {error}", fix="return tokens as well") from error
+
+
+def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
+    it was one.
+
+    Args:
+        drawn: tokens of the prompt as they were drawn; [] where it came as text.
+    Raises:
+        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
+    """
+    if not sample.response or sample.response_length:
+        return False
+    if not sample.tokens or sample.tokens != drawn:
+        prompt = prompt_token_ids(tokenizer, sample)
+        if [*opening_tokens(tokenizer), *sample.tokens] == prompt:
+            prompt = sample.tokens
+        elif sample.tokens not in ([], prompt):
+            raise UserError(
+                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
+                fix="set response_length, or leave tokens and response_length to us, with text alone",
+            )
+        sample.tokens = prompt
+    ids = tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = sample.tokens + ids
+    sample.response_length = len(ids)
+    return True
+
+
+def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
+    """Say it once where answers that came as text, and have ended, are trained on without their end.
+
+    No token is added: which one the model has sampled there, or whether it has, text does not tell.
+    """
+    params = state.sampling_params
+    stop = params.get("stop") or ()
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not (state.end_tokens or strings or params.get("stop_token_ids")):
+        return
+    for sample in samples:
+        ends_in_text = bool(strings) and sample.response.endswith(strings)
+        if sample.status is not SampleStatus.COMPLETED or ends_in_text:
+            continue
+        if not has_ended(sample.tokens, params, state.end_tokens):
+            tell(
+                logger,
+                "%s returns text alone, without the token that ends an answer (sample %s, for one): its text is "
+                "tokenised for training, which so never sees an answer end, nor the log-probs of what was sampled. "
+                "Return what the engine gave, with sample.append_response_tokens(tokens=…, log_probs=…) as "
+                "slime.rollout.generate.generate does, or call that; or ask for text that keeps its end "
+                "(skip_special_tokens=False)",
+                origin, sample.index, once=f"text alone {origin}",
+            )  # fmt: skip
+            return
+
+
+def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any) -> None:
+    """Check the values of a sample that users' code has built or changed, its kinds and lengths being right.
+
+    Args:
+        vocab_size: of the model; None where it is not known.
+    Raises:
+        UserError: a token that is no whole number or that the model does not have, no token before the response, a
+            log-prob that is not finite or above 0, spans or experts that do not fit, or a reward that is no finite
+            number.
+    """
+
+    def refuse(what: str, fix: str) -> None:
+        raise UserError(f"{origin} returned a sample (index {sample.index}) with {what}", fix=fix)
+
+    ids = packed_ids(sample.tokens)
+    if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
+        refuse(problem, "encode with the model's tokenizer")
+    if ids is None:
+        sample.tokens = [operator.index(token) for token in sample.tokens]  # NumPy's and torch's, too
+    if sample.response_length and not sample.prompt_length:
+        refuse(
+            f"{len(sample.tokens)} tokens, all of them of the response",
+            "put the prompt's tokens before them: sample.tokens = prompt_ids + response_ids, with response_length ="
+            " len(response_ids); or append with sample.append_response_tokens",
+        )
+    for name in PER_TOKEN:
+        if problem := number_problem(name, getattr(sample, name)):
+            refuse(problem, "give the numbers of the engine's answer, 0.0 where the model did not sample the token")
+    bounds = [0, *(bound for span in sample.token_spans for bound in (span.start, span.end)), sample.response_length]
+    if bounds != sorted(bounds):
+        refuse(f"token_spans {shown(sample.token_spans)}", "leave them to sample.append_response_tokens")
+    if problem := experts_problem(sample.rollout_routed_experts, len(sample.tokens)):
+        refuse(f"rollout_routed_experts {problem}", "leave them to sample.append_response_tokens")
+    check_reward(sample, origin, args)
+
+
+def check_reward(sample: Sample, origin: str, args: Any) -> None:
+    """Check the reward that users' code has set, where it has.
+
+    Raises:
+        FunctionFailed: it is no finite number, and no dict with one.
+    """
+    role = f"the reward of sample {sample.index}"
+    if isinstance(sample.reward, dict):
+        for key in (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None)):
+            if key in sample.reward:
+                sample.reward[key] = reward_number(sample.reward[key], origin, f"{key!r} in {role}")
+    elif sample.reward is not None:
+        sample.reward = reward_number(sample.reward, origin, role)
+
+
+def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
+    """Give a sample the indices that it was drawn with: order, seeds and group statistics go by them."""
+    for name in ("index", "group_index"):
+        drawn, own = getattr(prompt, name), getattr(sample, name)
+        if own not in (None, drawn):
+            tell(
+                logger,
+                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of the prompt; "
+                "sample.metadata has room for numbers of yours",
+                origin, name, own, drawn, once=f"{name} {origin}",
+            )  # fmt: skip
+        setattr(sample, name, drawn)
+
+
+def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
+    """Say it once where a function returns other prompt tokens than it was given, and calls the prompt the same."""
+    drawn, own = prompt.tokens[: prompt.prompt_length], sample.tokens[: sample.prompt_length]
+    if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:
+        tell(
+            logger,
+            "%s returns tokens that do not begin with those of the prompt that it was given (sample %s, for one: %d "
+            "tokens, %d given). Where it renders the prompt itself, set sample.prompt to what it renders; otherwise "
+            "put sample.tokens, as they were given, before the response",
+            origin, prompt.index, len(own), len(drawn), once=f"other prompt {origin}",
+        )  # fmt: skip
+
+
+def check_distinct(groups: Sequence[Group], origin: str) -> None:
+    """Check that no two groups of a rollout, and no two executions, pass for one.
+
+    Raises:
+        FunctionFailed: two groups with one group_index, whose rewards would be compared; executions with one index.
+    """
+    fix = "give each group a group_index, and each sample an index, of its own; or leave them None"
+    for name, values in (
+        ("group_index", [next((s.group_index for s in group.samples), None) for group in groups]),
+        ("index", [execution[0].index for group in groups for execution in group.executions]),
+    ):
+        most_common = Counter(value for value in values if value is not None).most_common(1)
+        if most_common and most_common[0][1] > 1:
+            value, count = most_common[0]
+            things = "groups" if name == "group_index" else "samples"
+            raise FunctionFailed(f"{origin} returned {count} {things} with {name} {value}", fix=fix)
+    ids = Counter(id(sample) for group in groups for sample in group.samples)
+    if len(ids) != ids.total():
+        raise FunctionFailed(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
+
+
+def wrong_group(
+    samples: Any, group_size: int, taken: Collection[tuple[str, int | None]], source: str
+) -> FunctionFailed | None:
+    """What is wrong with a group that a data source gave; None where nothing is.
+
+    Args:
+        group_size: executions that it must have.
+        taken: `identity_of` the groups that this rollout has drawn already.
+        source: the data source in messages.
+    """
+    what = ""
+    if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
+        what = f"that is {shown(samples)}"
+    elif odd := next((problem for problem in map(kind_problem, samples) if problem), None):
+        what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
+    elif any(sample.index is None for sample in samples):
+        what = "whose samples have no index"
+    elif (count := len(GroupRun.of(samples).executions)) != group_size:
+        what = f"of {count} samples"
+    elif len({sample.group_index for sample in samples}) > 1:
+        what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
+    elif len({each.prompt.index for each in GroupRun.of(samples).executions}) < group_size:
+        what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
+    elif again := identity_of(samples) & set(taken):
+        what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
+    why = f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
+    fix = "count group_index and index on in get_samples, from draw to draw"
+    if what:
+        return FunctionFailed(f"{source} gave a group {what}", why, fix)
+    try:
+        for sample in samples:
+            sample.validate(source)
+    except UserError as error:
+        return FunctionFailed.of(error)
+    return None
+
+
+def identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
+    """What no other group of a rollout may have: the index of the group, and of each of its samples."""
+    of_group = {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
+    return of_group | {("index", sample.index) for sample in samples}

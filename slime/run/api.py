@@ -1,0 +1,451 @@
+"""Training from Python: `train` starts a run beside this process and gives a handle on it.
+
+    import slime
+
+    rows = [{"prompt": "What is 17 + 5?", "label": "22"}, …]
+    exact = lambda response, label: response.strip() == label
+    run = slime.train(model="path/to/model", data=rows, reward=exact)
+    run.series("rollout/raw_reward"), run.samples(-1)[0]["response"], run.model
+
+The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or Megatron-core comes into this
+one, a notebook's kernel stays as it is, and a run that fails takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.checkpoints.run_models import newest_model
+from slime.errors import RunFailed, UserError
+from slime.files import read_lines, write_atomically
+from slime.hub import local_data
+from slime.observe.notebook import LinePrinter
+from slime.observe.run_data import rows_by_stage
+from slime.observe.run_folder import RunFolder, is_held
+from slime.processes.host import python_module
+from slime.processes.owner import die_with_parent
+from slime.user_code.loading import check_signature, save_function
+
+#: Columns of data sets that people train on, looked for where --input-key and --label-key are not given.
+_INPUT_KEYS = ("prompt", "question", "problem", "messages", "input")
+_LABEL_KEYS = ("label", "answer", "solution")
+_LAST_LINES = 40
+#: Beside the run folders: what was handed to runs, a folder each.
+_INPUTS = "inputs"
+#: As `slime.__main__.guarded` prints it.
+_ERROR = re.compile(
+    r"(?:^|\n)error: (?P<what>(?:(?!\nerror: ).)*?)(?:\n  why: (?P<why>.*?))?(?:\n  fix: (?P<fix>.*))?$", re.DOTALL
+)
+#: Of the command line, in a message.
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
+#: A driver that was told to end saves first; one that cannot is killed.
+_STOP_SECONDS = 600.0
+#: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may be a short one.
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="slime-start")
+
+
+def train(
+    model: str | Path,
+    data: Any,
+    reward: Callable[..., Any] | str | None = None,
+    *,
+    eval_data: Any = None,
+    name: str | None = None,
+    output_dir: str | Path = "outputs",
+    wait: bool = True,
+    **flags: Any,
+) -> TrainingRun:
+    """Train ``model`` on prompts with a reward; the model is in ``run.model`` afterwards.
+
+    Args:
+        model: a Hugging Face directory, ``--hf-checkpoint``.
+        data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns named as usual (prompt,
+            question, messages …; label, answer …) are found; ``input_key`` and ``label_key`` name others. All of it is
+            gone through once, unless ``num_rollout`` (steps) or ``num_epoch`` says how long.
+        reward: a function, also one that is defined in a notebook or in ``__main__``; the name of a built-in one
+            ("math"), or the path of a function. A function takes what its parameters are called, of ``response``,
+            ``label``, ``prompt``, ``metadata`` and ``sample``, or ``(args, sample, **kwargs)`` as in
+            `slime.user_code.hooks`.
+        eval_data: the same as ``data``, for an evaluation before and after training (``eval_interval`` for more).
+        name, output_dir: the run folder is ``output_dir/name``; the name is the time when it is left out. What is
+            passed to the run (rows, functions, flags), and what it says, are in ``output_dir/inputs/name``.
+        wait: come back when the run has ended. Ctrl-C then stops it as SIGTERM does: it saves what it has learned.
+        flags: every flag of ``slime train`` with underscores; ``save`` is ``"{run}/checkpoints"`` unless it is given.
+            Functions and classes where a flag takes the path of one.
+
+    Raises:
+        RunFailed: the run ended with an error; carries its message.
+        UserError: an argument that cannot be passed on.
+
+    Example:
+        >>> run = slime.train("Qwen3-0.6B", "train.jsonl", "math", num_rollout=100)            # doctest: +SKIP
+        >>> run.state, run.series("rollout/raw_reward")[-1]                                    # doctest: +SKIP
+        ('finished', 0.73)
+    """
+    if not isinstance(model, str | Path):
+        raise UserError(f"model is a {type(model).__name__}", fix="pass the path of a Hugging Face directory")
+    settings: dict[str, Any] = {"hf_checkpoint": str(model), "save": "{run}/checkpoints"}
+    if callable(reward):
+        settings["custom_rm_path"] = reward if flags.get("group_rm") else _by_name(reward)
+    elif isinstance(reward, str):
+        settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
+    elif reward is not None:
+        raise UserError(f"reward is a {type(reward).__name__}", fix="pass a function, or the name of a built-in reward")
+    if {"num_rollout", "num_epoch"}.isdisjoint(flags):
+        settings["num_epoch"] = 1
+    settings |= flags
+    rows = {"train": _rows(data)} | ({"eval": _rows(eval_data)} if eval_data is not None else {})
+    with _python_words():
+        _check_flags(settings)
+        settings |= _keys(rows["train"], settings)
+    _check_name(Path(output_dir), name, flags)
+
+    inputs = _claim(Path(output_dir) / _INPUTS, name)
+    name = name or inputs.name
+    files = {part: str(_written(content, inputs / f"{part}.jsonl")) for part, content in rows.items()}
+    settings |= {"prompt_data": files["train"], "output_dir": str(output_dir), "run_name": name}
+    if "eval" in files:
+        settings["eval_prompt_data"] = ["eval", files["eval"]]
+    for flag, value in settings.items():
+        if callable(value):
+            settings[flag] = save_function(value, inputs / f"{flag}.pkl")
+    config = inputs / "config.yaml"
+    write_atomically(config, yaml.safe_dump(_plain(settings), sort_keys=False).encode())
+    run = TrainingRun(Path(output_dir) / name)
+    run._start([*python_module("slime"), "train", "--config", str(config)], inputs / "driver.log")
+    if wait:
+        run.wait()
+    return run
+
+
+class TrainingRun:
+    """A run and its folder, while it goes on and afterwards.
+
+    Attributes:
+        path: the run folder (docs/run-folder.md).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printer: threading.Thread | None = None
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._is_awaited = False
+
+    # -- what there is ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """ "starting", "running", "finished", "stopped" or "interrupted" (it can go on), or "failed"."""
+        if self._process is not None and self._process.poll() not in (None, 0):
+            return "failed"
+        said = RunFolder(self.path).state() or "starting"
+        return "interrupted" if said == "running" and not is_held(self.path) else said
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step so far (docs/metrics.md)."""
+        return [row for rows in rows_by_stage(read_lines(self.path / "metrics.jsonl")).values() for row in rows]
+
+    def series(self, name: str) -> list[float]:
+        """The values of one metric, over the steps that have it."""
+        return [row[name] for row in self.metrics if name in row]
+
+    def samples(self, step: int = -1) -> list[dict[str, Any]]:
+        """What was generated for a step; the first is 1, the last so far -1.
+
+        Raises:
+            UserError: there is no such step yet.
+        """
+        files = {int(file.stem.split("_")[1]) + 1: file for file in (self.path / "samples").glob("rollout_*.jsonl")}
+        chosen = sorted(files)[step] if step < 0 and -step <= len(files) else step
+        if chosen not in files:
+            there = f"steps {min(files)} to {max(files)}" if files else "none"
+            raise UserError(f"{self.path} has no samples of step {step}", why=f"there are: {there}")
+        return read_lines(files[chosen])
+
+    @property
+    def model(self) -> Path:
+        """The newest model that the run has written, a Hugging Face directory.
+
+        Raises:
+            UserError: there is none yet, or only a checkpoint of Megatron's.
+        """
+        try:
+            newest = newest_model(self.path)
+        except UserError as error:
+            why = f"the run is {self.state}; it exports the model when it ends"
+            raise UserError(f"{self.path} has no model", why=why, fix=error.fix) from error
+        if not newest.is_hf:
+            raise UserError(
+                f"the newest model of {self.path} is the checkpoint {newest.path}",
+                why=f"the run is {self.state}; it exports the model when it ends",
+                fix=f"`slime chat {self.path}`, serve and export convert it; to go on from it, train with load=",
+            )
+        return newest.path
+
+    @property
+    def report(self) -> Path:
+        """The page with curves, times and samples."""
+        return self.path / "report.html"
+
+    def __repr__(self) -> str:
+        rewards = self.series("rollout/raw_reward")
+        shown = f", reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(rewards)} steps" if rewards else ""
+        return f"<run {self.path}: {self.state}{shown}>"
+
+    # -- what can be done --------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> TrainingRun:
+        """Until the run has ended.
+
+        Args:
+            timeout: seconds after which to come back anyway; the run goes on.
+        Raises:
+            RunFailed: it ended with an error.
+            KeyboardInterrupt: after Ctrl-C, once the run has saved and left; a second one ends it at once.
+        """
+        if self._process is None:
+            return self
+        assert self._printer is not None
+        self._is_awaited = True
+        try:
+            self._process.wait(timeout)
+            self._printer.join()
+        except subprocess.TimeoutExpired:
+            return self
+        except KeyboardInterrupt:
+            self._is_awaited = False
+            self.stop()
+            raise
+        finally:
+            self._is_awaited = False
+        if self._process.returncode:
+            said = "".join(self._last_lines).strip()
+            if (told := _ERROR.search(said)) is None:
+                raise RunFailed(f"the run {self.path} ended with status {self._process.returncode}", why=said)
+            with _python_words():
+                raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
+        return self
+
+    def stop(self) -> None:
+        """End the run after the step under way; what it has learned is saved.
+
+        Raises:
+            RunFailed: it does not end.
+        """
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise RunFailed(
+                f"the run {self.path} did not end within {_STOP_SECONDS:.0f} s of SIGTERM, and is killed",
+                fix=f"what it said: {self.path.parent / _INPUTS}",
+            ) from error
+        finally:
+            self._process.kill()
+
+    def _start(self, command: list[str], log: Path) -> None:
+        """A driver in a session of its own: Ctrl-C is for this process, which passes it on as it should be.
+
+        What it says goes to a file: through a pipe it could not end well when this process is gone.
+        """
+        parent = os.getpid()
+        with open(log, "wb") as output:
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+                )
+
+            self._process = _STARTER.submit(start).result()
+        self._printer = threading.Thread(target=self._print, args=(log, LinePrinter()), name="slime-run", daemon=True)
+        self._printer.start()
+
+    def _print(self, log: Path, printer: LinePrinter) -> None:
+        """Show the driver's lines where this process prints, or in the notebook's cell."""
+        assert self._process is not None
+        is_error = False
+        with open(log, encoding="utf-8", errors="replace") as lines:
+            while True:
+                has_ended = self._process.poll() is not None
+                while line := lines.readline():
+                    self._last_lines.append(line)
+                    is_error = is_error or (self._is_awaited and line.startswith("error: "))  # which `wait` raises
+                    if not is_error:
+                        printer.add(line)
+                printer.refresh(at_once=has_ended)
+                if has_ended:
+                    return
+                time.sleep(0.1)
+
+
+def _check_flags(settings: Mapping[str, Any]) -> None:
+    """Names and types of flags, before anything is written.
+
+    Raises:
+        UserError: there is no such flag, or it takes something else.
+    """
+    from slime.config.parse import given_by_name
+
+    given_by_name({name: "a.function" if callable(value) else _plain(value) for name, value in settings.items()})
+
+
+@contextlib.contextmanager
+def _python_words() -> Iterator[None]:
+    """What is said of flags of the command line is said of arguments: ``input_key`` for --input-key."""
+    try:
+        yield
+    except UserError as error:
+        said = (_OPTION.sub(lambda option: option[1].replace("-", "_"), part) for part in error.args)
+        raise type(error)(*said) from error.__cause__
+
+
+def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) -> None:
+    """Raises:
+    UserError: a run of this name has kept something, and this one is not to go on from it.
+    """
+    if name is None or not {"save", "load"}.isdisjoint(flags):
+        return
+    folder = output_dir / name
+    if (folder / "checkpoints").exists():
+        fix = f"choose another name, leave it out, or go on with that run: slime resume {folder}"
+        raise UserError(f"there is a run {folder} already", why="its checkpoints would be written over", fix=fix)
+
+
+def _claim(folder: Path, name: str | None) -> Path:
+    """A new folder in ``folder`` for what is handed to a run: nothing is written over what an earlier one was given.
+
+    Raises:
+        UserError: the name is that of the folder of all of them.
+    """
+    if name == _INPUTS:
+        raise UserError(f"a run cannot be called {name}", why=f"{folder} has what runs were given")
+    stem = name or time.strftime("run-%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        chosen = folder / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            chosen.mkdir(parents=True)
+            return chosen
+    raise AssertionError("unreachable")
+
+
+def _rows(data: Any) -> str | list[dict[str, Any]]:
+    """The path of a data file, or rows.
+
+    Raises:
+        UserError: neither.
+    """
+    if isinstance(data, str | Path):
+        return str(data)
+    if not isinstance(data, Iterable) or isinstance(data, Mapping):
+        raise UserError(
+            f"data is a {type(data).__name__}", fix="pass a path, a list of dicts, or a datasets.Dataset of one split"
+        )
+    rows = list(data)
+    strange = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if strange is not None or not rows:
+        raise UserError("data has no rows" if not rows else f"a row of data is a {type(strange).__name__}, no dict")
+    try:
+        json.dumps(rows, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError("data has values that JSON cannot hold", why=str(error)) from error
+    return rows
+
+
+def _written(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
+    """The path of the rows, written to ``file`` where they have none."""
+    if isinstance(rows, str):
+        return rows
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return file
+
+
+def _keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+    """--input-key and --label-key by the columns of the first row, where they are not given.
+
+    Raises:
+        UserError: there is no such file, it has no rows, or no column that is known for what is needed.
+    """
+    from slime.prompts.readers import iter_rows
+
+    _, first = next(iter(iter_rows(local_data(rows)))) if isinstance(rows, str) else ("", rows[0])
+    found = {}
+    for flag, names in (("input_key", _INPUT_KEYS), ("label_key", _LABEL_KEYS)):
+        column = next((name for name in names if name in first), None)
+        if flag not in settings and column is not None:
+            found[flag] = column
+        elif flag not in settings and flag in _needed(settings):
+            raise UserError(
+                f"no column of the data is known for {_needed(settings)[flag]}",
+                why=f"the columns are: {', '.join(first)}; looked for: {', '.join(names)}",
+                fix=f"pass {flag}=, the name of the column",
+            )
+    return found
+
+
+def _needed(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Flag of a column that the run cannot do without → what is in it."""
+    from slime.rollout.rewards.by_name import RewardByName
+
+    reward = settings.get("custom_rm_path")
+    labels = isinstance(reward, RewardByName) and "label" in reward.required
+    if settings.get("data_source_path") or settings.get("rollout_function_path"):  # which read the rows as they like
+        return {}
+    return {"input_key": "the prompts"} | ({"label_key": "the label that the reward takes"} if labels else {})
+
+
+def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as a run calls rewards.
+
+    Raises:
+        UserError: its parameters are of neither kind.
+    """
+    from slime.rollout.rewards.by_name import NAMES, RewardByName
+    from slime.user_code.hooks import RewardFunction
+
+    named = RewardByName.of(function)
+    wrong = UserError(
+        "the reward cannot be called",
+        why=f"it is {function!r:.100}",
+        fix=f"let it take some of {', '.join(NAMES)}, by these names; or (args, sample, **kwargs)",
+    )
+    try:
+        check_signature(named, RewardFunction, "reward")
+        misspelt = named is function and {"response", "label", "prompt"} & set(inspect.signature(function).parameters)
+    except (UserError, ValueError) as error:  # a builtin has no signature
+        raise wrong from error
+    if misspelt:
+        raise wrong
+    return named
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

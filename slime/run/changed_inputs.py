@@ -1,0 +1,105 @@
+"""What a run reads that may change between two of its launches: data, models, functions of the user's own.
+
+Each launch notes fingerprints of them in ``run.json``. The next launch compares, and says what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import Config
+from slime.config.flag import option_of
+from slime.data_path import split_name, split_slice
+from slime.errors import UserError
+from slime.files import content_fingerprint
+from slime.rollout.journal import MAKERS
+from slime.run.ancestry import trains_with
+from slime.user_code.hooks import HOOKS
+from slime.user_code.loading import fingerprint
+
+_AGAIN = "groups in the journal are generated again"
+_STAYS = "what was trained on before stays in the weights"
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Flag and value → a text that changes with the content. What is not there is left out.
+
+    Example:
+        >>> fingerprints(config)                                                              # doctest: +SKIP
+        {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path mine.reward': …}
+    """
+    return {f"{option_of(flag)} {value}": found for flag, value in _inputs(config) if (found := _print(flag, value))}
+
+
+def changes(config: Config, now: Mapping[str, str], before: Mapping[str, Any], checkpoint: Path | None) -> list[str]:
+    """A line for each input that an earlier launch read with other content.
+
+    Args:
+        now, before: `fingerprints` of this launch and of that one; a flag that names something else now was changed on
+            purpose.
+        checkpoint: that the run goes on from; None where it has none yet.
+    """
+    weights = f"the weights are those of {checkpoint}" if checkpoint else "the run begins anew with the weights of it"
+    return [
+        f"{name} has changed since the last launch of this run: {_what_follows(flag, weights)}"
+        for flag, value in _inputs(config)
+        if (name := f"{option_of(flag)} {value}") in now and before.get(name) not in (None, now[name])
+    ]
+
+
+def _what_follows(flag: str, weights: str) -> str:
+    if flag == "prompt_data":
+        return (
+            "groups in the journal whose prompt and label are the same are trained on as they are, others are generated"
+            " again; the position in the data is kept if the number of rows and the first, middle and last of them are"
+            f" the same, else prompts are drawn from the beginning; {_STAYS}"
+        )
+    if flag == "eval_prompt_data":
+        return "scores before and after do not compare; training, the journal and the position in the data stay"
+    if flag == "hf_checkpoint":
+        return (
+            f"{weights}, its config, tokenizer and chat template are taken from now on; {_AGAIN}; the position in the"
+            " data stays"
+        )
+    if flag == "ref_load":
+        return f"the KL term compares with it from now on; {_of_training()}"
+    if flag in MAKERS:
+        return f"{_AGAIN} with it; the position in the data and the weights stay"
+    if flag == "data_source_path":
+        return f"groups in the journal whose prompt and label are the same stay; where it draws is its own; {_STAYS}"
+    if trains_with(flag):
+        return _of_training()
+    return f"it counts from the next rollout on; the journal and the position in the data stay; {_STAYS}"
+
+
+def _of_training() -> str:
+    return (
+        "groups in the journal by weights that were pushed after the checkpoint are generated again, others stay, as"
+        f" does the position in the data; {_STAYS}"
+    )
+
+
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Flags that name what is read, and one value of each at a time."""
+    flags = config.values()
+    reads = ["prompt_data", "hf_checkpoint", *HOOKS, "data_source_path"]
+    if config.algorithm.needs_reference and flags["ref_load"] != flags["hf_checkpoint"]:
+        reads.append("ref_load")
+    for flag in reads:
+        value = flags.get(flag)
+        yield from ((flag, one) for one in (value if isinstance(value, (list, tuple)) else [value]) if one)
+    yield from (("eval_prompt_data", path) for path in (flags["eval_prompt_data"] or ())[1::2])
+
+
+def _print(flag: str, value: str) -> str:
+    """A fingerprint; "" where there is nothing."""
+    if flag in ("hf_checkpoint", "ref_load"):
+        return content_fingerprint(Path(value))
+    if flag not in ("prompt_data", "eval_prompt_data"):
+        return fingerprint(None, [value])
+    try:
+        return content_fingerprint(Path(split_name(split_slice(value)[0])[0]), whole=True)
+    except UserError:  # whoever reads it says so
+        return ""

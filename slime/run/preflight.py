@@ -1,0 +1,523 @@
+"""What a launch would trip over: the functions that a launch and `slime doctor` call.
+
+They take a second or two, most of it the import of the tokenizer, and import no torch and no Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.checkpoints.load_plan import LoadPlan, check_length, resolve_reference
+from slime.cluster.engine_fit import ask, check_fit, named
+from slime.compat.plugin_imports import check_plugin_imports
+from slime.config.config import Config
+from slime.config.flag import option_of
+from slime.config.te_flags import is_installed, missing
+from slime.engines.kinds import engine_of
+from slime.errors import UserError
+from slime.hub import fetch_model, is_hub_name, local_data
+from slime.log import get_logger
+from slime.models.layout_rules import check_layout
+from slime.models.model_flags import check_model_flags, merge_transformer
+from slime.models.quantised import Quantisation
+from slime.observe.run_folder import RunFolder, check_no_run_writes
+from slime.paths import FIELDS, fill, fixed_folder
+from slime.placement import PlacementPlan, joined_cluster, needs_engines
+from slime.processes.host import num_cpus, num_gpus
+from slime.rollout.eval_datasets import eval_datasets
+from slime.trainer.expert_rules import check_experts
+from slime.user_code.hooks import check_hooks, hook_files
+from slime.user_code.loading import check_signature, load_function
+from slime.user_code.overrides import follows_old_plugin, old_plugin
+
+if TYPE_CHECKING:
+    from slime.rollout.validate_rows import DataReport, DataSize
+
+logger = get_logger(__name__)
+
+#: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
+_MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
+_CONNECT_SECONDS = 5.0
+#: What a health check of Ray's asks of the GCS.
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+
+def from_the_hub(config: Config) -> Config:
+    """The configuration with local copies in the place of names on the hub, downloaded where they are not here yet.
+
+    The names stay in ``origins``, and so in config.json.
+
+    Raises:
+        UserError: a name of something that is not here, and that the hub does not give.
+    """
+    model, data, sets = config.checkpoint.hf_checkpoint, config.data.prompt_data, list(config.eval.eval_prompt_data)
+    local: dict[str, tuple[str | None, str]] = {}
+    if model is not None and is_hub_name(model):
+        local["hf_checkpoint"] = (model, str(fetch_model(model)))
+    if data is not None and (copy := local_data(data)) != data:
+        local["prompt_data"] = (data, copy)
+    copies = [path if number % 2 == 0 else local_data(path) for number, path in enumerate(sets)]
+    if config.eval.eval_config:
+        for dataset in eval_datasets(config):  # which finds the copies from then on
+            local_data(dataset.path)
+    if not local and copies == sets:
+        return config
+    origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
+    checkpoint, rows = config.checkpoint, config.data
+    if "hf_checkpoint" in local:
+        path = local["hf_checkpoint"][1]
+        reference = path if checkpoint.ref_load == model else checkpoint.ref_load
+        checkpoint = replace(checkpoint, hf_checkpoint=path, ref_load=reference)
+    if "prompt_data" in local:
+        rows = replace(rows, prompt_data=local["prompt_data"][1])
+    evaluation = replace(config.eval, eval_prompt_data=tuple(copies))
+    return replace(config, checkpoint=checkpoint, data=rows, eval=evaluation, origins=origins)
+
+
+def check_flags(config: Config) -> None:
+    """What flags name besides models and data: hooks, rewards, output directories."""
+    check_functions(config.flat())
+    warn_of_old_plugins(config)
+    check_rewards(config)
+    check_outputs(config)
+
+
+def check_functions(args: Any) -> None:
+    """Functions of the user's can be imported and called, and so can what they import of slime when they are called.
+
+    Args:
+        args: all flags (`Config.flat`).
+    """
+    check_hooks(args)
+    check_plugin_imports(hook_files(args))
+
+
+def warn_of_old_plugins(config: Config) -> None:
+    """Say which defaults are those that a plugin of earlier versions was written for."""
+    kept = {"rollout_skip_special_tokens": "responses keep their special tokens", "label_type": "labels their type"}
+    said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
+    if said:
+        logger.warning(
+            "%s is written for the import paths of earlier versions, and so %s; %s give it what new code gets",
+            old_plugin(config), " and ".join(said.values()),
+            " and ".join(f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip() for flag in said),
+        )  # fmt: skip
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def check_architecture(config: Config) -> None:
+    """The model is of a known family, no flag contradicts it or would be ignored, and the parallel layout fits it.
+    Needs its config.json only."""
+    from slime.models import family_of
+
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    spec = family_of(flags.hf_checkpoint, flags.model_name).model_spec(flags.hf_checkpoint)
+    check_model_flags(config.megatron, spec)
+    check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
+    check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
+    stops = {*config.rollout.rollout_stop_token_ids, *(one for d in eval_datasets(config) for one in d.stop_token_ids)}
+    if beyond := sorted(one for one in stops if one >= spec.vocab_size):
+        why = f"{flags.hf_checkpoint} has tokens 0 to {spec.vocab_size - 1}"
+        fix = "pass ids of its tokenizer (--rollout-stop-token-ids, stop_token_ids of an evaluation set)"
+        raise UserError(f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix)
+
+
+def check_weights(config: Config, plan: LoadPlan) -> None:
+    """Every Hugging Face directory that will be read holds a known model, whole, and the same one. Engines alone read
+    quantised ones. What is loaded does not lie behind the end of the run."""
+    from slime.checkpoints.hf_files import HfReader
+    from slime.models import family_of, read_hf_config
+    from slime.models.spec import check_same_model
+
+    if not config.debug.debug_rollout_only:  # which begins at the first rollout
+        check_length(config, plan)
+    flags = config.checkpoint
+    assert flags.hf_checkpoint is not None
+    family = family_of(flags.hf_checkpoint, flags.model_name)
+    served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
+    plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
+    trained = {one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only}
+    spec = family.model_spec(flags.hf_checkpoint)
+    for folder in sorted(served | trained):
+        own = family_of(folder, flags.model_name).model_spec(folder)
+        check_same_model(spec, own, folder)
+        quantisation = Quantisation.read(read_hf_config(folder))
+        if quantisation is not None and folder not in trained:
+            from slime.checkpoints.quantised_check import verify_quantised  # which needs torch, as others do not
+
+            verify_quantised(folder, family, own, quantisation)
+        else:
+            HfReader(folder, names_only=True).verify(family, own)
+
+
+def check_engine_flags(config: Config) -> None:
+    """Engines can do for this run what the flags ask of them."""
+    if needs_engines(config):
+        engine = engine_of(config)
+        engine.check_flags(config)
+        for model in engine.served_models(config):
+            if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
+                raise UserError(
+                    f"--sglang-config: model {model.name} has the model_path {model.path}, which is no folder here",
+                    fix="name a Hugging Face directory",
+                )
+
+
+def check_engine(config: Config) -> None:
+    """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
+    if needs_engines(config) and PlacementPlan.of(config).num_engines and not joins_cluster(config):
+        engine_of(config).check_installed()
+
+
+def check_external_engines(config: Config) -> None:
+    """Engines that others have started answer, and can take part as far as they say so without being compared."""
+    for url in named(config) if needs_engines(config) else ():
+        check_fit(config, url, replace(ask(url), tokens=None), None, lambda warning: None)
+
+
+def check_transformer_engine(config: Config) -> None:
+    """Where the trainer runs on this host; on a cluster each trainer rank looks for itself."""
+    if joins_cluster(config) or config.debug.debug_rollout_only:
+        return
+    error = missing(vars(config.flat()), installed=is_installed())
+    if error is not None:
+        raise error
+
+
+def check_context(config: Config) -> None:
+    """The model was made for sequences as long as the limits allow; generation stops at them, and so may training.
+
+    Raises:
+        UserError: the responses alone are longer.
+    """
+    from slime.models import read_hf_config
+
+    path = config.checkpoint.hf_checkpoint
+    assert path is not None
+    hf_config = read_hf_config(path)
+    context = hf_config.get("max_position_embeddings")
+    if not isinstance(context, int) or context <= 0:
+        return
+    factor = (hf_config.get("rope_scaling") or {}).get("factor")
+    if isinstance(factor, int | float) and (hf_config.get("rope_scaling") or {}).get(
+        "original_max_position_embeddings"
+    ):
+        context = max(context, int(factor * hf_config["rope_scaling"]["original_max_position_embeddings"]))
+    limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
+    if config.eval.eval_prompt_data or config.eval.eval_config:
+        limits["--eval-max-response-len"] = config.eval.eval_max_response_len
+    why = f"config.json of {path} has max_position_embeddings {context}"
+    if config.algorithm.loss_type == "sft_loss":
+        return
+    for option, limit in limits.items():
+        capped = config.rollout.rollout_max_context_len
+        if limit >= context and (capped is None or capped > context):
+            raise UserError(
+                f"{option} {limit} does not fit into the model's context of {context} tokens",
+                why=f"{why}; a prompt takes part of it, and answers beyond it are noise",
+                fix=f"pass {option} {max(1, context // 2)}, or --rollout-max-context-len {context}",
+            )
+    prompt = config.data.rollout_max_prompt_len
+    longest = config.rollout.rollout_max_response_len + (prompt or 0)
+    longest = min(longest, config.rollout.rollout_max_context_len or longest)
+    if longest > context:
+        logger.warning(
+            "prompts of up to %s tokens and responses of up to %d are more than the model's context of %d tokens (%s):"
+            " long answers are cut there; --rollout-max-context-len %d states the limit",
+            prompt, config.rollout.rollout_max_response_len, context, why, context,
+        )  # fmt: skip
+
+
+# -- rewards -----------------------------------------------------------------------------------------------
+
+
+def check_rewards(config: Config) -> None:
+    """Something gives rewards, and what the flags name of it is there."""
+    from slime.rollout.rewards.pool import check_rm_type
+    from slime.user_code.hooks import RewardFunction
+
+    reward, datasets = config.reward, eval_datasets(config)
+    for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets)):
+        if rm_type:
+            check_rm_type(rm_type)
+    for dataset in datasets:
+        if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
+            logger.warning(
+                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and may read it)",
+                dataset.name, dataset.rm_type, judge,
+            )  # fmt: skip
+        if dataset.custom_rm_path:
+            check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
+    if reward.custom_rm_path and _rows_name_rewards(config, unreadable=False):
+        logger.warning(
+            "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and may read it)",
+            reward.custom_rm_path,
+        )
+    if not _has_rewards(config):
+        raise UserError(
+            "there is no reward function",
+            why="neither --rm-type nor --custom-rm-path is set, and the first rows name no rm_type in their metadata",
+            fix="pass one of them; --rm-type math compares with the label",
+        )
+    asks = {str(rm_type).removeprefix("boxed_") for rm_type in (reward.rm_type, *(d.rm_type for d in datasets))}
+    if "remote_rm" in asks and not reward.rm_url:
+        raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+
+
+def _has_rewards(config: Config) -> bool:
+    """Something gives samples a reward, or may do so: functions of the user's own are given the benefit of doubt."""
+    rollout, data = config.rollout, config.data
+    if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
+        return True
+    own = rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path
+    if own or rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
+        return True
+    return _rows_name_rewards(config, unreadable=True)
+
+
+def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
+    """Whether one of the first rows has an rm_type of its own; ``unreadable`` for rows of which nobody can tell.
+
+    What is wrong with those is for ``check_data`` to say, which counts them.
+    """
+    from slime.prompts.readers import iter_rows
+
+    data = config.data
+    if not data.prompt_data or config.debug.debug_train_only:
+        return False
+    try:
+        first = [row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10)]
+    except UserError:
+        return unreadable
+    return any(isinstance(metadata, dict | str) and "rm_type" in metadata for metadata in first)
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def check_data(config: Config) -> None:
+    """Rows of all data sets can be used (see `slime.rollout.validate_rows`); dumps that are to be loaded are there.
+
+    Raises:
+        UserError: everything that is wrong with the data.
+    """
+    from slime.prompts.prepare import remember
+
+    report = data_report(config)
+    for line in report.notes:
+        logger.info("%s", line)
+    for line in (*report.warnings, *report.templated):
+        logger.warning("%s", line)
+    if report.error is not None:
+        raise report.error
+    remember(report.checked)
+
+
+def data_report(config: Config, tokenizer: Any = None) -> DataReport:
+    """What `check_data` finds.
+
+    Args:
+        tokenizer: the model's, where it was read already.
+    Raises:
+        UserError: the tokenizer cannot be read, or a dump is not there.
+    """
+    from slime.prompts.tokenizer import load_tokenizer
+    from slime.rollout.debug_data import check_dumps
+    from slime.rollout.validate_rows import validate_data
+
+    check_dumps(config)
+    for notice in _split_notices(config):
+        logger.info("%s", notice)
+    assert config.checkpoint.hf_checkpoint is not None
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            config.checkpoint.hf_checkpoint, without_torch=True, trust_remote_code=config.checkpoint.trust_remote_code
+        )
+    report = validate_data(config, tokenizer)
+    size = report.sizes.get(str(config.data.prompt_data))
+    if size is not None and not report.errors:
+        try:
+            _check_batch(config, size)
+        except UserError as error:
+            report.errors.append(error)
+    return report
+
+
+def _split_notices(config: Config) -> Iterator[str]:
+    """Which split of each data set is read where its path names none."""
+    from slime.prompts.dataset_folders import EVALUATION, TRAINING, split_notice
+
+    paths: list[tuple[str, tuple[str, ...]]] = []
+    if config.data.prompt_data:
+        paths.append((config.data.prompt_data, TRAINING))
+    paths += [] if config.eval.eval_function_path else [(one.path, EVALUATION) for one in eval_datasets(config)]
+    for path, splits in paths:
+        if notice := split_notice(path, splits):
+            yield notice
+
+
+def _check_batch(config: Config, size: DataSize) -> None:
+    """--num-epoch counts whole batches of an epoch."""
+    wanted = config.rollout.rollout_batch_size
+    if config.data.num_epoch is None or size.num_kept >= wanted:
+        return
+    left_out = size.num_rows - size.num_kept
+    raise UserError(
+        f"{config.data.prompt_data} has {size.num_kept} prompts, less than one --rollout-batch-size of {wanted}",
+        why=f"{left_out} of {size.num_rows} are left out, as the warnings say" if left_out else "",
+        fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
+        " in a new epoch)",
+    )
+
+
+# -- outputs -----------------------------------------------------------------------------------------------
+
+
+def check_outputs(config: Config) -> None:
+    """A checkpoint that cannot be written is better known now than in an hour."""
+    flags = {
+        "--output-dir": config.observe.output_dir,
+        "--save": config.checkpoint.save,
+        "--save-hf": config.checkpoint.save_hf,
+        "--update-weight-disk-dir": config.sync.update_weight_disk_dir,
+        "--save-debug-rollout-data": config.debug.save_debug_rollout_data,
+        "--save-debug-train-data": config.debug.save_debug_train_data,
+        "--dump-details": config.debug.dump_details,
+    }
+    observe = config.observe
+    claimed = (Path(observe.output_dir, observe.run_name), Path(config.checkpoint.save or observe.output_dir))
+    own = [folder.resolve() for folder in claimed]
+    for flag, value in flags.items():
+        if value:
+            place = fixed_folder(value) if flag[2:].replace("-", "_") in FIELDS else Path(value)
+            _check_writable(flag, place)
+            check_no_run_writes(place, flag, own)
+    _check_export(config)
+
+
+def warn_if_nothing_is_kept(config: Config) -> None:
+    """A run may train for days before somebody looks for its model."""
+    keeps = config.checkpoint.save or config.checkpoint.save_hf
+    if not (keeps or config.debug.debug_rollout_only or config.rollout.num_rollout == 0):
+        logger.warning(
+            "nothing of this training will be kept: leave --no-save out for checkpoints and the model at the end, both"
+            " in the run folder, or pass --save-hf DIR for the model alone"
+        )
+
+
+def _check_export(config: Config) -> None:
+    """An export replaces its directory: nothing else of the run may be there."""
+    from slime.checkpoints.hf_files import check_export
+
+    flags, observe = config.checkpoint, config.observe
+    kept = {"--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
+            "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
+    if flags.save_hf:
+        kept["--output-dir"] = observe.output_dir
+        target = fill(flags.save_hf, 0)
+    elif flags.save and flags.export_model:
+        target = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None).model
+    else:
+        return
+    check_export(target, {flag: Path(path) for flag, path in kept.items() if path})
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    nearest = path.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        why = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"{nearest} cannot be written by this user"
+    else:
+        return
+    raise UserError(f"{flag} {path} cannot be made", why=why, fix=f"pass {flag} with a directory you can write to")
+
+
+# -- size --------------------------------------------------------------------------------------------------
+
+
+def joins_cluster(config: Config) -> bool:
+    """Does the run join a Ray cluster that is there, instead of starting one on this host?"""
+    return joined_cluster(config) is not None
+
+
+def check_slots(config: Config) -> None:
+    """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
+    address = joined_cluster(config)
+    if address is not None:
+        _check_answers(address)
+        return  # the cluster will say how many it has
+    plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
+    if gpus and config.cluster.num_gpus_per_node > gpus:
+        raise UserError(
+            f"--num-gpus-per-node is {config.cluster.num_gpus_per_node}, and this host has {gpus} GPUs",
+            fix="leave it out, or join a Ray cluster of such hosts with --ray-address",
+        )
+    limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
+    if plan.total <= limit:
+        return
+    here = f"this host has {gpus} GPUs" if gpus else f"this host has no GPU, and its {cores} cores carry {limit}"
+    raise UserError(
+        f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
+        why=plan.formula,
+        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share them, or join a Ray "
+        "cluster with --ray-address",
+    )
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for more than a minute before it gives up, and prints what it tries."""
+    fix = "start one with 'ray start --head', or unset --ray-address and RAY_ADDRESS to run here"
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise UserError(
+            f"'{address}' is no address of a Ray cluster",
+            why="the driver joins the cluster itself: host and port of its GCS, 6379 by default",
+            fix="pass --ray-address host:port or auto",
+        )
+    try:
+        answers = _gcs_answers(host.strip("[]"), int(port))
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address}", why=str(error), fix=fix) from error
+    if not answers:
+        raise UserError(
+            f"no Ray cluster answers at {address}",
+            why=f"somebody listens there, and gives no answer of Ray's (waited for {_CONNECT_SECONDS:.0f} s at most)",
+            fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
+        )
+
+
+def _gcs_answers(host: str, port: int) -> bool:
+    """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one that wants Ray's
+    token is Ray as well.
+
+    Raises:
+        OSError: nobody listens.
+    """
+    end = time.monotonic() + _CONNECT_SECONDS
+    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return True
+    import grpc
+
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))
+        except grpc.RpcError as error:
+            return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    return True

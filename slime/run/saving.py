@@ -1,0 +1,202 @@
+"""What is kept of a run: its checkpoints, the models that people take from it, and what becomes of both at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.checkpoints.directory import discard_partial, is_saved, iteration_name, newest_whole
+from slime.checkpoints.run_models import newest_model
+from slime.config.config import Config
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.observe.run_folder import RunFolder
+from slime.observe.sinks import Sinks
+from slime.paths import fill
+from slime.processes.host import slime_command
+from slime.run.schedule import Schedule
+from slime.run.stopping import StopSignals
+
+logger = get_logger(__name__)
+
+#: How long a run that failed waits for the checkpoint that is being written; the processes may be in any state.
+_SETTLE_SECONDS = 600.0
+#: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
+_AGAIN_SECONDS = 1800.0
+
+
+class Saves(Protocol):
+    """What is asked of the cluster (`slime.cluster.run_cluster.Cluster`), whose ranks write."""
+
+    @property
+    def has_trainers(self) -> bool: ...
+
+    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None: ...
+
+    def export(self, directory: Path) -> None: ...
+
+    def finish_saving(self) -> None: ...
+
+    def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None: ...
+
+
+class Saving:
+    """Of one run.
+
+    Attributes:
+        last: the newest rollout that was handed over to be written; with --async-save not yet written.
+        model: the newest Hugging Face directory of this launch.
+    """
+
+    def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule) -> None:
+        self._flags, self._run, self._sinks, self._cluster = config.checkpoint, run, sinks, cluster
+        self._schedule = schedule
+        self._begun: int | None = None
+        self._is_overdue = False
+        self._at = time.monotonic()
+        self.last: int | None = None
+        self.model: Path | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Something of this run's training is written."""
+        return self._cluster.has_trainers and bool(self._flags.save or self._flags.save_hf)
+
+    # -- when ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The launch is over, or the trainer began again: time counts from now on."""
+        self._at, self._begun, self.last, self._is_overdue = time.monotonic(), None, None, False
+        if self._flags.save and self._cluster.has_trainers and self._schedule.num_rollout:
+            logger.info("checkpoints: %s", self._when())
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._flags.save is not None and self._flags.save_interval is None
+
+    def _when(self) -> str:
+        """For people."""
+        flags, interval = self._flags, self._schedule.save_interval
+        often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
+        timed = f" or {_AGAIN_SECONDS / 60:.0f} minutes" if self._is_timed and interval != 1 else ""
+        least = flags.save_min_seconds
+        timed += f", at least {least:g} s apart" if least else ""
+        kept = f"the newest {flags.save_retain} are kept" if flags.save_retain else "all are kept"
+        return f"{often}{timed}, in {flags.save}; {kept}"
+
+    def is_due(self, rollout_id: int) -> bool:
+        if not self.keeps or self.last == rollout_id:
+            return False
+        interval = self._schedule.save_interval
+        if rollout_id + 1 == self._schedule.num_rollout:
+            return True
+        passed = time.monotonic() - self._at
+        self._is_overdue |= interval is not None and self._schedule.is_due(rollout_id, interval)
+        self._is_overdue |= self._is_timed and passed > _AGAIN_SECONDS
+        return self._is_overdue and passed >= self._flags.save_min_seconds
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps.
+
+        Args:
+            pushed: "pushes" (`Ages.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
+        """
+        self._begun = rollout_id
+        with self._sinks.phase("save_model"):
+            self._cluster.save(rollout_id, pushed, metrics)
+        self.last, self._at, self._is_overdue = rollout_id, time.monotonic(), False
+        if self._flags.save_hf:
+            self.model = fill(self._flags.save_hf, rollout_id)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and write the model as it is now where no --save-hf has done so."""
+        flags = self._flags
+        if self.last is not None and flags.async_save:
+            with self._sinks.phase("save_model"):
+                self._cluster.finish_saving()
+        if self.last is None:
+            self._make_up_for_the_model()
+        elif flags.save and flags.export_model and not flags.save_hf:
+            self._export(self._run.model)
+
+    def _make_up_for_the_model(self) -> None:
+        """Nothing was left to train on. The launch before this one may have been killed between its last checkpoint and
+        its model, whose weights are those that were loaded."""
+        done = self._schedule.start_rollout_id - 1
+        newest = self.newest() if self._cluster.has_trainers and done >= 0 else None
+        if newest is None or newest.name != iteration_name(done):
+            return
+        left, named = newest_model(self._run.path), self._flags.save_hf
+        if left.is_hf:
+            self.model = left.path
+        elif named or self._flags.export_model:
+            self._export(fill(named, done) if named else self._run.model)
+
+    def _export(self, path: Path) -> None:
+        with self._sinks.phase("save_model"):
+            self._cluster.export(path)
+        self.model = path
+
+    # -- a run that ends early -------------------------------------------------------------------------------
+
+    def would_lose(self, trained: int | None) -> str:
+        """What a run that ended now would lose ("rollout 12"), "" for nothing.
+
+        Args:
+            trained: the rollout that was trained on last; None for none.
+        """
+        if trained is None or not self.keeps:
+            return ""
+        root = self._flags.save
+        on_disk = self.last == trained and (root is None or is_saved(Path(root), trained))
+        return "" if on_disk else f"rollout {trained}"
+
+    def settle(self, signals: StopSignals | None = None) -> None:
+        """Give the checkpoint that --async-save is writing time to become whole.
+
+        Args:
+            signals: of a run that ends, which what came before asked for; None where it goes on, and where whoever asks
+                for its end meanwhile is to be heard.
+        """
+        flags, rollout_id = self._flags, self.last
+        if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
+            return
+        root = Path(flags.save)
+        logger.warning(
+            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
+            rollout_id, _SETTLE_SECONDS,
+        )  # fmt: skip
+        if signals is not None:
+            signals.taken_up()
+        try:
+            self._cluster.settle_save(lambda: is_saved(root, rollout_id), _SETTLE_SECONDS)
+        except KeyboardInterrupt:
+            logger.warning("the checkpoint of rollout %d is given up", rollout_id)
+        except UserError as problem:
+            logger.error("the checkpoint of rollout %d is lost: %s", rollout_id, problem)
+
+    def discard_unfinished(self) -> None:
+        """Remove what there is of a checkpoint that nobody writes any more."""
+        if self._flags.save is not None and self._begun is not None:
+            final = Path(self._flags.save) / iteration_name(self._begun)
+            if discard_partial(final):
+                logger.warning("%s was not finished; what there was of it is removed", final)
+
+    # -- for people ------------------------------------------------------------------------------------------
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, also of an earlier launch."""
+        return newest_whole(Path(self._flags.save)) if self._flags.save else None
+
+    def to_go_on(self) -> str:
+        """Where a run that failed can go on from, and how; "" for one that saves no checkpoints."""
+        root, newest = self._flags.save, self.newest()
+        if root is None or not self._cluster.has_trainers:
+            return ""
+        if newest is None:
+            return f"there is no whole checkpoint in {root} yet"
+        return f"newest whole checkpoint: {newest}; to go on from it: {slime_command()} resume {self._run.path}"

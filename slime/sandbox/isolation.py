@@ -1,0 +1,359 @@
+"""What the kernel is asked to keep a program from: namespaces, Landlock, seccomp, limits of resources.
+
+Standard library only, and nothing of slime's: this file is imported by `keeper.py`, which runs as a script.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NET = 0x20000, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+_ANY_NEW = 0x7E020000  # the flags above, and that of control groups
+_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _DETACH = 4096, 16384, 1 << 18, 2, 4, 8, 2
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, -100, 0x8000, 0x1 | 0x2 | 0x4
+_PDEATHSIG, _CAPBSET_DROP, _SECCOMP, _NO_NEW_PRIVS = 1, 24, 22, 38
+#: Above every user of a host: one for each sandbox of root's, so that the kernel counts its processes alone.
+FIRST_UID = 2_000_000_000
+_NOBODY = 65534
+
+#: Of the host, to be read: what programs need to start. Nothing of /etc that is anybody's business.
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime"),
+)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def call(function: str, *arguments: Any) -> int:
+    """A function of the C library; its error becomes an OSError that names it."""
+    result = int(getattr(LIBC, function)(*arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+    return result
+
+
+def control(option: int, first: int = 0, second: Any = 0) -> None:
+    """prctl(2)."""
+    call("prctl", option, ctypes.c_ulong(first), second or ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def die_with(parent: int, signal: int = 9) -> None:
+    """As `slime.processes.owner.die_with_parent`, which a script without packages cannot import."""
+    control(_PDEATHSIG, signal)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# -- users and limits ------------------------------------------------------------------------------------------------
+
+
+def own_uid() -> int:
+    """The user that a sandbox of this process runs as: another one where that is root's to choose."""
+    if os.geteuid():
+        return os.geteuid()
+    wanted = FIRST_UID + os.getpid()
+    with open("/proc/self/uid_map") as lines:
+        ranges = [tuple(map(int, line.split())) for line in lines]
+    return wanted if any(first <= wanted < first + count for first, _, count in ranges) else _NOBODY
+
+
+def become(uid: int) -> None:
+    """Another user, for good."""
+    if os.geteuid() != uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def limit(limits: dict[str, Any], processes: int | None) -> None:
+    """Limits of resources. Python's own `resource` sets the soft and the hard one."""
+    seconds = int(limits["cpu_seconds"])
+    for kind, soft, hard in (
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 256, 256),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+        *([(resource.RLIMIT_NPROC, processes, processes)] if processes is not None else []),
+    ):
+        most = resource.getrlimit(kind)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def tasks_of(uid: int) -> int:
+    """Processes and threads of a user, as RLIMIT_NPROC counts them."""
+    found = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == uid:
+                found += len(os.listdir(f"/proc/{pid}/task"))
+        except OSError:
+            continue  # ended while we looked
+    return found
+
+
+def counts_by_namespace() -> bool:
+    """Whether the kernel counts the processes of a user in each user namespace anew (Linux 5.14)."""
+    major, minor = platform.release().split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
+
+
+# -- namespaces ------------------------------------------------------------------------------------------------------
+
+
+def enter_namespaces() -> None:
+    """Leave the host's mounts, processes (from the next fork on), network, and shared memory.
+
+    Raises:
+        OSError: this kernel, or the container around us, does not allow it.
+    """
+    flags = _NEW_MOUNTS | _NEW_PIDS | _NEW_NET | _NEW_IPC | _NEW_UTS
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        call("unshare", flags)
+        return
+    call("unshare", flags | _NEW_USER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
+    """A root of its own: the system and what is named to be read, folders of the caller's, and files in memory that
+    are gone with it. To be called by the first process of the new namespaces.
+
+    Args:
+        scratch: an empty folder of the host on which it is put together.
+    """
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    size = int(request["limits"]["file_bytes"])
+    _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
+    store = _folder(f"{scratch}/.store")
+    _mount("tmpfs", store, "tmpfs", _NOSUID | _NODEV, f"mode=755,size={size},nr_inodes={max(1024, size >> 12)}")
+    _folder(f"{scratch}/dev")
+    for name in _DEVICES:
+        _bind(f"/dev/{name}", f"{scratch}/dev/{name}")
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1")):
+        os.symlink(target, f"{scratch}/dev/{name}")
+    for name, place in (("tmp", "tmp"), ("shm", "dev/shm"), ("work", request["home"].lstrip("/"))):
+        os.chown(_folder(f"{store}/{name}"), uid, uid if os.geteuid() == 0 else -1)
+        _bind(f"{store}/{name}", f"{scratch}/{place}")
+    # After the writable folders, which would hide what is shown below them, and parents before their children.
+    shown: list[str] = []
+    for path in sorted({*SYSTEM, *request["readable"]}, key=os.path.realpath):
+        _show(scratch, path, shown)
+    for place, folder in request["folders"].items():
+        _bind(folder, scratch + place)
+    try:
+        _mount("proc", _folder(f"{scratch}/proc"), "proc", _NOSUID | _NODEV | _NOEXEC)
+    except OSError as error:  # containers hide parts of theirs, and the kernel then shows no other
+        if error.errno != errno.EPERM:
+            raise
+    _pivot(scratch)
+
+
+def _pivot(root: str) -> None:
+    old = _folder(f"{root}/.old")
+    call("syscall", _SYS_PIVOT_ROOT[platform.machine()], root.encode(), old.encode())
+    os.chdir("/")
+    for left in ("/.old", "/.store"):
+        call("umount2", left.encode(), _DETACH)
+        os.rmdir(left)
+    _read_only("/", recursive=False)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    words = [word.encode() if word is not None else None for word in (source, target, kind)]
+    call("mount", *words, ctypes.c_ulong(flags), data.encode() or None)
+
+
+def _folder(path: str) -> str:
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        _folder(target)
+    else:
+        _folder(os.path.dirname(target))
+        Path(target).touch()
+    _mount(source, target, None, _BIND | _RECURSIVE)
+
+
+def _show(root: str, path: str, shown: list[str]) -> None:
+    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` holds it; links lead where
+    they led."""
+    if not os.path.exists(path):
+        return
+    real = os.path.realpath(path)
+    if not any(is_below(real, folder) for folder in shown):
+        _bind(real, root + real)
+        if is_below(root, real):  # the copy of what is put together here
+            call("umount2", (root + root).encode(), _DETACH)
+        _read_only(root + real)
+        shown.append(real)
+    if path != real and not os.path.lexists(root + path):
+        _folder(os.path.dirname(root + path))
+        os.symlink(real, root + path)
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or lies in it."""
+    return os.path.commonpath((path, folder)) == folder
+
+
+def _read_only(path: str, recursive: bool = True) -> None:
+    attributes = struct.pack("QQQQ", _ATTR_READ_ONLY, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+
+
+# -- seccomp ---------------------------------------------------------------------------------------------------------
+
+#: Calls that are refused → their numbers on x86-64 and on 64-bit ARM; None where there is none.
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "mount_setattr": (442, 442),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "kexec_load": (246, 104),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),  # memory that no limit counts
+    "memfd_secret": (447, 447),
+}
+#: What makes processes and threads, besides clone.
+_FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
+#: Limits of another process may end it; one's own are set by this call, too, with 0 for the process.
+_PRLIMIT = (302, 261)
+_MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
+_CLONE3 = 435
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+
+
+def refuse_calls(alone: bool) -> bool:
+    """Refuse sockets, other processes' memory, and calls that only whoever leaves a sandbox needs; for this process
+    and all that come of it, of which there are none if it is to be ``alone``. False where that is not possible."""
+    if platform.machine() not in _MACHINES:
+        return False
+    column, machine, clone = _MACHINES[platform.machine()]
+    refused, unknown = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+    program = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, 0x40000000),  # x86-64's second table of calls
+        (_RETURN, 0, 0, refused),
+        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be read here; libraries take clone then
+        (_RETURN, 0, 0, unknown),
+    ]
+    numbers = [calls[column] for calls in (_REFUSED | (_FORKS if alone else {})).values()]
+    for number in filter(None, numbers):
+        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
+    program += [
+        (_EQUAL, 0, 4, _PRLIMIT[column]),
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, refused),
+        (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 3, clone),
+        (_LOAD, 0, 0, 16),
+        (_AT_LEAST, 0, 1, 0) if alone else (_ANY_BIT, 0, 1, _ANY_NEW),
+        (_RETURN, 0, 0, refused),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    try:
+        control(_SECCOMP, 2, filter_)
+    except OSError:
+        return False
+    return True
+
+
+# -- Landlock --------------------------------------------------------------------------------------------------------
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_READ, _OF_FILES = 0b1101, 0b1100000000000111  # execute, read files, list; what a rule of a single file may name
+
+
+def landlock(readable: list[str], writable: list[str]) -> int:
+    """Keep this process, and all that come of it, to these paths; and from signals and TCP where the kernel can.
+
+    Returns:
+        the version of Landlock, 0 where there is none. From 6 on signals stay inside, too.
+    """
+    version = int(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1))
+    if version < 1:
+        return 0
+    bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    everything = (1 << bits) - 1
+    attributes = struct.pack("QQQ", everything, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = call("syscall", _CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
+    for access, paths in ((_READ, readable), (everything, writable), (everything, [f"/dev/{n}" for n in _DEVICES])):
+        for path in filter(os.path.exists, paths):
+            allowed = access if os.path.isdir(path) else access & everything & _OF_FILES
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", allowed, descriptor)
+            call("syscall", _ADD, rules, 1, rule, 0)
+            os.close(descriptor)
+    call("syscall", _RESTRICT, rules, 0)
+    os.close(rules)
+    return version
+
+
+def give_up_privileges() -> None:
+    """No program that is started from here on gets more rights than this one, whatever its file says; and none of
+    root's, should it be root."""
+    control(_NO_NEW_PRIVS, 1)
+    if os.geteuid() == 0:
+        for capability in range(64):
+            if LIBC.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+                break  # the last one that this kernel knows

@@ -1,0 +1,292 @@
+"""Programs that a model wrote, run one by one: each in a sandbox of its own, which is gone when it has ended.
+
+    sandbox = Sandbox()
+    ran = await sandbox.python("print(2 ** 10)")
+    ran.text                                            # '1024\\n'
+
+What holds where is in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.documentation import doc_url
+from slime.errors import UserError
+from slime.log import get_logger
+from slime.processes.host import num_cpus
+from slime.sandbox import isolation as kernel
+from slime.sandbox.folders import PROGRAM, temporary_folder
+
+logger = get_logger(__name__)
+
+#: Where a program finds itself, if it is told no other folder.
+HOME = "/sandbox"
+_KEEPER = Path(__file__).with_name("keeper.py")
+#: How much later than the program's own limit the keeper must have ended all of it.
+_GRACE_SECONDS = 15.0
+_END_SECONDS = 10.0
+#: Places behind the walls that are the system's.
+_TAKEN = ("/proc", "/dev", *kernel.SYSTEM)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use, with all that it starts.
+
+    Attributes:
+        seconds: from its start to its end.
+        cpu_seconds: of one process's computing.
+        memory: bytes, of each process and of all together.
+        file_bytes: of its files together; without namespaces, of each file.
+        processes: and threads, at once.
+        output_bytes: of what it writes to its output; it is ended when there is more.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: int = 10
+    memory: int = 512 << 20
+    file_bytes: int = 64 << 20
+    processes: int = 16
+    output_bytes: int = 16 << 10
+
+
+_ENDED = {
+    "time": "it took longer than {seconds:g} s",
+    "cpu": "it computed for longer than {cpu_seconds} s",
+    "memory": "it held more memory than {memory} bytes",
+    "processes": "it had more processes than {processes}",
+    "output": "it wrote more than {output_bytes} bytes",
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a program.
+
+    Attributes:
+        status: its exit status, the negative number of the signal that ended it, or None where it was ended.
+        output: what it wrote, errors included.
+        ended_by: the limit that ended it: "time", "cpu", "memory", "processes", "output"; "" for none.
+        holds: what it was kept to: "time", "memory", "processes", "network", "files", "signals".
+        limits: that it had.
+    """
+
+    status: int | None
+    output: str
+    ended_by: str
+    holds: frozenset[str]
+    limits: Limits
+
+    @property
+    def text(self) -> str:
+        """For the model: the output, and why it ends there."""
+        if not self.ended_by:
+            return self.output
+        return f"{self.output}\n[ended: {_ENDED[self.ended_by].format(**asdict(self.limits))}]"
+
+
+class Sandbox:
+    """Runs programs, each behind walls of its own: no network, no files but its own and the system's, none of the
+    environment's variables. Use from one event loop.
+
+    Args:
+        limits: of each program.
+        readable: more of the host's files and folders that programs may read.
+        at_once: most programs at the same time; None: one for each processor.
+        walls: "best": namespaces where the kernel allows them, else what it does allow, with a warning that names
+            what does not hold; "namespaces": these or an error; "plain": none, for trying out what is left.
+    Raises:
+        UserError: other walls.
+
+    Example:
+        >>> ran = await Sandbox(Limits(seconds=2)).python("print(6 * 7)")                        # doctest: +SKIP
+        >>> ran.status, ran.output                                                              # doctest: +SKIP
+        (0, '42\\n')
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        readable: Sequence[str | Path] = (),
+        at_once: int | None = None,
+        walls: Literal["best", "namespaces", "plain"] = "best",
+    ) -> None:
+        self.limits = limits or Limits()
+        self._readable = [*_python_folders(), *(os.path.abspath(path) for path in readable)]
+        if walls not in ("best", "namespaces", "plain"):
+            raise UserError(f"a sandbox has no walls {walls!r}", fix='pass "best", "namespaces" or "plain"')
+        self._ways = ["namespaces", "plain"] if walls == "best" else [walls]
+        self._slots = asyncio.Semaphore(at_once or num_cpus())
+        self._python_starts = False
+
+    async def python(self, code: str, *, files: Mapping[str, str] | None = None) -> Ran:
+        """Run Python code with this process's interpreter and its packages.
+
+        Args:
+            files: name → text of files that lie beside it.
+        Raises:
+            UserError: no sandbox can be made here, or this interpreter does not start in one.
+        """
+        if not self._python_starts:
+            await self._check_interpreter()
+        return await self._run_code(code, files or {})
+
+    async def _run_code(self, code: str, files: Mapping[str, str]) -> Ran:
+        return await self.run([sys.executable, "-B", "main.py"], files={**files, "main.py": code})
+
+    async def _check_interpreter(self) -> None:
+        """An interpreter that cannot start would make every program look wrong, and every reward 0."""
+        ran = await self._run_code("print('started')", {})
+        if (ran.status, ran.output) != (0, "started\n"):
+            raise UserError(
+                f"{sys.executable} does not start in a sandbox",
+                why=ran.text.strip() or f"its status was {ran.status}",
+                fix="name the folders it needs with Sandbox(readable=…), or raise the limits",
+            )
+        self._python_starts = True
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] | None = None,
+        folders: Mapping[str, str | Path] | None = None,
+        folder: str = HOME,
+        environ: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Ran:
+        """Run a program to its end.
+
+        Args:
+            command: found in the system's folders; its input is empty.
+            files: name → text of files in its home.
+            folders: path behind the walls → folder of the host, which it may write to: what it leaves there stays.
+                They need namespaces. A run as root makes them the property of the sandbox's user.
+            folder: where it is started.
+            environ: all of its variables, besides PATH, HOME, TMPDIR and LANG.
+        Raises:
+            UserError: no sandbox can be made here, or none with such folders; or this host is too busy to end it.
+        """
+        asked = limits or self.limits
+        if folders:
+            self._check_places(folders)
+        async with self._slots, temporary_folder(PROGRAM) as scratch:
+            request = {
+                "owner": os.getpid(),
+                "ways": self._ways[:1] if folders else self._ways,
+                "scratch": scratch,
+                "home": HOME,
+                "folder": folder,
+                "folders": {place: os.path.abspath(path) for place, path in (folders or {}).items()},
+                "files": dict(files or {}),
+                "readable": self._readable,
+                "command": list(command),
+                "environ": _environ() | dict(environ or {}),
+                "limits": asdict(asked),
+            }
+            result = await _keep(request, asked.seconds)
+        if "refused" in result:
+            raise _no_sandbox(result["refused"])
+        if "plain" in self._ways and "namespaces" in self._ways:
+            self._look_at(result)
+        holds = frozenset(result["holds"])
+        return Ran(result["status"], result["output"], result["ended_by"], holds, asked)
+
+    def _check_places(self, folders: Mapping[str, str | Path]) -> None:
+        """
+        Raises:
+            UserError: there are no namespaces, or a folder would lie where none can be shown.
+        """
+        if self._ways[0] == "plain":
+            raise _no_sandbox("folders of the host can be shown with namespaces alone")
+        for place in folders:
+            taken = next((path for path in _TAKEN if place == path or place.startswith(f"{path}/")), None)
+            if taken or place == "/" or not os.path.isabs(place) or os.path.normpath(place) != place:
+                raise UserError(
+                    f"no folder can be shown at {place!r} behind the walls of a sandbox",
+                    why=f"{taken} is the system's there" if taken else "it is no path of a folder below the root",
+                    fix="show it elsewhere, at /app for one",
+                )
+
+    def _look_at(self, result: dict[str, Any]) -> None:
+        """The first program shows what is possible: others get no less, nor is it tried each time."""
+        self._ways = [result["way"]]
+        if result["way"] == "namespaces":
+            return
+        missing = sorted({"files", "network", "signals"} - set(result["holds"]))
+        logger.warning(
+            "the sandbox does without namespaces, which are not allowed here (%s): files are limited one by one%s",
+            result["before"],
+            f"; not kept from the host's: {', '.join(missing)}" if missing else "",
+        )
+
+
+async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Have a keeper run the request. It is told to end, and then killed, where it does not end by itself."""
+    keeper = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-S", "-s", "-E", "-B", str(_KEEPER)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environ(),
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(seconds + _GRACE_SECONDS):
+            output, errors = await keeper.communicate(json.dumps(request).encode())
+    except TimeoutError as error:
+        raise UserError(
+            "a program in a sandbox was not ended in time",
+            why=f"its {seconds:g} s are over for {_GRACE_SECONDS:g} s: this host has too much to do, or stands still",
+            fix="run fewer programs at once: Sandbox(at_once=…)",
+        ) from error
+    finally:
+        if keeper.returncode is None:
+            keeper.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await asyncio.shield(keeper.wait())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
+    if keeper.returncode or not output:
+        said = errors.decode(errors="replace").strip().splitlines()
+        raise _no_sandbox(f"its keeper ended with status {keeper.returncode}: {said[-1] if said else 'no word'}")
+    return dict(json.loads(output))
+
+
+def _no_sandbox(why: str) -> UserError:
+    return UserError(
+        "no sandbox can be made for a program here",
+        why=why,
+        fix="run on a host, or in a container, that allows unprivileged user namespaces: " + doc_url("security.md"),
+    )
+
+
+def _environ() -> dict[str, str]:
+    """Of the keeper and of its programs: nothing of this process's, but where its interpreter finds its libraries."""
+    environ = {
+        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",  # threads of numerical libraries count among the processes
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    return environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
+
+
+def _python_folders() -> list[str]:
+    """What Python code needs to start: the interpreter, its library and its packages."""
+    folders = {sys.prefix, sys.exec_prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    return sorted(folder for folder in folders if not folder.startswith("/usr") and folder != "/")

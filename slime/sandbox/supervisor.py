@@ -1,0 +1,309 @@
+"""The process that watches over one program of a sandbox: starts it behind its walls, and ends it with all it started.
+
+    keeper (on the host) ─► first process of the namespaces ─► the program ─► whatever it starts
+
+A script of the standard library, for it starts in 20 ms. It reads a request (`sandbox.Sandbox.run`) and writes the
+result, JSON both, and it has no variables of the environment that a program behind it could find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.processes import tree as process_tree
+    from slime.sandbox import isolation as walls
+else:
+    import walls  # beside this script
+
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    import process_tree
+
+_LOOK_SECONDS = 0.03
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Behind the walls, besides the program's own: processes, and bytes that they hold.
+_OURS, _OURS_BYTES = 2, 32 << 20
+
+_told_to_end = False
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    process_tree.adopt_orphans()
+    signal.signal(signal.SIGTERM, _end)
+    walls.die_with(request["owner"], signal.SIGTERM)
+    result: dict[str, Any] = {}
+    for way in request["ways"]:
+        result = {"way": way, "before": result.get("refused", "")} | Keeper(request, way).run()
+        if "refused" not in result:
+            break
+    print(json.dumps(result))
+
+
+def _end(*_: Any) -> None:
+    global _told_to_end
+    _told_to_end = True
+
+
+class Keeper:
+    """One try to run the program, behind one kind of walls."""
+
+    def __init__(self, request: dict[str, Any], way: str) -> None:
+        self.request, self.way, self.limits = request, way, request["limits"]
+        self.home = request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
+        self.uid = walls.own_uid()
+        if way == "plain" and not self._is_seen_by_others():
+            self.uid = os.geteuid()
+        apart = way == "namespaces" and os.geteuid() and walls.counts_by_namespace()
+        self.others = _OURS if apart else walls.tasks_of(self.uid)  # that count against the limit of processes
+        self.output = bytearray()
+        self.said: dict[str, Any] = {}
+        self.report = -1  # the end on which the processes behind the walls say how it stands
+
+    def run(self) -> dict[str, Any]:
+        told, self.report = os.pipe()
+        heard, written = os.pipe()
+        self._hand_over()
+        pid = os.fork()
+        if pid == 0:
+            self._in_child(written)
+        os.close(self.report)
+        os.close(written)
+        try:
+            ended_by = self._watch(pid, told, heard)
+        finally:
+            process_tree.end_all()
+        self._read(heard, last=True)
+        self._hear(told)
+        for descriptor in (told, heard):
+            os.close(descriptor)
+        if "refused" in self.said or "holds" not in self.said:
+            return {"refused": self.said.get("refused", "it ended before it was begun")}
+        return {
+            "status": self.said.get("status"),
+            "ended_by": ended_by,
+            "output": self.output[: self.limits["output_bytes"]].decode(errors="replace"),
+            "holds": self.said["holds"],
+        }
+
+    def _hand_over(self) -> None:
+        """The program's own folder, and folders that root lends, which become the program's own."""
+        folders = list(self.request["folders"].values())
+        if self.way == "plain":
+            os.chmod(self.request["scratch"], 0o711)  # remains ours: its removal must not lead elsewhere
+            os.mkdir(self.home, 0o700)
+            folders.append(self.home)
+        if os.geteuid():
+            return
+        for folder in folders:
+            os.chown(folder, self.uid, self.uid)
+        while folders:
+            with contextlib.suppress(OSError):  # so deep that no path names it: the program has made it so
+                for entry in os.scandir(folders.pop()):
+                    os.chown(entry.path, self.uid, self.uid, follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def _watch(self, pid: int, told: int, heard: int) -> str:
+        """Until the child has ended, or has to; says what ended it."""
+        deadline = time.monotonic() + self.limits["seconds"]
+        child = os.pidfd_open(pid)
+        open_ends = {told, heard, child}
+        for descriptor in (told, heard):
+            os.set_blocking(descriptor, False)
+        try:
+            while not self._has_ended(pid):
+                ready = select.select(list(open_ends), [], [], _LOOK_SECONDS)[0]
+                if heard in ready and not self._read(heard):
+                    open_ends.discard(heard)
+                if told in ready and not self._hear(told):
+                    open_ends.discard(told)
+                if too_much := self._too_much(deadline):
+                    return too_much
+        finally:
+            os.close(child)
+        self._hear(told)
+        return "cpu" if self.said.get("status") == -signal.SIGXCPU else ""
+
+    def _has_ended(self, pid: int) -> bool:
+        """Also takes leave of what the program left behind and has ended by itself."""
+        ended, status = 1, 0
+        while ended:
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if ended == pid:
+                if self.way == "plain":
+                    self.said["status"] = os.waitstatus_to_exitcode(status)
+                return True
+        return False
+
+    def _too_much(self, deadline: float) -> str:
+        if _told_to_end:
+            return "cancelled"
+        if len(self.output) > self.limits["output_bytes"]:
+            return "output"
+        if time.monotonic() > deadline:
+            return "time"
+        processes, memory = usage()
+        if processes > self.limits["processes"] + _OURS:
+            return "processes"
+        return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
+
+    def _read(self, heard: int, last: bool = False) -> bool:
+        """What the program has written; False at the end. At the last, all that the pipe still holds."""
+        while True:
+            try:
+                piece = os.read(heard, 1 << 16)
+            except BlockingIOError:
+                return True
+            self.output += piece
+            if not piece or not last or len(self.output) > self.limits["output_bytes"]:
+                return bool(piece)
+
+    def _hear(self, told: int) -> bool:
+        try:
+            piece = os.read(told, 1 << 16)
+        except BlockingIOError:
+            return True
+        for line in piece.splitlines():
+            self.said.update(json.loads(line))
+        return bool(piece)
+
+    def _say(self, **words: Any) -> None:
+        os.write(self.report, json.dumps(words).encode() + b"\n")
+
+    # -- behind the walls: none of these returns -------------------------------------------------------------------
+
+    def _in_child(self, written: int) -> None:
+        """The child of the keeper. With namespaces it only waits for their first process."""
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            walls.die_with(os.getppid())
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (written, 1), (written, 2)):
+                os.dup2(source, target)
+            if self.way == "plain":
+                self._become_program()
+            walls.enter_namespaces()
+            pid = os.fork()
+            if pid == 0:
+                self._first_process()
+            os.waitpid(pid, 0)
+        except BaseException as error:  # whatever it is, the keeper must hear of it
+            self._say(refused=f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    def _first_process(self) -> None:
+        """Process 1 of the namespaces: when it ends, the kernel ends all of them."""
+        try:
+            walls.die_with(os.getppid())
+            os.umask(0o022)  # another user looks through the folders that are made here
+            walls.build_root(self.request["scratch"], self.request, self.uid)
+            pid = os.fork()
+            if pid == 0:
+                self._become_program()
+            ended, status = 0, 0
+            while ended != pid:
+                ended, status = os.wait()
+            self._say(status=os.waitstatus_to_exitcode(status))
+        except BaseException as error:
+            self._say(refused=f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    def _become_program(self) -> None:
+        request, apart, home = self.request, self.way == "namespaces", self.home
+        try:
+            holds = {"memory", "time", "processes"}
+            if not apart:
+                holds |= self._without_namespaces()
+            else:
+                holds |= {"files", "network", "signals"}
+                walls.limit(self.limits, self.limits["processes"] + self.others)
+                walls.become(self.uid)
+                walls.give_up_privileges()
+            alone = self.uid == 0  # no limit of processes holds for root: it may have no other
+            if walls.refuse_calls(alone):
+                holds.add("network")
+            elif alone:
+                raise PermissionError("nothing limits the processes of a program of root's")
+            self._say(holds=sorted(holds))
+        except BaseException as error:
+            self._say(refused=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        at = ""  # from here on what fails is the program's, not the walls'
+        try:
+            for name, text in request["files"].items():
+                at = os.path.join(home, name)
+                os.makedirs(os.path.dirname(at), exist_ok=True)
+                with open(at, "w", encoding="utf-8", errors="surrogatepass") as out:
+                    out.write(text)
+            at = home if request["folder"] == request["home"] else request["folder"]
+            os.chdir(at)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
+                signal.signal(number, signal.SIG_DFL)
+            at = request["command"][0]
+            environ = {"HOME": home, "TMPDIR": "/tmp" if apart and os.access("/tmp", os.W_OK) else home}
+            os.execvpe(at, request["command"], environ | request["environ"])
+        except BaseException as error:
+            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            os.write(2, f"{at}: {said}\n".encode(errors="replace"))
+        os._exit(127)
+
+    def _without_namespaces(self) -> set[str]:
+        """The walls that need no namespaces; says what they hold."""
+        readable = [*walls.SYSTEM, *self.request["readable"]]
+        holds: set[str] = set()
+        walls.limit(self.limits, self.limits["processes"] + self.others)
+        if self.uid != os.geteuid():
+            walls.become(self.uid)
+            if self.uid >= walls.FIRST_UID:  # nobody is whoever else had to become nobody
+                holds.add("signals")
+        walls.die_with(os.getppid())  # forgotten where the user changed
+        walls.give_up_privileges()
+        version = walls.landlock(readable, [self.home])
+        if not version and os.geteuid() == 0:
+            raise PermissionError("nothing keeps a program of root's from the files of this host")
+        return holds | ({"files"} if version else set()) | ({"signals"} if version >= 6 else set())
+
+    def _is_seen_by_others(self) -> bool:
+        """Whether the user that root would become can read what the program needs."""
+        if self.uid == os.geteuid():
+            return True
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(OSError):  # a container that has no other user
+                walls.become(self.uid)
+                os._exit(not all(os.access(path, os.R_OK) for path in self.request["readable"]))
+            os._exit(1)
+        return os.waitpid(pid, 0)[1] == 0
+
+
+# -- all that came of this process -----------------------------------------------------------------------------------
+
+
+def usage() -> tuple[int, int]:
+    """Processes that came of this one, and bytes of memory that they hold; what they share counts for each."""
+    pids = process_tree.descendants()
+    pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as statm:
+                pages += int(statm.read().split()[1])
+        except OSError:
+            continue
+    return len(pids), pages * _PAGE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,514 @@
+"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes, how it is called, and
+how its failures are told: with the user's own lines.
+
+The hooks themselves are in `slime.user_code.hooks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import cloudpickle
+import orjson
+import xxhash
+
+from slime.documentation import doc_url
+from slime.errors import UserError
+from slime.files import write_atomically
+from slime.user_code import calls as user_calls
+from slime.user_code.calls import alone, in_thread, running
+
+#: Variable by which other processes know the driver's working directory and the folder of its script.
+USER_FOLDERS = "SLIME_USER_FOLDERS"
+
+
+def save_function(function: Any, file: Path) -> str:
+    """A path at which other processes of this host find ``function``: its own where it can be imported, else that of
+    ``file``, into which it is written with what it refers to (a lambda, a closure, what a notebook defines).
+
+    Raises:
+        UserError: it refers to something that cannot be written, an open file or a lock.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    shown = getattr(function, "__name__", None) or type(function).__name__
+    if module not in (None, "__main__") and name is not None and "<" not in name:
+        return f"{module}:{name}"
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects that it refers to raise is the message
+        raise UserError(
+            f"{shown} cannot be handed to another process",
+            why=f"{type(error).__name__}: {error}",
+            fix="let it open files and connections itself, or put it into a module",
+        ) from error
+    write_atomically(file, content)
+    return f"{file.resolve()}:{shown}"
+
+
+def _find_user_modules() -> None:
+    """Put the folders of users' modules last on the import path: no file there replaces an installed module."""
+    folders = [] if "" in sys.path else [os.getcwd()]
+    folders += os.environ.get(USER_FOLDERS, "").split(os.pathsep)
+    sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``, ``"folder/file.py:name"``, or what
+    `save_function` returned; cached. Modules in the working directory are found too.
+
+    Raises:
+        UserError: no such module, no such name in it (tells the nearest), or the module's own code fails on import.
+    """
+    module_path, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_path or not name:
+        raise UserError(f"'{path}' names no function", fix="write it as package.module.function")
+    _find_user_modules()
+    if module_path.endswith(".pkl"):
+        return _saved_function(path, Path(module_path))
+    try:
+        target = _module_of_file(module_path) if module_path.endswith(".py") else importlib.import_module(module_path)
+    except (Exception, SystemExit) as error:  # whatever user code raises on import is the message
+        raise _import_error(path, module_path, error) from error
+    for part in name.split("."):
+        found = vars(target).get(part, _MISSING) if inspect.ismodule(target) else getattr(target, part, _MISSING)
+        if found is _MISSING and inspect.ismodule(target):
+            found = getattr(target, part, _MISSING)  # a lazy attribute (module __getattr__)
+        if found is _MISSING:
+            names = _own_functions(target)
+            near = difflib.get_close_matches(part, names, n=1)
+            raise UserError(
+                f"'{path}' cannot be found: {module_path} has no '{part}'",
+                why=f"it has: {', '.join(names[:12]) or 'no functions'}",
+                fix=f"did you mean '{near[0]}'?" if near else "check the name",
+            )
+        target = found
+    return target
+
+
+def file_of(path: str) -> Path | None:
+    """The file with the code of the function at ``path``, which is loaded; None for one that has none.
+
+    Raises:
+        UserError: as `load_function`.
+    """
+    named = Path(path.partition(":")[0])
+    if named.suffix in (".py", ".pkl"):
+        return named
+    function = load_function(path)
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = inspect.getmodule(function)
+    file = getattr(module, "__file__", None)
+    return Path(file) if file else None
+
+
+def fingerprint(values: Any, functions: Iterable[str]) -> str:
+    """A text that tells these values (for JSON), and the files of the functions at these paths, with the files of the
+    user's own that they import, from others.
+
+    Raises:
+        UserError: as `load_function`.
+    """
+    files: list[bytes] = []
+    for path in functions:
+        if (file := file_of(path)) is not None:
+            imported = sorted(_imported_files(load_function(path)) - {file}) if file.suffix == ".py" else []
+            files += [one.read_bytes() for one in (file, *imported)]
+    return xxhash.xxh3_128_hexdigest(b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files]))
+
+
+def _imported_files(function: Any) -> set[Path]:
+    """Files of modules that the module of a function imports, but for packages that are installed."""
+    found: set[Path] = set()
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = vars(sys.modules.get(getattr(function, "__module__", None) or "", None) or object).items()
+    waiting = [dict(getattr(inspect.unwrap(function), "__globals__", None) or names)]
+    while waiting:
+        for value in waiting.pop().values():
+            name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            module = sys.modules.get(name) if isinstance(name, str) else None
+            file = Path(getattr(module, "__file__", None) or "")
+            if module is not None and file.suffix == ".py" and file not in found and not _is_installed(file):
+                found.add(file)
+                waiting.append(dict(vars(module)))
+    return found
+
+
+@functools.cache
+def _is_installed(file: Path) -> bool:
+    """Whether a file is of Python, of this program or of an installed package."""
+    places = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)]
+    return any(file.is_relative_to(place) for place in places) or "site-packages" in file.parts
+
+
+def _saved_function(path: str, file: Path) -> Any:
+    try:
+        return cloudpickle.loads(file.read_bytes())
+    except Exception as error:  # it imports what it refers to, and whatever that raises is the message
+        raise UserError(
+            f"the function {path} cannot be loaded", why=f"{type(error).__name__}: {error}", fix="start the run again"
+        ) from error
+
+
+_MISSING = object()
+AnyUserError = TypeVar("AnyUserError", bound=UserError)
+
+
+def _own_functions(target: Any) -> list[str]:
+    """Names of what can be called in a module or class and is not imported there."""
+    home = target.__name__ if inspect.ismodule(target) else target.__module__
+    public = [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))]
+    return [name for name in public if getattr(getattr(target, name), "__module__", home) == home]
+
+
+def _module_of_file(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_error(path: str, module_path: str, error: BaseException) -> UserError:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module_path == missing or module_path.startswith(missing + ".")):
+        return UserError(
+            f"'{path}' cannot be found: there is no module '{missing}'",
+            why=f"searched the working directory {os.getcwd()} and Python's path",
+            fix="check the spelling, install the package, or set PYTHONPATH",
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    command = f"python {module_path}" if module_path.endswith(".py") else f'python -c "import {module_path}"'
+    return UserError(
+        f"'{path}' cannot be loaded: importing {module_path} failed",
+        why=f"{type(error).__name__}: {error}{where}",
+        fix=f"mend the module; {command} shows the same error",
+    )
+
+
+def check_signature(fn: Any, protocol: type, path: str) -> None:
+    """Check that ``fn`` can be called as ``protocol`` promises.
+
+    Raises:
+        UserError: not callable, or its parameters do not fit; shows the call that will be made and the signature.
+    """
+    if not callable(fn):
+        raise UserError(f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function")
+    wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    required = [p for p in wanted if p.default is p.empty]
+    positional = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
+    keywords = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some builtins have none; the first call will tell
+        return
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join(positional + [f"{name}=…" for name in keywords])
+        raise UserError(
+            f"'{path}' cannot be called as ({call})",
+            why=f"its signature is {signature}: {error}",
+            fix=f"give it these parameters; see slime.user_code.hooks.{protocol.__name__}",
+        ) from error
+
+
+def check_class(cls: Any, base: type, path: str) -> None:
+    """Check that ``cls`` is a ``base`` with the methods that every one must have, built as ``cls(args)``.
+
+    Raises:
+        UserError: it is something else, lacks a method, or takes other arguments.
+    """
+    fix = f"derive it from slime.user_code.hooks.{base.__name__}"
+    if not inspect.isclass(cls) or not issubclass(cls, base):
+        raise UserError(f"'{path}' is no {base.__name__}", why=f"it is {cls!r:.100}", fix=fix)
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise UserError(
+            f"'{path}' lacks {' and '.join(missing)}", fix=f"add them; see slime.user_code.hooks.{base.__name__}"
+        )
+    try:
+        inspect.signature(cls).bind("args")
+    except TypeError as error:
+        raise UserError(f"'{path}' cannot be built from args", why=str(error), fix=fix) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted_keywords(fn: Any) -> frozenset[str] | None:
+    """Names that ``fn`` takes by keyword; None when it takes any."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some builtins have no signature
+        return frozenset()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
+    """Those of the ``optional`` keyword arguments that ``fn`` accepts.
+
+    Example:
+        >>> accepted(lambda args, sample, evaluation: 0, {"evaluation": True, "rollout_id": 3})
+        {'evaluation': True}
+    """
+    names = _accepted_keywords(fn)
+    return optional if names is None else {key: value for key, value in optional.items() if key in names}
+
+
+def is_async(fn: Any) -> bool:
+    """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async ``__call__``)."""
+    if isinstance(fn, functools.partial):
+        return is_async(fn.func)
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+class FunctionFailed(UserError):
+    """A function of the user's raised, hung, or returned what it should not. Where it was called for one sample, or one
+    group, it costs that one alone (`slime.rollout.trajectory`)."""
+
+    @classmethod
+    def of(cls, error: UserError) -> FunctionFailed:
+        """The same, for what our code has raised when the user's called it, or of what it returned."""
+        if isinstance(error, FunctionFailed):
+            return error
+        return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(error.__traceback__)
+
+
+class FunctionHangs(FunctionFailed):
+    """It did not return in time."""
+
+
+_SLIME = str(Path(__file__).parent) + os.sep
+_SITE_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_MOST_FRAMES = 12
+
+
+def user_frames(error: BaseException) -> str:
+    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours nor Python's own, as
+    Python prints them, with what led to a failure inside a library; "" where there are none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_SLIME, "<frozen"))
+        and (frame.filename.startswith(_SITE_PACKAGES) or not frame.filename.startswith(_STANDARD_LIBRARY))
+    ]
+    if len(frames) > _MOST_FRAMES:
+        frames = frames[: _MOST_FRAMES // 2] + frames[-_MOST_FRAMES // 2 :]
+    lines = "".join(traceback.format_list(frames)).rstrip("\n").splitlines()
+    return "\n".join(["in your code:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def where_to_mend(error: BaseException) -> str:
+    """The advice that goes with `with_user_frames`; a function of a library's has no line of the user's."""
+    return (
+        "mend it at the line below"
+        if user_frames(error)
+        else f"see which arguments it is called with: {doc_url('hooks.md')}"
+    )
+
+
+def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
+    """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and crash folder; once."""
+    said = user_frames(error).replace("\n", "\n  ")
+    known = getattr(failure, "__notes__", ())
+    for note in [*getattr(error, "__notes__", ()), *([said] if said else [])]:
+        if note not in known:
+            failure.add_note(note)
+            known = failure.__notes__
+    return failure
+
+
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """What fails in the block is ``what``, code of the user's. An error of its own (or of a library that it called)
+    becomes a `UserError`; one that our code raised, called from there, stays what it is. Both tell the user's lines.
+
+    Raises:
+        FunctionFailed: the user's code raised.
+    """
+    try:
+        yield
+    except UserError as error:
+        with_user_frames(error, error)
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        if last.filename.startswith(_SLIME) and last.filename not in (__file__, user_calls.__file__):
+            if said := user_frames(error):
+                error.add_note(said)
+            raise
+        failure = FunctionFailed(f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error))
+        raise with_user_frames(failure, error) from error
+
+
+def named(path: str, flag: str = "") -> str:
+    """The function at ``path`` in a message, with the flag that names it."""
+    return f"'{path}' ({flag})" if flag else f"'{path}'"
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """``value`` as Python shows it, cut to ``most`` characters; its type where it cannot be shown."""
+    try:
+        return f"{value!r:.{most}}"
+    except Exception as error:  # a class of the user's; integers of more than 4,300 digits
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+#: Flags of functions that make what is trained on, the first to suspect first.
+_MAKERS = (
+    "custom_convert_samples_to_train_data_path",
+    "custom_generate_function_path",
+    "rollout_sample_hook_path",
+    "rollout_function_path",
+    "data_source_path",
+)
+
+
+def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
+    """The user's functions that make tokens and log-probs in a run with these ``flags``, as messages name them.
+
+    Example:
+        >>> makers_of_samples({"custom_generate_function_path": "mine.generate", "custom_rm_path": "mine.reward"})
+        ["'mine.generate' (--custom-generate-function-path)"]
+    """
+    return named_functions(flags, _MAKERS)
+
+
+def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]:
+    """The functions that those of the flags name which are called ``dests``, as messages name them."""
+    found = []
+    for dest in dests:
+        given = flags.get(dest) or ()
+        paths = [given] if isinstance(given, str) else given
+        found += [named(path, "--" + dest.replace("_", "-")) for path in paths if not path.startswith("slime.")]
+    return found
+
+
+def described(value: Any) -> str:
+    """What a function returned, in a few words of a message.
+
+    Example:
+        >>> described(None), described(0.5), described((1, 2)), described("yes")
+        ('None', 'the float 0.5', 'a tuple of 2', "the str 'yes'")
+    """
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if hasattr(value, "shape"):
+        return f"a {kind} of shape {list(value.shape)}"
+    if isinstance(value, (int, float, str, bytes)):
+        return f"the {kind} {shown(value)}"
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine, as it is async"
+    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"a {kind}"
+
+
+def user_function(path: str, flag: str = "") -> Callable[..., Any]:
+    """The sync function at ``path``, whose failures tell the user's lines (`failures_of`).
+
+    Args:
+        flag: that names it, for messages.
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    fn = load_function(path)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with failures_of(named(path, flag)), running(path):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: Any) -> Any:
+    """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`).
+
+    Args:
+        flag: that names it, for messages.
+    """
+    fn = load_function(path)
+    with failures_of(named(path, flag)):
+        return await call_hook(fn, *args, what=path, **kwargs)
+
+
+async def call_hook(
+    fn: Any,
+    *args: Any,
+    optional: dict[str, Any] | None = None,
+    what: str = "",
+    limit: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of their own
+    (`slime.user_code.calls`), so that whoever waits can leave them.
+
+    Args:
+        optional: keyword arguments passed only if ``fn`` accepts them.
+        what: for messages, the path.
+        limit: seconds.
+    Raises:
+        FunctionHangs: it did not return within ``limit``.
+    """
+    if optional:
+        kwargs |= accepted(fn, optional)
+    what = what or getattr(fn, "__qualname__", type(fn).__name__)
+    clock: asyncio.Timeout | None = None
+    try:
+        async with asyncio.timeout(limit) as clock:
+            if is_async(fn):
+                return await alone(fn(*args, **kwargs), what)
+            seconds = {} if limit is None else {"limit": limit}
+            result = await in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
+            return await alone(result, what) if inspect.isawaitable(result) else result
+    except TimeoutError:
+        if clock is None or not clock.expired():  # one of its own making
+            raise
+        raise FunctionHangs(
+            f"'{what}' has not returned within {limit:g} s",
+            why="it hangs, or takes long: where it stood is in the log",
+            fix="give what it waits for a deadline",
+        ) from None
+
+
+def optional_package(module: str, extra: str) -> ModuleType:
+    """Import a module of an optional dependency.
+
+    Raises:
+        UserError: it is not installed; names the extra that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"the package {module.partition('.')[0]} is needed here and cannot be imported",
+            why=str(error),
+            fix=f"pip install 'slime-rl[{extra}]'",
+        ) from error
