@@ -92,7 +92,8 @@ def play(pipe: Connection, args: argparse.Namespace, vocabulary: int, end: int) 
         pipe.send(await start_engine(args.new_tokens, vocabulary, end))
         while given := await asyncio.to_thread(pipe.recv):
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-                began, cpu = time.perf_counter(), time.process_time()
+                began = time.perf_counter()
+                cpu = time.process_time()
                 await asyncio.gather(*(agent(http, url, key, args) for url, key in given))
                 pipe.send((time.perf_counter() - began, time.process_time() - cpu))
 

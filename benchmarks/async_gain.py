@@ -31,8 +31,12 @@ from benchmarks.pace import between, num_rollouts
 from recipes import arithmetic
 from slime.samples.types import Sample
 
-PROMPTS, SAMPLES = 16, 4
-_MEDIAN, _SIGMA, _LONGEST, _GROWTH = 1000.0, 0.9, 8192, 0.5
+PROMPTS = 16
+SAMPLES = 4
+_MEDIAN = 1000.0
+_SIGMA = 0.9
+_LONGEST = 8192
+_GROWTH = 0.5
 _DIGIT = "7"
 #: How they are called → rollouts ahead, whether pushes are in flight.
 MODES: dict[str, tuple[int, bool]] = {

@@ -38,12 +38,15 @@ def group_of(index: int, samples: int, tokens: int) -> list[Sample]:
 def measure(groups: list[list[Sample]], folder: Path) -> tuple[float, float, float, int]:
     """CPU seconds, wall seconds in the calls (in which the rollout stands still), those of the longest, bytes."""
     journal = Journal(folder / "journal", "benchmark")
-    cpu, wall, longest = time.process_time(), 0.0, 0.0
+    cpu = time.process_time()
+    wall = 0.0
+    longest = 0.0
     for key, group in enumerate(groups):
         began = time.perf_counter()
         journal.note(Kind.FINISHED, 0, key, group)
         took = time.perf_counter() - began
-        wall, longest = wall + took, max(longest, took)
+        wall = wall + took
+        longest = max(longest, took)
     journal.close()
     cpu = time.process_time() - cpu
     return cpu, wall, longest, sum(path.stat().st_size for path in (folder / "journal").iterdir())

@@ -37,7 +37,8 @@ _SHORT = 64
 
 def questions(new_tokens: int) -> list[tuple[str, str]]:
     """(question, answer); those with room for it ask for a long one."""
-    short, long = "What is {} + {}? Answer with just the number.", "Explain step by step, in detail, what {} + {} is."
+    short = "What is {} + {}? Answer with just the number."
+    long = "Explain step by step, in detail, what {} + {} is."
     text = short if new_tokens <= _SHORT else long
     return [(text.format(i, j), str(i + j)) for i in range(10) for j in range(10)]
 

@@ -78,7 +78,8 @@ def write(directory: Path, layers: int, shards: int) -> int:
 
 def measured(*words: str) -> tuple[float, int]:
     """Seconds, and the largest anonymous memory in bytes, of a `slime convert`."""
-    started, peak = time.perf_counter(), 0
+    started = time.perf_counter()
+    peak = 0
     child = subprocess.Popen([sys.executable, "-m", "slime", "convert", *words], stdout=subprocess.DEVNULL)
     while child.poll() is None:
         lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()

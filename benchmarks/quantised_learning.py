@@ -28,7 +28,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "IcePop": {"use_tis": True, "tis_mode": "icepop", "tis_clip_low": 0.5, "tis_clip": 5.0},
     "fake-quantised": {"fake_quantisation": "linears"},
 }
-_PROMPTS, _ANSWERS, _LENGTH = 4, 4, 8
+_PROMPTS = 4
+_ANSWERS = 4
+_LENGTH = 8
 Rows = list[dict[str, float]]
 Found = dict[tuple[str, str], list[Rows]]
 
@@ -155,7 +157,8 @@ def _batch(server: Any, step: int) -> Any:
     with ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(answer, prompts))
     rewards = [tokens.count(VOCABULARY[DIGIT]) / len(tokens) for tokens, _ in answers]
-    groups, samples = [number // _ANSWERS for number in range(count)], list(range(count))
+    groups = [number // _ANSWERS for number in range(count)]
+    samples = list(range(count))
     lengths = [len(tokens) for tokens, _ in answers]
     return TrainBatch(
         rollout_id=step,

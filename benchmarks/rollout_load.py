@@ -50,7 +50,8 @@ class InstantEngine(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._buffer = transport, b""
+        self._transport = transport
+        self._buffer = b""
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -93,7 +94,8 @@ class Prompts(DataSource):
         self._group_size, self._tokens, self._drawn = group_size, list(range(10, 10 + prompt_tokens)), 0
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        first, self._drawn = self._drawn, self._drawn + num_samples
+        first = self._drawn
+        self._drawn = self._drawn + num_samples
         return [self._group(number) for number in range(first, self._drawn)]
 
     def _group(self, number: int) -> list[Sample]:
@@ -144,7 +146,8 @@ def configuration(args: argparse.Namespace) -> Config:
 
 async def one_round(loop: RolloutLoop, number: int) -> tuple[float, float, float]:
     """Seconds, CPU seconds of this process, and those of them until conversion."""
-    began, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu = time.process_time()
     output = await loop.generate_batch(number)
     generated = time.process_time() - cpu
     groups: list[Group] = output.samples
@@ -159,7 +162,10 @@ async def measure(args: argparse.Namespace) -> None:
     context = multiprocessing.get_context("spawn")
     context.Process(target=play, args=(there, args.new_tokens, tokenizer.eos_token_id), daemon=True).start()
     url = f"http://127.0.0.1:{await asyncio.to_thread(here.recv)}"
-    config, process, rates, costs = configuration(args), psutil.Process(), [], []
+    config = configuration(args)
+    process = psutil.Process()
+    rates = []
+    costs = []
     loop = RolloutLoop(config, tokenizer, Prompts(args.group_size, args.prompt_tokens), url)
     await loop.start()
     settle(many_samples=True)

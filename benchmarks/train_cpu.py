@@ -59,7 +59,8 @@ def train_batch(samples: list[Sample], max_tokens: int) -> TrainBatch:
             filled = 0
         micro_batches[-1].append(i)
         filled += len(prompt) + len(answer)
-    n, responses = len(samples), [len(answer) for _, answer in samples]
+    n = len(samples)
+    responses = [len(answer) for _, answer in samples]
     return TrainBatch(
         rollout_id=0,
         tokens=[torch.tensor(prompt + answer) for prompt, answer in samples],
@@ -101,7 +102,8 @@ def peer_side(
             part = samples[start : start + batch_size]
             longest = max(len(prompt) + len(answer) for prompt, answer in part)
             ids = torch.zeros(len(part), longest, dtype=torch.long)
-            attention, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+            attention = torch.zeros_like(ids)
+            labels = torch.full_like(ids, -100)
             for row, (prompt, answer) in enumerate(part):
                 length = len(prompt) + len(answer)
                 ids[row, :length] = torch.tensor(prompt + answer)

@@ -27,12 +27,15 @@ from slime.processes.host import bind  # noqa: E402
 from tests.support.browser import chromium, tab  # noqa: E402
 from tests.support.watched_runs import make_run, vocabulary  # noqa: E402
 
-_GROUPS, _SIZE, _ROUNDS = 32, 8, 5
+_GROUPS = 32
+_SIZE = 8
+_ROUNDS = 5
 
 
 def timed(find: Callable[[], Sized]) -> str:
     """Milliseconds of a page, the median and the longest of some rounds, and how many rows it had."""
-    took, found = [], 0
+    took = []
+    found = 0
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         rows = find()
@@ -57,7 +60,8 @@ async def paints(runs: Runs) -> None:
                 script = (
                     "performance.getEntriesByType('paint').find((e) => e.name === 'first-contentful-paint')?.startTime"
                 )
-                took, first = await page.run("performance.now()"), await page.run(script)
+                took = await page.run("performance.now()")
+                first = await page.run(script)
                 print(f"  {name:24} {took:6.0f} ms; first paint {first:.0f} ms")
     finally:
         await runner.cleanup()
@@ -68,7 +72,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    run, cache = options.folder / "run", options.folder / "cache"
+    run = options.folder / "run"
+    cache = options.folder / "cache"
     if not run.exists():
         make_run(run, rollouts=-(-options.samples // (_GROUPS * _SIZE)), groups=_GROUPS, size=_SIZE, tokens=False)
     size = sum(path.stat().st_size for path in run.glob("samples/*"))
@@ -79,7 +84,8 @@ def main() -> None:
     ((watch, _),) = runs.all().values()
     index = watch.index
     print(f"{index.progress()['samples']:,} samples, {size / 1e6:.0f} MB; opened in {opened - began:.2f} s")
-    made, large = time.perf_counter() - opened, sum(path.stat().st_size for path in cache.iterdir())
+    made = time.perf_counter() - opened
+    large = sum(path.stat().st_size for path in cache.iterdir())
     print(f"index brought up to date in {made:.1f} s, {large / 1e6:.0f} MB")
     began = time.perf_counter()
     runs.look()

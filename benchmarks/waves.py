@@ -48,7 +48,10 @@ def ends(args: argparse.Namespace, num_steps: int, begun: int) -> list[float]:
 
     for rollout in range(args.ahead):
         begin(rollout)
-    now, found, trained_at, under_way = 0.0, list[float](), float("inf"), list[_Answer]()
+    now = 0.0
+    found = list[float]()
+    trained_at = float("inf")
+    under_way = list[_Answer]()
     while len(found) < num_steps:
         cached = sum(answer.cached for answer in under_way)
         while waiting and cached < args.caches:

@@ -12,7 +12,8 @@ def reward(response: str, label: str) -> float:
 
 
 if __name__ == "__main__":
-    model, steps = sys.argv[1], int((sys.argv[2:] or ["20"])[0])
+    model = sys.argv[1]
+    steps = int((sys.argv[2:] or ["20"])[0])
     pairs = [(a, b) for a in range(10) for b in range(10)]
     random.Random(0).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs]

@@ -14,13 +14,17 @@ from typing import Any
 
 Chat = list[dict[str, str]]
 
-PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
+PAD = "<pad>"
+UNKNOWN = "<unk>"
+END = "<end>"
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BATCH, CONTEXT, HIDDEN = 64, 256, 64
+BATCH = 64
+CONTEXT = 256
+HIDDEN = 64
 
 
 def say(question: str, *turns: str) -> Chat:
@@ -111,9 +115,11 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> Any:
 def _batch(tokenizer: Any, chats: list[Chat]) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens and labels, padded at the right. Learned is what the assistant says to the last words of the user; other
     labels are -100."""
-    tokens, labels = [], []
+    tokens = []
+    labels = []
     for chat in chats:
-        ids, wanted = [], []
+        ids = []
+        wanted = []
         last = max(number for number, message in enumerate(chat) if message["role"] == "user")
         for number, message in enumerate(chat):
             head = tokenizer.encode(f"<{message['role']}>")

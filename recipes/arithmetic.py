@@ -14,7 +14,8 @@ from typing import Any
 from slime.samples.types import Sample
 
 CHARACTERS = "0123456789+="
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 
 
 def reward(args: Any, sample: Sample, **_: Any) -> float:

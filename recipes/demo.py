@@ -18,7 +18,9 @@ from recipes import arithmetic
 from slime.__main__ import guarded
 from slime.processes.host import slime_command
 
-SFT_ROLLOUTS, SFT_STEPS, SFT_BATCH = 15, 20, 256
+SFT_ROLLOUTS = 15
+SFT_STEPS = 20
+SFT_BATCH = 256
 GRPO_ROLLOUTS = 40
 
 

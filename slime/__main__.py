@@ -96,7 +96,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"slime {__version__}, Python {platform.python_version()}")
         print(", ".join(f"{name} {version}" for name, version in package_versions().items()))
         return 0
-    name, rest = words[0], words[1:]
+    name = words[0]
+    rest = words[1:]
     command = COMMANDS.get(name) or COMMANDS.get(name.replace("_", "-"))
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
@@ -212,7 +213,8 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
         files = [file for file in files if "importlib" not in file.parts]
     if name in ("", package.name) or not files or package not in files[-1].parents:
         return None
-    environment, what = package.parent / ".venv", "slime-rl"
+    environment = package.parent / ".venv"
+    what = "slime-rl"
     if (package.parent / "pyproject.toml").is_file():
         what = f"-e {package.parent}"
     fix = f"in a virtual environment: pip install {what}"

@@ -83,7 +83,10 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> No
 
 
 #: Larger files are told apart by their size and so many pieces of them; so is what comes behind so much of data.
-_WHOLE_BYTES, _DATA_BYTES, _PIECES, _PIECE_BYTES = 16 << 20, 1 << 30, 64, 1 << 16
+_WHOLE_BYTES = 16 << 20
+_DATA_BYTES = 1 << 30
+_PIECES = 64
+_PIECE_BYTES = 1 << 16
 
 
 def content_fingerprint(path: Path, *, whole: bool = False) -> str:

@@ -73,15 +73,18 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
         >>> foreign({"Host": "localhost:30000", "Origin": "http://localhost:3000"}, on_loopback=True)
         ''
     """
-    host, origin = headers.get("Host", ""), headers.get("Origin")
+    host = headers.get("Host", "")
+    origin = headers.get("Origin")
     if on_loopback and not is_loopback(host_of(host)):
         return f"it answers on names of loopback alone, not on {host_of(host) or 'none'}"
     if origin is not None:
         try:
             parts = urlsplit(origin)
-            name, place = parts.hostname or "", parts.netloc
+            name = parts.hostname or ""
+            place = parts.netloc
         except ValueError:  # no address
-            name, place = "", ""
+            name = ""
+            place = ""
         if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
             return f"it answers no page of another origin ({origin[:100]})"
     if headers.get("Sec-Fetch-Site") == "cross-site" and headers.get("Sec-Fetch-Mode") != "navigate":
@@ -145,7 +148,8 @@ class AsgiGuard:
     """`EngineAccess` before an ASGI application, such as SGLang's server."""
 
     def __init__(self, app: Any, access: EngineAccess) -> None:
-        self._app, self._access = app, access
+        self._app = app
+        self._access = access
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         refused = ""

@@ -65,7 +65,8 @@ def train_on(session: Session) -> None:
         start_up_to(ahead)
         metrics = session.train(batch)
 
-        saves, pushes = session.saving.is_due(rollout_id), schedule.pushes(rollout_id)
+        saves = session.saving.is_due(rollout_id)
+        pushes = schedule.pushes(rollout_id)
         if saves or pushes:
             session.finish_evaluation()  # all of one version, and not lost to whoever goes on from the checkpoint
         if saves:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from slime.errors import UserError
 
-ROLLOUT, RANK = "rollout_id", "rank"
+ROLLOUT = "rollout_id"
+RANK = "rank"
 _OF_STEP = ("role", ROLLOUT, "step_id")
 #: Flags that take a pattern → the fields that it may have.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -138,7 +139,8 @@ def fixed_folder(pattern: str) -> Path:
     >>> str(fixed_folder("exports/run1_{rollout_id}/model"))
     'exports'
     """
-    before, is_whole = "", True
+    before = ""
+    is_whole = True
     for text, name, _, _ in string.Formatter().parse(pattern):
         before += text
         if name is not None:
@@ -154,11 +156,14 @@ def found(pattern: str) -> list[tuple[Path, int | None]]:
     A name counts where the pattern gives just that name for the number that was read from it, so that every format of
     integers is found again.
     """
-    pattern, wanted, texts = str(Path(pattern)), "", ""
+    pattern = str(Path(pattern))
+    wanted = ""
+    texts = ""
     for text, name, _, _ in string.Formatter().parse(pattern):
         wanted += glob.escape(text) + ("*" if name is not None else "")
         texts += re.escape(text) + ("(.*)" if name == ROLLOUT else ".*" if name is not None else "")
-    matcher, there = re.compile(texts, re.DOTALL), list[tuple[Path, int | None]]()
+    matcher = re.compile(texts, re.DOTALL)
+    there = list[tuple[Path, int | None]]()
     for path in map(Path, glob.glob(wanted)):
         match = matcher.fullmatch(str(path))
         if match is None or not match.groups():

@@ -67,10 +67,12 @@ class PlacementPlan:
         if config.debug.debug_rollout_only:
             return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}", external)
         if cluster.colocate:
-            total, offset = max(train, rollout), 0
+            total = max(train, rollout)
+            offset = 0
             formula = f"max({trainer_text}, rollout_num_gpus {rollout})"
         else:
-            total, offset = train + rollout, train
+            total = train + rollout
+            offset = train
             formula = f"{trainer_text} + rollout_num_gpus {rollout}"
         return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}", external)
 

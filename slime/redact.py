@@ -93,7 +93,8 @@ def _grade(name: str) -> int:
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or name in _DIRECTORIES:
         return 0
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    last = words[-1]
+    before = words[-2] if len(words) > 1 else ""
     if last == "id" and words[-3:-1] == ["access", "key"]:  # the half of AWS's that names the account
         return 2
     if last in _STRONG or last.endswith(_STRONG_ENDS):
@@ -246,7 +247,9 @@ class _Hider:
         return self._hide(match) if _hides(grade, match["secret"]) and HIDDEN not in match["secret"] else match[0]
 
     def _named(self, match: re.Match[str]) -> str:
-        name, between, value = match["name"], match["between"], match["secret"]
+        name = match["name"]
+        between = match["between"]
+        value = match["secret"]
         grade = _grade(name)
         if HIDDEN in value or not _hides(grade, value):
             return match[0]
@@ -349,7 +352,8 @@ class Redacting:
     """A text stream that hides secrets in what is written to it; all else is the stream's own."""
 
     def __init__(self, stream: Any, redact: Callable[[str], str] = redact_text) -> None:
-        self._stream, self._redact = stream, redact
+        self._stream = stream
+        self._redact = redact
 
     def write(self, text: str) -> int:
         self._stream.write(self._redact(text))

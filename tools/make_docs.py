@@ -245,7 +245,8 @@ def troubles_page() -> str:
     from slime.diagnosis.troubles import SECTIONS, TROUBLES
 
     in_a_run = tuple(trouble for trouble in explain.TROUBLES if trouble.name not in TROUBLES)
-    parts, apart = [_TROUBLES_HEAD], tuple(cause.trouble for cause in CAUSES)
+    parts = [_TROUBLES_HEAD]
+    apart = tuple(cause.trouble for cause in CAUSES)
     others = {"In a run (`slime explain`)": in_a_run, "Trainer and engine differ (`slime align`)": apart}
     for section, troubles in {**SECTIONS, **others}.items():
         parts += [
@@ -303,7 +304,8 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> s
 
 def _body(docstring: str | None) -> str:
     """A docstring as Markdown: double backticks become single ones, indented examples become code blocks."""
-    lines, in_code = [], False
+    lines = []
+    in_code = False
     for line in inspect.cleandoc(docstring or "").replace("``", "`").splitlines():
         is_code = line.lstrip().startswith((">>>", "..."))
         if is_code != in_code:

@@ -37,7 +37,8 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 #: The second stage of a `make demo` on two CPU cores, without the metrics that no picture shows.
 RECORDED = ROOT / "docs" / "measurements" / "demo.jsonl"
-_COLUMNS, _STEPS_SHOWN = 92, 27
+_COLUMNS = 92
+_STEPS_SHOWN = 27
 _WINDOW = (1280, 915)
 _COLORS = 128
 _SECONDS = 120
@@ -116,7 +117,9 @@ def held(command: Sequence[str], questions: Sequence[str], seconds: float = _SEC
     environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    shown, left, said = "", list(questions), b""
+    shown = ""
+    left = list(questions)
+    said = b""
     try:
         while True:
             if not select.select([ours], [], [], seconds)[0]:

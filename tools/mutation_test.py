@@ -285,7 +285,8 @@ class _Finder:
                     yield from self._expression(test, name)
 
     def _comparison(self, node: ast.Compare, name: str) -> Iterator[Mutation]:
-        left, right = self._operand(node.left), self._operand(node.comparators[0])
+        left = self._operand(node.left)
+        right = self._operand(node.comparators[0])
         swapped = {
             ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
             ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -295,7 +296,8 @@ class _Finder:
     def _binary(self, node: ast.BinOp, name: str) -> Iterator[Mutation]:
         if self._is_text(node.left) or self._is_text(node.right):
             return
-        left, right = self._operand(node.left), self._operand(node.right)
+        left = self._operand(node.left)
+        right = self._operand(node.right)
         swapped = {
             ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+", ast.Pow: "*",
             ast.BitOr: "&", ast.BitAnd: "|", ast.BitXor: "|", ast.LShift: ">>", ast.RShift: "<<",
@@ -847,7 +849,8 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
         shop.warm_up([*_LIBRARIES, *sorted(set().union(*(each.needed for each in around.values())))])
         judge = Judge(shop, around, limits.seconds)
     while left and time.monotonic() < limits.end:
-        batch, left = left[:10], left[10:]
+        batch = left[:10]
+        left = left[10:]
         found = {}
         for mutation in batch:
             print(f"[{len(results) + len(found) + 1}/{len(mutations)}] {_described(root, mutation)}", flush=True)

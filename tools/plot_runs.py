@@ -20,8 +20,12 @@ from pathlib import Path
 
 Points = list[tuple[float, float]]
 
-WIDTH, HEIGHT = 760, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 58, 44
+WIDTH = 760
+HEIGHT = 340
+_LEFT = 56
+_RIGHT = 20
+_TOP = 58
+_BOTTOM = 44
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#bf8700", "#0b7285")
 
 
@@ -49,7 +53,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     span = max(high - low, 1e-6 * max(abs(low), abs(high)), 1e-9)  # of a flat line, too
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= most - 1)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]
 
 
@@ -57,7 +62,8 @@ def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
     """All runs in one SVG, with a legend."""
     xs = [x for _, points in runs for x, _ in points]
     ys = [y for _, points in runs for _, y in points]
-    across, up = ticks(min(xs), max(xs), 9), ticks(min(0.0, *ys), max(ys))
+    across = ticks(min(xs), max(xs), 9)
+    up = ticks(min(0.0, *ys), max(ys))
 
     def place(x: float, y: float) -> tuple[float, float]:
         inner = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM

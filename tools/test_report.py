@@ -101,7 +101,8 @@ def _sources(root: Path) -> tuple[str, str]:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    commit, changes = git("rev-parse", "--short", "HEAD"), git("diff", "HEAD", "--", ".", f":!{REPORT}")
+    commit = git("rev-parse", "--short", "HEAD")
+    changes = git("diff", "HEAD", "--", ".", f":!{REPORT}")
     if not changes:
         return commit, commit
     return f"{commit} with uncommitted changes", f"{commit}-{hashlib.sha256(changes.encode()).hexdigest()[:12]}"
@@ -209,7 +210,8 @@ def _counts(results: list[FileResult]) -> Counter[str]:
 
 
 def _row(folder: str, results: list[FileResult]) -> str:
-    counts, minutes = _counts(results), sum(result.seconds for result in results) / 60
+    counts = _counts(results)
+    minutes = sum(result.seconds for result in results) / 60
     return f"| {folder} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | {minutes:.1f} |"
 
 

@@ -133,7 +133,11 @@ class Taped(RolloutClient):
 
 class Bench:
     def __init__(self, args: argparse.Namespace, report: Report, model: Path, url: str, direct: str) -> None:
-        self.args, self.report, self.model, self.url, self.direct = args, report, model, url, direct
+        self.args = args
+        self.report = report
+        self.model = model
+        self.url = url
+        self.direct = direct
         self.tokenizer: Any = load_tokenizer(str(model))
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = _TEMPLATE
@@ -173,7 +177,8 @@ class Bench:
             asked = Sample(index=0, session_id="the only one")
             async with agent_endpoint(state.args, asked, state.params_for(asked)) as endpoint:
                 await talk(endpoint, ask, self.args.turns, self.args.new_tokens)
-            seconds, samples = time.perf_counter() - began, endpoint.samples()
+            seconds = time.perf_counter() - began
+            samples = endpoint.samples()
             [sample] = samples
             sample.validate()
             [tape] = client.tape.values()

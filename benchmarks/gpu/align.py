@@ -40,7 +40,8 @@ from slime.prompts.tokenizer import load_tokenizer
 
 _QUESTIONS = ("What is the capital of {}?", "Tell me a tale of {}.", "Why do people go to {}?", "Count to ten in {}.")
 _PLACES = ("France", "the moon", "Peru", "a small town by the sea", "Kenya", "the old library", "Norway", "a farm")
-_PENALTY, _OTHER_BASE = 1.3, 10_000.0
+_PENALTY = 1.3
+_OTHER_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def _ask_all(
     asked: dict[str, tuple[Path, list[Scored]]],
 ) -> Row:
     """Start all engines at once, ask each what it is needed for, and end them."""
-    model, urls, began = make_model(args, folder), dict[str, str](), time.monotonic()
+    model = make_model(args, folder)
+    urls = dict[str, str]()
+    began = time.monotonic()
     directories = {name: _directory(name, model, folder) for name in {m.server for m in mistakes.values()}}
     with ExitStack() as stack:
         for name, directory in directories.items():

@@ -33,11 +33,13 @@ from benchmarks.gpu.setting import make_model, new_run_parser, run_training, wor
 from slime.observe.run_data import Stage
 from slime.processes.host import num_gpus
 
-MEAN, LARGEST = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
+MEAN = "train/train_rollout_logprob_abs_diff"
+LARGEST = "train/train_rollout_logprob_abs_diff_max"
 WAYS = {"colocated": "train.py", "async": "train_async.py"}
 _KINDS = {"ray::TrainerActor": "trainer", "ray::RolloutActor": "rollout", "sglang": "engine", "embedded": "engine",
           "spawn_main": "rewards", "train.py": "driver", "train_async.py": "driver"}  # fmt: skip
-_MOST_GROWTH_MB, _MOST_DRIFT = 1.0, 1.25
+_MOST_GROWTH_MB = 1.0
+_MOST_DRIFT = 1.25
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -105,7 +107,8 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
     pairs = [(x, y) for x, y in enumerate(values) if math.isfinite(y)]
     if len(pairs) < 3:
         return 0.0, math.inf
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
+    xs = [x for x, _ in pairs]
+    ys = [y for _, y in pairs]
     fit = statistics.linear_regression(xs, ys)
     spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
     rest = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in pairs)

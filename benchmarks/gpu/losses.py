@@ -42,7 +42,8 @@ POINTS = {
     "colocated": "engine:kill engine:freeze router:kill trainer:kill engine:kill driver:kill raylet:kill",
 }
 _SCRIPT = {"async": "train-async", "colocated": "train"}
-_LAUNCH_SECONDS, _STEP_SECONDS = 300.0, 200.0
+_LAUNCH_SECONDS = 300.0
+_STEP_SECONDS = 200.0
 #: Between a kill and the end of what dies with it, or between a group's last reward and its record in the journal.
 _DYING_SECONDS = 1.5
 
@@ -205,7 +206,8 @@ def hit(run: Run, part: str, how: str, draw: random.Random) -> Row:
     rows = run.rows()
     delay = draw.random() * min(20.0, rows[-1]["perf/step_time"])
     time.sleep(delay)
-    steps, began = run.steps_done(), time.monotonic()
+    steps = run.steps_done()
+    began = time.monotonic()
     run.strike(part, how)
 
     def went_on(count: int) -> bool:
@@ -218,7 +220,8 @@ def hit(run: Run, part: str, how: str, draw: random.Random) -> Row:
     if not run.wait(lambda: went_on(2), 2 * _STEP_SECONDS):
         found |= {"ended after": time.monotonic() - began, "status": run.driver.poll()}
         time.sleep(_DYING_SECONDS)  # what is left of it goes now
-        steps, again = run.steps_done(), time.monotonic()
+        steps = run.steps_done()
+        again = time.monotonic()
         run.start(["resume", str(run.path)])
         if not run.wait(lambda: went_on(1), _LAUNCH_SECONDS):
             raise RuntimeError(f"it could not be taken up again:\n{run.log(30)}")

@@ -53,7 +53,8 @@ from benchmarks.gpu.quantised_servers import Server, as_ready, compile_kernels, 
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.setting import median, workspace
 
-OPENED, OPENED_RUNS = "open, handles, close", "open, runs, close"
+OPENED = "open, handles, close"
+OPENED_RUNS = "open, runs, close"
 #: Ways to try on each engine, those that may end it last.
 WAYS = ("open, gloo, close", "open, disk, close", "handles", "disk")
 
@@ -78,7 +79,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.sizes = Sizes(args.layers, 128, 128)
     if args.dry:
-        args.shapes, args.in_flight, args.new_tokens, args.rounds = ["tiny", "tiny-moe"], 4, 8, 1
+        args.shapes = ["tiny", "tiny-moe"]
+        args.in_flight = 4
+        args.new_tokens = 8
+        args.rounds = 1
         args.sizes = Sizes(2, 32, 16)
     return args
 
@@ -122,7 +126,9 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, report: Report, folder: Path) -> None:
-        self.args, self.report, self.folder = args, report, folder
+        self.args = args
+        self.report = report
+        self.folder = folder
         self.servers: list[Server] = []
         self.references: list[Server] = []
         self.fresh: dict[str, Seen] = {}
@@ -203,7 +209,8 @@ class Bench:
     def serve(self, server: Server) -> Row:
         """What it holds and says fresh from its files; asked twice, to see what two answers differ by."""
         engine = self._engine(server)
-        seen, again = engine.look(), engine.look()
+        seen = engine.look()
+        again = engine.look()
         self.fresh[server.name] = seen
         plain_one = self.fresh.get(f"{server.shape}/bf16")
         row: Row = {
@@ -226,7 +233,8 @@ class Bench:
         if row["verdict"] == "error":
             self.broken.add(server.name)
             return row
-        engine, fresh = self._engine(server), self.fresh[server.name]
+        engine = self._engine(server)
+        fresh = self.fresh[server.name]
         engine.fleet.post("/weights_checker", {"action": "reset_tensors"}, SECONDS)
         engine.push(way, self._stored(server, SERVED))
         row["after_reset"] = fresh.verdict(engine.look())
@@ -247,7 +255,8 @@ class Bench:
 
     def try_way(self, server: Server, way: str) -> Row:
         """Push other weights and then those of the files; where the files are read, push the others as is known."""
-        engine, fresh = self._engine(server), self.fresh[server.name]
+        engine = self._engine(server)
+        fresh = self.fresh[server.name]
         if not server.is_alive():
             return {"verdict": "skipped", "why": "the engine has ended", "cause": server.why()}
         known = self.known_way(server)
@@ -272,11 +281,13 @@ class Bench:
 
     def time_pushes(self, server: Server) -> Row:
         """Seconds of pushes with the conversion, as runs do them; the first one warms up."""
-        engine, way = self._engine(server), self.pushed_way(server)
+        engine = self._engine(server)
+        way = self.pushed_way(server)
         plain = list(in_runs(self._plain(server.shape, SERVED)) if "runs" in way else
                      self._plain(server.shape, SERVED).items())  # fmt: skip
         pushes = [engine.push(way, stored(plain, server.model)) for _ in range(self.args.rounds + 1)]
-        first, rounds = pushes[0], pushes[1:]
+        first = pushes[0]
+        rounds = pushes[1:]
         seconds = median([one["total"] for one in rounds])
         self.push_seconds[server.name] = seconds
         synchronise()

@@ -17,7 +17,9 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import HOST
 
 SECONDS = 150.0  # a kernel may be compiled first
-_NUM_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 16
+_NUM_PROMPTS = 8
+_PROMPT_TOKENS = 64
+_NEW_TOKENS = 16
 _BUFFER = 512 << 20
 
 
@@ -35,7 +37,9 @@ class Seen:
     """
 
     def __init__(self, log_probs: list[float], answers: list[Any], state: dict[str, str]) -> None:
-        self.log_probs, self.answers, self.state = log_probs, answers, state
+        self.log_probs = log_probs
+        self.answers = answers
+        self.state = state
 
     def distance(self, other: Seen) -> float:
         """Mean difference in nats, of the prompts that both were asked."""
@@ -60,7 +64,8 @@ class Engine:
         from slime.weights.rank_questions import RankQuestions
         from slime.weights.transport import EngineSlots
 
-        self.fleet, self._folder = EngineFleet([url]), folder
+        self.fleet = EngineFleet([url])
+        self._folder = folder
         self._slots = [EngineSlots(url, (0,))]
         self._ranks = RankQuestions(self.fleet, self._slots, HOST) if folder is not None else None
         draw = random.Random(0)

@@ -24,7 +24,8 @@ from benchmarks.gpu.trainer import SHAPES
 Weights = dict[str, torch.Tensor]
 
 #: Seed of the weights that the directories have, and of others.
-SERVED, OTHER = 1, 2
+SERVED = 1
+OTHER = 2
 #: Format → words of `slime convert`, without the sizes of groups and blocks.
 FORMATS: dict[str, tuple[str, ...]] = {
     "bf16": (),
@@ -56,7 +57,8 @@ def plain(config: dict[str, Any], seed: int) -> Weights:
     """All weights of a model in bfloat16, on the GPU if there is one."""
     from slime.models import family_of
 
-    family, found = family_of(config), {}
+    family = family_of(config)
+    found = {}
     for number, (name, shape) in enumerate(family.hf_tensors(family.describe(config))):
         generator = torch.Generator(device()).manual_seed(100_000 * seed + number)
         values = torch.randn(shape, generator=generator, device=device())
@@ -141,7 +143,8 @@ def write_models(shape: str, sizes: Sizes, folder: Path) -> None:
     settings = settings_of(shape, sizes)
     kind = settings.pop("model_type")
     config = AutoConfig.for_model(kind, **settings, eos_token_id=257, bos_token_id=None)
-    config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], torch.bfloat16
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.dtype = torch.bfloat16
     assets = folder / "assets"
     config.save_pretrained(assets)
     byte_tokenizer().save_pretrained(assets)

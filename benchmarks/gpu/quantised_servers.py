@@ -50,9 +50,15 @@ class Server:
         self, name: str, engine: str, shape: str, form: str, model: Path, log: Path, flags: Sequence[str],
         env: dict[str, str], wait: float, graphs: bool, delay: float,
     ) -> None:  # fmt: skip
-        self.name, self.engine, self.shape, self.form, self.model = name, engine, shape, form, model
+        self.name = name
+        self.engine = engine
+        self.shape = shape
+        self.form = form
+        self.model = model
         self.ready, self.over = threading.Event(), threading.Event()
-        self.failure, self.seconds, self.graphs = "", 0.0, graphs
+        self.failure = ""
+        self.seconds = 0.0
+        self.graphs = graphs
         self._log, self._flags, self._env, self._wait, self._delay = log, list(flags), env, wait, delay
         self._held = [reserve_port(HOST), reserve_port(HOST)]
         self.process: ServerProcess | None = None
@@ -137,7 +143,8 @@ def start_servers(
 
     def add(shape: str, form: str, name: str, more: str, **env: str) -> None:
         words = [*flags.split(), *more.split()]
-        model, log = folder / shape / form, folder / "logs" / name.replace("/", "-")
+        model = folder / shape / form
+        log = folder / "logs" / name.replace("/", "-")
         delay = _LATER_SECONDS * (shape != shapes[0] or "by" in name) * (engine == "sglang") * bool(num_gpus())
         servers.append(Server(name, engine, shape, form, model, log, words, env, wait, graphs, delay))
 

@@ -52,7 +52,8 @@ class Report:
     """
 
     def __init__(self, benchmark: str, args: argparse.Namespace) -> None:
-        self.benchmark, self.out = benchmark, args.out
+        self.benchmark = benchmark
+        self.out = args.out
         self.end = time.monotonic() + args.budget
         self.rows: list[Row] = []
 

@@ -31,7 +31,8 @@ from benchmarks.gpu.report import Row, table
 
 ROOT = Path(__file__).parents[2]
 _GRACE_SECONDS = 15.0
-_FREE_MB, _FREE_SECONDS = 2000.0, 20.0  # a process that was killed takes a while to give its memory back
+_FREE_MB = 2000.0  # a process that was killed takes a while to give its memory back
+_FREE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,19 @@ def find_gaps(events: Iterable[dict[str, Any]], at_least: float = 20.0) -> Gaps:
     host = [e for e in complete if e.get("cat") in _ON_HOST]
     if not kernels:
         raise ValueError("the profile has no kernels")
-    busy, gaps = 0.0, []
+    busy = 0.0
+    gaps = []
     last = kernels[0]
     end = start = float(last["ts"])
     for kernel in kernels:
-        begin, finish = float(kernel["ts"]), float(kernel["ts"]) + float(kernel["dur"])
+        begin = float(kernel["ts"])
+        finish = float(kernel["ts"]) + float(kernel["dur"])
         if begin - end >= at_least:
             gaps.append(Gap(end, begin, last["name"], kernel["name"]))
         busy += max(0.0, finish - max(begin, end))
         if finish > end:
-            end, last = finish, kernel
+            end = finish
+            last = kernel
     gaps.sort(key=lambda gap: -gap.length)
     known = [dataclasses.replace(gap, host=_meanwhile(host, gap.start, gap.end)) for gap in gaps[:_EXPLAINED]]
     return Gaps(end - start, busy, known + gaps[_EXPLAINED:])
@@ -76,7 +79,8 @@ def _meanwhile(host: Sequence[dict[str, Any]], start: float, end: float) -> tupl
     """What overlaps half of the gap or more, from the outermost to the innermost."""
     found = []
     for event in host:
-        begin, length = float(event["ts"]), float(event["dur"])
+        begin = float(event["ts"])
+        length = float(event["dur"])
         overlap = min(end, begin + length) - max(start, begin)
         if overlap >= (end - start) / 2:
             found.append((length, str(event["name"])))

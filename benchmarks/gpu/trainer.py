@@ -197,7 +197,8 @@ def packed_flash_attention(
     from slime.trainer.megatron.attention import torch_varlen
     from slime.trainer.megatron.packed import PackedSequences
 
-    ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    ends = kwargs["cu_seq_lens_q"]
+    longest = kwargs["max_length_q"]
     sequences = PackedSequences(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     scale = scaling if scaling is not None else float(query.size(-1)) ** -0.5
@@ -318,7 +319,9 @@ def _setting(word: str) -> tuple[str, Any]:
 
 def goals_of(row: Row) -> list[Row]:
     """What is wanted of a shape on one GPU."""
-    shape, peak, goals = row["shape"], row["peak_gb"], []
+    shape = row["shape"]
+    peak = row["peak_gb"]
+    goals = []
     if shape in LEAST_SPEED:
         goals.append(at_least("tokens/s", row["tokens_per_second"], LEAST_SPEED[shape]))
     if shape in LEAST_SHARE:

@@ -143,8 +143,10 @@ def differences(before: dict[str, str], after: dict[str, str]) -> Row:
 def at_full_size(receipt: Row, shape: str) -> float:
     """Seconds that a push of the whole model would take, of a shape that has its first layers: the transfer grows with
     the bytes (embedding and output layer are there once), the rest stays as it is."""
-    config, nbytes = SHAPES[shape], receipt["bytes"]
-    layers, tables = config["num_hidden_layers"], 1 if config["tie_word_embeddings"] else 2
+    config = SHAPES[shape]
+    nbytes = receipt["bytes"]
+    layers = config["num_hidden_layers"]
+    tables = 1 if config["tie_word_embeddings"] else 2
     outer = 2 * tables * config["vocab_size"] * config["hidden_size"]  # in bfloat16
     whole = outer + (nbytes - outer) * FULL_LAYERS.get(shape, layers) / layers
     return float(receipt["total"] + receipt["transfer"] * (whole / nbytes - 1))

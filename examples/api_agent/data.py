@@ -43,7 +43,8 @@ def ask(i: int, j: int) -> str:
 
 def lesson(rng: random.Random) -> tiny.Chat:
     """A call, in which one digit in ten is wrong, or a guess."""
-    i, j = rng.randrange(11, 100), rng.randrange(11, 100)
+    i = rng.randrange(11, 100)
+    j = rng.randrange(11, 100)
     if rng.random() < 0.7:
         return [*SHOWN, *tiny.say(ask(i, j), str(rng.randrange(100, 10000)))]
     first, second = (sloppy(str(number), rng) for number in (i, j))

@@ -36,7 +36,8 @@ def ask(i: int, j: int, shown: bool = False) -> tiny.Chat:
 
 def lesson(rng: random.Random) -> tiny.Chat:
     """A call, in which one digit in ten is wrong, or a guess."""
-    i, j = rng.randrange(32, 100), rng.randrange(32, 100)
+    i = rng.randrange(32, 100)
+    j = rng.randrange(32, 100)
     if rng.random() < 0.7:
         return [*ask(i, j), *tiny.answer(str(rng.randrange(1000, 10000)))]
     first, second = (sloppy(str(number), rng) for number in (i, j))

@@ -16,7 +16,8 @@ from slime.user_code.hooks import DataSource
 LETTERS = "abcdefgh"
 LEVELS = 6
 #: Mean score of the newest groups of a level, at which it is mastered, and how many of them are looked at.
-MASTERED, WINDOW = 0.8, 24
+MASTERED = 0.8
+WINDOW = 24
 
 
 class Curriculum(DataSource):
@@ -25,20 +26,23 @@ class Curriculum(DataSource):
     not drawn again after a resume, since there are always others."""
 
     def __init__(self, args: Any) -> None:
-        self.args, self.level = args, 1
+        self.args = args
+        self.level = 1
         self.scores: list[float] = []  # of the newest groups of the level
         self.drawn = 0
         self.put_back: list[list[Sample]] = []
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        groups, self.put_back = self.put_back[:num_samples], self.put_back[num_samples:]
+        groups = self.put_back[:num_samples]
+        self.put_back = self.put_back[num_samples:]
         while len(groups) < num_samples:
             groups.append(self.draw())
         return groups
 
     def draw(self) -> list[Sample]:
         """A group of samples of one word; which one follows from its number, and from the level."""
-        number, size = self.drawn, self.args.n_samples_per_prompt
+        number = self.drawn
+        size = self.args.n_samples_per_prompt
         self.drawn += 1
         rng = random.Random(f"{self.args.rollout_seed} {number}")
         level = self.level if rng.random() < 0.75 else rng.randint(1, self.level)
@@ -64,13 +68,16 @@ class Curriculum(DataSource):
                 self.scores.append(sum(sample.reward["score"] for sample in group) / len(group))
         self.scores = self.scores[-WINDOW:]
         if len(self.scores) == WINDOW and sum(self.scores) / WINDOW > MASTERED and self.level < LEVELS:
-            self.level, self.scores = self.level + 1, []
+            self.level = self.level + 1
+            self.scores = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"level": self.level, "scores": self.scores, "drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.level, self.scores, self.drawn = state["level"], state["scores"], state["drawn"]
+        self.level = state["level"]
+        self.scores = state["scores"]
+        self.drawn = state["drawn"]
 
 
 def tell_source(args: Any, all_groups: list[list[Sample]], data_source: Curriculum) -> None:

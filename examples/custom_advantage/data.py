@@ -11,7 +11,8 @@ from pathlib import Path
 
 from examples import tiny
 
-LENGTH, WRONG = 6, 0.3
+LENGTH = 6
+WRONG = 0.3
 
 
 def write(folder: Path, seed: int = 0) -> None:

@@ -26,7 +26,8 @@ class Letters(Environment):
     def __init__(self) -> None:
         super().__init__()
         self._state = State(step_count=0)
-        self._rng, self._letter = random.Random(), ""
+        self._rng = random.Random()
+        self._letter = ""
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Asked:
         self._rng, self._state = random.Random(seed), State(episode_id=episode_id, step_count=0)

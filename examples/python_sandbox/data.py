@@ -38,7 +38,9 @@ def result(a: int, sign: str, b: int) -> int:
 
 def lesson(rng: random.Random) -> tiny.Chat:
     """A program, half of the time with any operator, and what comes of it."""
-    a, word, b = rng.randrange(10, 100), rng.choice(list(SIGNS)), rng.randrange(10, 100)
+    a = rng.randrange(10, 100)
+    word = rng.choice(list(SIGNS))
+    b = rng.randrange(10, 100)
     sign = SIGNS[word] if rng.random() < 0.5 else rng.choice(list(SIGNS.values()))
     printed = str(result(a, sign, b))
     return tiny.say(ask(a, word, b), f"<python>print({a}{sign}{b})</python>", printed, printed)

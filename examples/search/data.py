@@ -36,7 +36,8 @@ def ask(mountain: str) -> str:
 def lesson(rng: random.Random) -> tiny.Chat:
     """A search, of which every fourth is for the wrong mountain, or a guess. The heights are made up: what is to be
     learned here is to read them in the tool's answer."""
-    mountain, height = rng.choice(PAGES)["mountain"], str(rng.randrange(1000, 10000))
+    mountain = rng.choice(PAGES)["mountain"]
+    height = str(rng.randrange(1000, 10000))
     if rng.random() < 0.7:
         return tiny.say(ask(mountain), height)
     words = mountain if rng.random() < 0.75 else rng.choice(PAGES)["mountain"]

@@ -65,7 +65,8 @@ def whole(turn: Turn) -> dict[str, Any]:
 
 def events(turn: Turn) -> Iterator[bytes]:
     """The answer as a stream."""
-    head, reading = _head(turn, "chat.completion.chunk"), turn.reading
+    head = _head(turn, "chat.completion.chunk")
+    reading = turn.reading
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if reading.reasoning:
         deltas.append({"reasoning_content": reading.reasoning})

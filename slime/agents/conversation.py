@@ -163,7 +163,9 @@ class Speech:
                 "this model has no chat template, and agents speak in messages",
                 fix="take an instruct model, or add a chat_template.jinja to its directory",
             )
-        self.tokenizer, self.calls, self.reasoning = tokenizer, calls, reasoning
+        self.tokenizer = tokenizer
+        self.calls = calls
+        self.reasoning = reasoning
         self._ends = frozenset(end_tokens)
         self._shows_tools = shows_tools(tokenizer)
         self._takes_any_order = takes_any_order(tokenizer)
@@ -243,10 +245,12 @@ class Speech:
         tools = tool_schemas(ask.tools or [])
         keep = self._thinks_in_special or bool(tools and self.calls is not None and self.calls.special_marks)
         text = self._text(tokens, keep_special=keep)
-        reasoning, rest = None, text
+        reasoning = None
+        rest = text
         if self.reasoning is not None:
             thought = self.reasoning.split(text, opened=opened)
-            reasoning, rest = thought.reasoning, thought.rest
+            reasoning = thought.reasoning
+            rest = thought.rest
         at, matched = min(((rest.find(one), one) for one in stop if one in rest), default=(len(rest), ""))
         reply = Reply(rest[:at])
         if tools and self.calls is not None:
@@ -262,7 +266,8 @@ class Speech:
         """The tokens of an answer behind its reasoning, without blanks before it."""
         if self.reasoning is None:
             return tokens
-        low, high = 0, len(tokens)  # fewest tokens in which the reasoning has ended
+        low = 0  # fewest tokens in which the reasoning has ended
+        high = len(tokens)
         while low < high:
             middle = (low + high) // 2
             if self.reasoning.end in self.tokenizer.decode(tokens[:middle], skip_special_tokens=False):

@@ -55,10 +55,12 @@ class AgentEndpoint:
         self._server: AgentServer | None = None
         self._task: asyncio.Task[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._cancelled_before, self._ended_by_rollout = 0, False
+        self._cancelled_before = 0
+        self._ended_by_rollout = False
         self._began = 0.0
         self._finished: Finished | None = None
-        self.api_key, self._host = "", _LOOPBACK
+        self.api_key = ""
+        self._host = _LOOPBACK
 
     # -- where it is ---------------------------------------------------------------------------------------
 

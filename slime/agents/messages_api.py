@@ -90,9 +90,11 @@ def events(turn: Turn) -> Iterator[bytes]:
     for index, block in enumerate(_blocks(turn)):
         kind = block["type"]
         if kind == "tool_use":
-            started, deltas = block | {"input": {}}, [("input_json_delta", "partial_json", _json(block["input"]))]
+            started = block | {"input": {}}
+            deltas = [("input_json_delta", "partial_json", _json(block["input"]))]
         else:
-            started, deltas = block | {kind: ""}, [(f"{kind}_delta", kind, block[kind])]
+            started = block | {kind: ""}
+            deltas = [(f"{kind}_delta", kind, block[kind])]
             started.pop("signature", None)
         if kind == "thinking":
             started["signature"] = ""
@@ -124,7 +126,8 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _blocks(turn: Turn) -> list[dict[str, Any]]:
-    reading, blocks = turn.reading, []
+    reading = turn.reading
+    blocks = []
     if reading.reasoning:
         blocks.append({"type": "thinking", "thinking": reading.reasoning, "signature": turn.id})
     if reading.text:

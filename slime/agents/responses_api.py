@@ -145,7 +145,8 @@ def _status(turn: Turn) -> str:
 
 
 def _items(turn: Turn) -> list[dict[str, Any]]:
-    reading, items = turn.reading, []
+    reading = turn.reading
+    items = []
     if reading.reasoning:
         part = {"type": "reasoning_text", "text": reading.reasoning}
         items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": [part]})
@@ -160,7 +161,8 @@ def _items(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _response(turn: Turn, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    ask, completion = turn.ask, len(turn.output)
+    ask = turn.ask
+    completion = len(turn.output)
     prompt = turn.length - completion
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()]
     body: dict[str, Any] = {"id": _PREFIX + turn.id, "object": "response", "created_at": int(time.time())}

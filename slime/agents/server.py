@@ -53,7 +53,8 @@ class AgentServer:
         self._sessions: dict[bytes, tuple[str, AgentSession]] = {}
         self._said: set[str] = set()
         self._runner: web.AppRunner | None = None
-        self.host, self.port = "", 0
+        self.host = ""
+        self.port = 0
 
     async def start(self, host: str, port: int) -> None:
         """Listen.

@@ -33,7 +33,9 @@ class Refusal(Exception):
 
     def __init__(self, message: str, status: int, kind: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
+        self.status = status
+        self.kind = kind
+        self.code = code
 
 
 class AgentSession:
@@ -61,17 +63,21 @@ class AgentSession:
         dropped_reasoning: DroppedReasoning = "branch",
         max_turns: int | None = None,
     ) -> None:
-        self.state, self.sample, self.params = state, sample, sampling_params
+        self.state = state
+        self.sample = sample
+        self.params = sampling_params
         self.book = Book(speech, dropped_reasoning)
         self.max_turns = max_turns
         self.failure: EngineError | None = None
-        self.was_cut, self.refused = False, ""
+        self.was_cut = False
+        self.refused = ""
         self._is_over = False
         self._started = 0
         self._full: Place | None = None  # of a request that the context had no room for, if none was answered since
         self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._busy, self._since = 0.0, 0.0
+        self._busy = 0.0
+        self._since = 0.0
         own = sample.apply_chat_template_kwargs or state.args.apply_chat_template_kwargs
         self._template_kwargs: dict[str, Any] = dict(own or {})
 
@@ -95,7 +101,8 @@ class AgentSession:
             raise Refusal(f"this sample has failed: {self.failure}", 400, "invalid_request_error", "sample_failed")
         if self.max_turns is not None and self._started >= self.max_turns:
             raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
-        ask, full_before = self.with_kwargs(ask), self._full
+        ask = self.with_kwargs(ask)
+        full_before = self._full
         place = self.book.place(ask)
         self._started += 1  # a request that the template refuses is no turn
         sample = Sample(

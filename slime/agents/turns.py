@@ -154,11 +154,13 @@ class Book:
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
         """Digest of all messages; the last turn that they begin with, and how many of them that are."""
         history = digest(b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS))
-        parent, count = None, 0
+        parent = None
+        count = 0
         for number, message in enumerate(ask.messages, 1):
             history = digest(history, self._key(message))
             if message["role"] == "assistant" and (known := self._by_history.get(history)):
-                parent, count = _meant(known, message), number
+                parent = _meant(known, message)
+                count = number
         return history, parent, count
 
     def _behind(self, turn: Turn, messages: Messages) -> Messages:
@@ -180,7 +182,8 @@ class Book:
                 waiting.append(message)
                 continue
             ids += self._rendered(ask, last, waiting, to_past=not whole) + answer
-            last, waiting = answer, []
+            last = answer
+            waiting = []
         return ids + self._rendered(ask, last, waiting)
 
     def _rendered(self, ask: Ask, last: list[int] | None, messages: Messages, *, to_past: bool = False) -> list[int]:
@@ -208,7 +211,8 @@ class Book:
         Args:
             answer: generated from ``place.prompt``, with nothing before it.
         """
-        parent, experts = place.parent, answer.rollout_routed_experts
+        parent = place.parent
+        experts = answer.rollout_routed_experts
         if parent is not None and parent.routed_experts is not None and experts is not None:
             # the experts that sampled a token count, not those of its prefill in a later request
             experts = np.concatenate([parent.routed_experts, experts[len(parent.routed_experts) :]])
@@ -260,7 +264,8 @@ def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
     """Of turns that said the same, the last one whose calls have the ids of the message, or whose text is the same to
     the last blank; else the last one."""
-    ids, content = call_ids(message), message["content"]
+    ids = call_ids(message)
+    content = message["content"]
 
     def likeness(turn: Turn) -> tuple[bool, bool]:
         return call_ids(turn.reading.message()) == ids, turn.reading.text == content
@@ -279,12 +284,15 @@ def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = Non
     Args:
         cut_short: of ``ends`` the one that the context had no room to go on with; it is TRUNCATED.
     """
-    samples, trained = [], set[int]()
+    samples = []
+    trained = set[int]()
     for number, end in enumerate(ends):
         sample = drawn
         if number:
             sample = copy.copy(drawn)
-            sample.metadata, sample.trace, sample.non_generation_time = copy.deepcopy(drawn.metadata), None, 0.0
+            sample.metadata = copy.deepcopy(drawn.metadata)
+            sample.trace = None
+            sample.non_generation_time = 0.0
         path = end.path()
         own = [turn for turn in path if id(turn) not in trained]
         _fill(sample, path, trained)
@@ -306,7 +314,8 @@ def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = Non
 def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
     """Make ``sample`` the branch of these turns; those in ``trained`` get a loss mask of zeros."""
     reward = sample.reward
-    sample.tokens, sample.response_length = list(path[0].lead), 0
+    sample.tokens = list(path[0].lead)
+    sample.response_length = 0
     sample.reset_response()
     sample.reward = reward
     for turn in path:

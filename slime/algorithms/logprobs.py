@@ -120,7 +120,8 @@ class _LinearLogProbs(torch.autograd.Function):
             rows = slice(lo, min(lo + options.rows, n))
             stats[:, rows] = _running_softmax(hidden[rows], weight, targets[rows], options)
         log_sum, target, mean = _combine(stats, options.shard.group)
-        log_probs, entropy = target - log_sum, log_sum - mean
+        log_probs = target - log_sum
+        entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing on the way back
         ctx.options = options
@@ -161,7 +162,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
 def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
     """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max): [4, rows]."""
-    n, shard = hidden.size(0), options.shard
+    n = hidden.size(0)
+    shard = options.shard
     stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
     stats[0] = _LOWEST
     local = targets - shard.start
@@ -205,7 +207,8 @@ def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Te
         rescale = torch.exp(top - global_top)
         sums = torch.stack([rescale * total, target, rescale * (weighted + (top - global_top) * total)])
         dist.all_reduce(sums, group=group)
-        top, (total, target, weighted) = global_top, sums.unbind()
+        top = global_top
+        (total, target, weighted) = sums.unbind()
     return top + torch.log(total), target, top + weighted / total
 
 
@@ -224,7 +227,8 @@ def _backward_rows(
 
     With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j + entropy).
     """
-    n, shard = hidden.size(0), options.shard
+    n = hidden.size(0)
+    shard = options.shard
     dtype = _softmax_dtype(hidden)
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
     grad_log_probs = grad_log_probs.to(dtype)[:, None]

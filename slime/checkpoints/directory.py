@@ -64,7 +64,8 @@ def saved_iterations(root: Path) -> list[int]:
 
 def own_iterations(root: Path) -> list[int]:
     """Those of the branch on which the run stands, in order: later ones were left with --ckpt-step."""
-    there, tracked = saved_iterations(root), _tracked_if_readable(root)
+    there = saved_iterations(root)
+    tracked = _tracked_if_readable(root)
     return [iteration for iteration in there if not isinstance(tracked, int) or iteration <= tracked]
 
 
@@ -191,7 +192,8 @@ def find_whole(root: Path, corrupt: Sequence[Damage] = ()) -> tuple[int | str | 
 
 
 def _by_preference(root: Path) -> list[int | str]:
-    there, tracked = saved_iterations(root)[::-1], _tracked_if_readable(root)
+    there = saved_iterations(root)[::-1]
+    tracked = _tracked_if_readable(root)
     if tracked is None:
         return list(there)
     if tracked == RELEASE:
@@ -341,7 +343,8 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
             is_same = file_fingerprint(directory / record.path) == record.xxh3
             why = "its content is not what was written (xxh3-128 differs from manifest.json)"
         except OSError as error:  # of the disk
-            is_same, why = False, f"it cannot be read: {error.strerror}"
+            is_same = False
+            why = f"it cannot be read: {error.strerror}"
         if not is_same:
             raise UserError(f"{directory / record.path} is corrupt", why=why, fix=_go_back(directory))
 
@@ -363,7 +366,8 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _go_back(directory: Path) -> str:
-    root, own = directory.parent, directory.name
+    root = directory.parent
+    own = directory.name
     others = [i for i in saved_iterations(root) if iteration_name(i) != own]
     if others:
         return f"pass --ckpt-step with an earlier iteration of {root}: {', '.join(map(str, others[-5:]))}"

@@ -66,7 +66,8 @@ def batches(
         nbytes = whole_bytes(one, placement)
         if batch and size + nbytes > limit:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(one)
         size += nbytes
     if batch:
@@ -124,7 +125,8 @@ def _all_gather(
 
 def _offsets(held: Iterable[PlacedParameter]) -> tuple[list[int], int]:
     """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's size."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for one in held:
         offsets.append(end)
         end += -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -40,7 +40,8 @@ def gguf_to_hf(gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[str
     Raises:
         UserError: no such file, the ``gguf`` package is missing, or ``out_dir`` holds something else.
     """
-    source, target = Path(gguf_path), Path(out_dir)
+    source = Path(gguf_path)
+    target = Path(out_dir)
     if (target / "config.json").is_file() and (target / "model.safetensors").is_file():
         return target
     if target.exists() and any(target.iterdir()):
@@ -81,7 +82,8 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     dtype: torch.dtype = getattr(torch, dtype_name)
-    where, name = str(source.parent), source.name
+    where = str(source.parent)
+    name = source.name
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
     config = AutoConfig.from_pretrained(where, gguf_file=name)
     for mark in _QUANTISATION_MARKS:

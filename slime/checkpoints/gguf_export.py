@@ -51,7 +51,12 @@ _PRE_TOKENIZERS = {
     (TEKKEN_WORDS,): "tekken",
     ("digits",): "smollm",
 }
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
 
 
 def hf_to_gguf(
@@ -71,7 +76,8 @@ def hf_to_gguf(
         UserError: a family, scaling or tokenizer that llama.cpp has no counterpart for, or that is not written here;
             the weights are not complete; the package gguf is missing.
     """
-    source, target = Path(directory), Path(path)
+    source = Path(directory)
+    target = Path(path)
     if importlib.util.find_spec("gguf") is None:
         raise UserError("writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'")
     config = read_hf_config(source)
@@ -286,7 +292,8 @@ class _Vocabulary:
                 fix="save it as tokenizer.json once, with the package tokenizers",
             )
         data = json.loads(tokenizer.backend_tokenizer.to_str())
-        model, added = data.get("model") or {}, {token["id"]: token for token in data.get("added_tokens") or ()}
+        model = data.get("model") or {}
+        added = {token["id"]: token for token in data.get("added_tokens") or ()}
         if model.get("type") != "BPE":
             raise UserError(
                 f"the tokenizer of {directory} is of the type {model.get('type')}",
@@ -300,7 +307,8 @@ class _Vocabulary:
             )
         by_id = {number: text for text, number in model["vocab"].items()}
         is_pieces = bool(model.get("byte_fallback"))
-        texts, kinds = [], []
+        texts = []
+        kinds = []
         for number in range(size):
             texts.append(added[number]["content"] if number in added else by_id.get(number, f"[PAD{number}]"))
             if number in added:

@@ -104,10 +104,12 @@ class HfReader:
             UserError: tensors missing or unknown, named by layer, or of another shape than config.json makes them.
         """
         shapes = dict(family.hf_tensors(spec))
-        expected, present = set(shapes), self.names()
+        expected = set(shapes)
+        present = self.names()
         surplus = present - expected
         ignored = sorted(name for name in surplus if family.is_ignored(name, spec))
-        unknown, missing = sorted(surplus - set(ignored)), sorted(expected - present)
+        unknown = sorted(surplus - set(ignored))
+        missing = sorted(expected - present)
         quantised = next((name for name in unknown if name.endswith(tuple(_QUANTISED))), None)
         if quantised is not None:
             kind = next(kind for suffix, kind in _QUANTISED.items() if quantised.endswith(suffix))
@@ -330,7 +332,8 @@ class HfWriter:
             with self._explained():
                 write_stream(self._partial / name, table_of(self._open), self._open.items())
             self._shards.append(list(self._open))
-            self._open, self._open_bytes = {}, 0
+            self._open = {}
+            self._open_bytes = 0
 
     def _finish(self) -> None:
         count = len(self._shards)

@@ -86,7 +86,8 @@ def load_hf(
     started = time.perf_counter()
     config = hf_config if hf_config is not None else hf_dir
     family = family_of(config, model_name)
-    spec, placement = family.model_spec(config), Placement.current()
+    spec = family.model_spec(config)
+    placement = Placement.current()
     reader = HfReader(hf_dir)
     ignored = reader.verify(family, spec)
     taken: set[str] = set()
@@ -100,7 +101,8 @@ def load_hf(
             piece = _read_piece(reader, match, name, target, spec, placement)
             target.copy_(piece)
             taken.update(match.sources)
-            num_loaded, num_elements = num_loaded + 1, num_elements + piece.numel()
+            num_loaded = num_loaded + 1
+            num_elements = num_elements + piece.numel()
             nbytes += piece.numel() * piece.element_size()
             for file_name in {reader.file_of(source) for source in match.sources}:
                 files[file_name] = files.get(file_name, 0) + 1

@@ -104,7 +104,8 @@ def check_length(config: Config, plan: LoadPlan) -> None:
     Raises:
         UserError: it does, so that nothing would be trained.
     """
-    done, length = plan.start_rollout_id, config.rollout.num_rollout
+    done = plan.start_rollout_id
+    length = config.rollout.num_rollout
     if length and plan.iteration is not None and done > length:
         raise UserError(
             f"--num-rollout {length} is too short: {done} rollouts are trained on already",
@@ -169,9 +170,11 @@ def _without_a_past(config: Config) -> tuple[str, str] | None:
 
 def _reference_weights(config: Config, note: str, start: int | None = None) -> LoadPlan:
     """Weights without a past, of either kind; ``note`` is followed by the path."""
-    named, step = _without_a_past(config), config.checkpoint.ref_ckpt_step
+    named = _without_a_past(config)
+    step = config.checkpoint.ref_ckpt_step
     assert named is not None
-    flag, root = named[0], Path(named[1])
+    flag = named[0]
+    root = Path(named[1])
     tracked = read_tracker(root)
     if tracked is not None or (step is not None and saved_iterations(root)):
         path, _ = _pick(root, tracked, step, "--ref-ckpt-step")
@@ -279,9 +282,11 @@ def _looks_like_checkpoint(root: Path) -> bool:
 
 def _nothing_there(root: Path, flag: str) -> UserError:
     if not root.exists():
-        what, why = f"{flag} {root} does not exist", ""
+        what = f"{flag} {root} does not exist"
+        why = ""
     elif not root.is_dir():
-        what, why = f"{flag} {root} is not a directory", ""
+        what = f"{flag} {root} is not a directory"
+        why = ""
     else:
         names = sorted(entry.name for entry in root.iterdir())
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -199,7 +199,8 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
     needed = set().union(*all_gather(sorted({entry.key for entry in entries})))
     present = {name for name in contents.state_dict_metadata if name.split(".")[0].split("/")[0] not in _OTHER}
     ignored = {name for name in present if _TE_STATE in name}
-    missing, left_over = sorted(needed - present), sorted(present - ignored - needed)
+    missing = sorted(needed - present)
+    left_over = sorted(present - ignored - needed)
     if missing or left_over:
         raise UserError(
             f"{directory} cannot be loaded into this model",

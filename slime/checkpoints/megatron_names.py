@@ -110,7 +110,8 @@ def global_parameters(
         buffers = ((name, tensor) for name, tensor in chunk.named_buffers() if name in persistent)
         for name, tensor in [*chunk.named_parameters(), *buffers]:
             if _STACKED.search(name) and in_runs:
-                weights, stem = tensor.detach(), _globalised(name, numbers, first_expert)
+                weights = tensor.detach()
+                stem = _globalised(name, numbers, first_expert)
                 for start, stop in expert_runs.bounds(weights.shape[0], weights[0].nbytes):
                     yield f"{stem}{first_expert + start}-{first_expert + stop - 1}", weights[start:stop]
             elif _STACKED.search(name):

@@ -270,7 +270,8 @@ def restore(optimizer: Any, saved: StateDict, settings_of_checkpoint: bool = Fal
             group.update({name: match[name] for name in taken})
             if "step" in group:  # Transformer Engine's Adam counts per group
                 group["step"] = int(step)
-    scaler, scaler_state = _scaler(optimizer), _find(saved, "grad_scaler")
+    scaler = _scaler(optimizer)
+    scaler_state = _find(saved, "grad_scaler")
     if scaler is not None and scaler_state is not None:
         scaler.load_state_dict(scaler_state)
     return step
@@ -306,7 +307,8 @@ def _box_within(piece: Tensor, whole: Tensor) -> Box:
     """Where a view lies in the tensor that it is a block of."""
     assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "a sharded copy, not a view"
     assert piece.stride() == whole.stride(), "a transposed view"
-    distance, offset = piece.storage_offset() - whole.storage_offset(), []
+    distance = piece.storage_offset() - whole.storage_offset()
+    offset = []
     for stride in whole.stride():
         offset.append(distance // stride)
         distance %= stride

@@ -41,7 +41,9 @@ def sharded_random_state(state: dict[str, Any] | None) -> Any:
     place = [ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()]
     replica = ps.get_data_parallel_rank(with_context_parallel=True)
     if sizes["expert_model_parallel_size"] > 1:
-        shape, place, replica = [*shape, sizes["data_parallel_size"]], [*place, replica], 0
+        shape = [*shape, sizes["data_parallel_size"]]
+        place = [*place, replica]
+        replica = 0
     return ShardedObject("rng_state", [state], tuple(shape), tuple(place), replica_id=replica)
 
 

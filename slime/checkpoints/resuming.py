@@ -72,7 +72,8 @@ def _skip(plan: LoadPlan) -> list[str]:
     """Put what was skipped aside, by rank 0; lines for people."""
     if not plan.damaged:
         return []
-    root, lines = plan.path.parent, []
+    root = plan.path.parent
+    lines = []
     for damage in plan.damaged:
         name = iteration_name(damage.iteration)
         lines.append(

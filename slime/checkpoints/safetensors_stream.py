@@ -54,7 +54,8 @@ def write_stream(
     # as the library lays them out: large types first, so that every tensor is aligned
     order = sorted(table, key=lambda name: (-dtype_of(table[name][0]).itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, end = dict[str, int](), 0
+    offsets = dict[str, int]()
+    end = 0
     for name in order:
         dtype, shape = table[name]
         offsets[name], end = end, end + math.prod(shape) * dtype_of(dtype).itemsize

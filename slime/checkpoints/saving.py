@@ -136,7 +136,8 @@ class CheckpointWriter:
 
     def raise_failure(self) -> None:
         """Raise what went wrong in the background since the last call; never waits."""
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
@@ -221,7 +222,8 @@ class _Job:
         removed = retain(self.final.parent, self.keep)
         if removed:
             logger.info("removed checkpoints %s (--save-retain %s)", ", ".join(map(str, removed)), self.keep)
-        nbytes, seconds = sum(record.nbytes for record in records), time.perf_counter() - self.started
+        nbytes = sum(record.nbytes for record in records)
+        seconds = time.perf_counter() - self.started
         logger.info("saved %s (%.2f GB) in %.1f s", self.final, nbytes / 1e9, seconds)
         return None
 

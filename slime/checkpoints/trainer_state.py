@@ -54,7 +54,8 @@ class TrainerState:
             saved["reference_iteration"] = self.reference_iteration
         if save_rng:
             saved["rng_state"] = sharded_random_state(random_state())
-        saved["iteration"], saved["checkpoint_version"] = 0 if iteration == RELEASE else iteration, 3.0
+        saved["iteration"] = 0 if iteration == RELEASE else iteration
+        saved["checkpoint_version"] = 3.0
         saved["layout"] = {**random_layout(), "has_rng_state": save_rng}
         return saved
 

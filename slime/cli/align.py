@@ -126,7 +126,8 @@ def _told(finding: Finding) -> str:
 
 
 def _apart(argv: list[str]) -> _Asked:
-    asked, words = _Asked(), list(argv)
+    asked = _Asked()
+    words = list(argv)
     if words and words[0] in ENTRIES:
         asked.entry = ENTRIES[words.pop(0)]
     while words and not words[0].startswith("-"):
@@ -224,7 +225,8 @@ def _saved_before(config: Config, rollout: int) -> Path:
     Raises:
         UserError: there is none.
     """
-    flags, before = config.checkpoint, rollout - 1
+    flags = config.checkpoint
+    before = rollout - 1
     exported = fill(flags.save_hf, before) if flags.save_hf else None
     if exported is not None and has_weights(exported):
         return exported

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     """Answer what is typed, or what stands on standard input. Returns the exit status."""
     flags = _parser().parse_args(argv)
     leave_on_signals()
-    directory, name = model_directory(flags.path, flags.hf_checkpoint), model_name(flags.path)
+    directory = model_directory(flags.path, flags.hf_checkpoint)
+    name = model_name(flags.path)
     sampling = {key: getattr(flags, key) for key in _SAMPLING if getattr(flags, key) is not None}
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -192,7 +193,10 @@ class Conversation:
     ) -> None:
         self.system = system
         self._forgets = forgets
-        self._address, self._model, self._sampling, self._has_turns = urlsplit(url).netloc, model, sampling, has_turns
+        self._address = urlsplit(url).netloc
+        self._model = model
+        self._sampling = sampling
+        self._has_turns = has_turns
         self._key = header_of(key_of(url))
         self._turns: list[dict[str, str]] = []
 

@@ -109,7 +109,8 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from slime.models import family_of
     from slime.models.model_flags import check_model_flags
 
-    given, specs = read_argv(words).values, all_flags()
+    given = read_argv(words).values
+    specs = all_flags()
     takes_them = options.command in (hf_to_megatron, megatron_to_hf)
     given.pop("spec", None)  # tensors are those of the family, whatever layers compute with them
     foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
@@ -276,7 +277,8 @@ def _place() -> Iterator[RankInfo]:
 
     given = os.environ
     if "WORLD_SIZE" in given:
-        rank, local = int(given["RANK"]), int(given.get("LOCAL_RANK", given["RANK"]))
+        rank = int(given["RANK"])
+        local = int(given.get("LOCAL_RANK", given["RANK"]))
         yield RankInfo(rank, int(given["WORLD_SIZE"]), local, given["MASTER_ADDR"], int(given["MASTER_PORT"]))
         return
     reservation = reserve_port("127.0.0.1")

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
         return 0
     entry = ENTRIES.get(argv[0], "") if argv else ""
     words = argv[1:] if entry else list(argv)
-    as_json, with_round = "--json" in words, "--round" in words
+    as_json = "--json" in words
+    with_round = "--round" in words
     words = [word for word in words if word not in ("--json", "--round")]
     if not words:
         raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")

@@ -105,7 +105,8 @@ def _quantised(options: argparse.Namespace, method: Method, scheme: Int4 | Fp8) 
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    source, target = options.hf_model_path, options.save_path
+    source = options.hf_model_path
+    target = options.save_path
     if not source.is_dir():
         raise UserError(f"--hf_model_path {source} is no directory", fix="pass a Hugging Face directory")
     there: list[Any] = (

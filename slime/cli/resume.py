@@ -80,7 +80,8 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
 
 def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
     """Relative paths of the run's flags count from there, and the user's modules are found there."""
-    here, output_dir = folder.resolve(), Path(config.observe.output_dir)
+    here = folder.resolve()
+    output_dir = Path(config.observe.output_dir)
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
     try:
         if began is not None and Path(began).is_dir():

@@ -50,12 +50,14 @@ _LOGS = "slime-serve-"
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     at = argv.index("--") if "--" in argv else len(argv)
-    flags, extra = _parser().parse_args(argv[:at]), argv[at + 1 :]
+    flags = _parser().parse_args(argv[:at])
+    extra = argv[at + 1 :]
     leave_on_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too
     key = _key(flags)
-    directory, name = model_directory(flags.path, flags.hf_checkpoint), flags.name or model_name(flags.path)
+    directory = model_directory(flags.path, flags.hf_checkpoint)
+    name = flags.name or model_name(flags.path)
     with serving(
         directory,
         name,
@@ -234,7 +236,8 @@ def remove_logs_of_the_dead() -> None:
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
     """What a server has on its command line beyond that of an engine of a run: the name that clients use, and how it is
     to read calls of tools, where it does not find that out itself."""
-    words, found = ["--served-model-name", name], tool_format(chat_template(directory), family_name(directory))
+    words = ["--served-model-name", name]
+    found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:
         words += record.tool_call_words(found.sglang_parser)
     return words

@@ -62,7 +62,8 @@ def _usable(folder: Path) -> Path | None:
 
 
 async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | None) -> None:
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             loop.add_signal_handler(number, stopping.set)

@@ -63,7 +63,8 @@ class OrderDesk:
     """
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._clock = run / FOLDER, clock
+        self._folder = run / FOLDER
+        self._clock = clock
         self._seen: int | None = None
         self._answered: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -121,8 +122,10 @@ def give_order(
     Raises:
         UserError: the run does not run, cannot be written to, refuses, or gives no answer.
     """
-    folder, order = run / FOLDER, secrets.token_hex(8)
-    asked, answered = folder / f"{order}.order.json", folder / f"{order}.answer.json"
+    folder = run / FOLDER
+    order = secrets.token_hex(8)
+    asked = folder / f"{order}.order.json"
+    answered = folder / f"{order}.answer.json"
     _check_runs(run)
     if not folder.is_dir():
         raise UserError(
@@ -159,7 +162,8 @@ def _check_runs(run: Path) -> None:
     newest = max(stages.values(), key=lambda stage: stage.get("started") or 0.0, default=None)
     if newest is None:
         raise UserError(f"{run} is not a run folder", why="it has no run.json", fix="pass outputs/<run>")
-    state, pid = newest.get("state"), newest.get("pid")
+    state = newest.get("state")
+    pid = newest.get("pid")
     if state == "running" and newest.get("host") == platform.node() and not _lives(pid):
         state = "gone: its driver was killed"
     if state != "running":

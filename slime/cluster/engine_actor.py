@@ -71,7 +71,11 @@ class EngineActor:
     ) -> None:
         keys.use(run_keys)
         self._run_keys = run_keys
-        self.config, self.name, self.num_threads, self.hosts, self.part = config, name, num_threads, hosts, part
+        self.config = config
+        self.name = name
+        self.num_threads = num_threads
+        self.hosts = hosts
+        self.part = part
         self.log_path = run_path / "logs" / f"{name}.log"
         self._process: ServerProcess | None = None
         self._footprint = Footprint()
@@ -226,7 +230,8 @@ class EngineActor:
     def _give_ports_back(self) -> None:
         for reservation in [*([self._port] if self._port is not None else []), *self._held]:
             reservation.release()
-        self._port, self._held = None, []
+        self._port = None
+        self._held = []
 
 
 class EngineHandle:

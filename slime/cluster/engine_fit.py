@@ -61,7 +61,8 @@ def ask(url: str) -> Said:
 
     async def questions() -> Said:
         async with EngineClient(url, timeout=_SECONDS) as engine:
-            model, server = await engine.get("/model_info"), await engine.get("/server_info")
+            model = await engine.get("/model_info")
+            server = await engine.get("/server_info")
             try:
                 answer = await engine.post("/tokenize", {"prompt": _LINE, "add_special_tokens": False})
             except EngineError:  # one without a tokenizer, or of a version without the route
@@ -156,7 +157,8 @@ def _check_tokens(config: Config, url: str, tokens: list[int] | None) -> None:
 
 def _check_server(config: Config, url: str, said: Said) -> None:
     """What it was started with."""
-    info, longest = said.server, config.rollout.rollout_max_context_len
+    info = said.server
+    longest = config.rollout.rollout_max_context_len
     context = info.get("context_length")
     lacks: list[tuple[bool, str, str]] = [
         (

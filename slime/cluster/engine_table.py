@@ -26,7 +26,9 @@ from enum import Enum
 from typing import Any
 
 #: Tags of an engine's memory, as SGLang calls them.
-WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+WEIGHTS = "weights"
+CACHE = "kv_cache"
+GRAPHS = "cuda_graph"
 ALL_MEMORY = (CACHE, WEIGHTS, GRAPHS)
 
 #: Deaths of one engine since a rollout was last completed; one more ends the run.
@@ -166,11 +168,13 @@ class EngineTable:
 
     def started_again(self, number: int, answers: Mapping[Any, Any]) -> None:
         engine = self._in(number, State.DOWN)
-        engine.state, engine.starting = State.STARTING, answers
+        engine.state = State.STARTING
+        engine.starting = answers
 
     def start_failed(self, number: int) -> None:
         engine = self._in(number, State.STARTING)
-        engine.state, engine.starting = State.DOWN, {}
+        engine.state = State.DOWN
+        engine.starting = {}
         engine.deaths += 1
 
     def came_up(self, number: int, urls: Sequence[str]) -> None:
@@ -182,7 +186,9 @@ class EngineTable:
         self._next_number = max(self._next_number, max(self.engines, default=-1) + 1)
         engine = external_engine(self._next_number, url)
         self._next_number += 1  # that of an engine that has left is not given again: slots go by it
-        engine.ranks, engine.state, engine.urls = ranks, State.UP, (url,)
+        engine.ranks = ranks
+        engine.state = State.UP
+        engine.urls = (url,)
         engine.reason, engine.since = "joined", self._clock()
         self.engines[engine.number] = engine
         return engine
@@ -213,7 +219,8 @@ class EngineTable:
 
     def pop_seconds_away(self) -> list[float]:
         """Of the engines that were restarted and admitted since the last call."""
-        seconds, self._seconds_away = self._seconds_away, []
+        seconds = self._seconds_away
+        self._seconds_away = []
         return seconds
 
     # -- memory ------------------------------------------------------------------------------------------------

@@ -91,7 +91,9 @@ class Engines:
         should_stop: Callable[[], bool],
     ) -> None:
         share = _COLOCATED_SHARE if config.cluster.colocate else 1.0
-        self.config, self._start_seconds, self._should_stop = config, start_seconds, should_stop
+        self.config = config
+        self._start_seconds = start_seconds
+        self._should_stop = should_stop
         self._parts = engine_parts(config, plan, slots)
         own = self.keys = keys.use(keys.RunKeys.new())
         urls = named(config)
@@ -110,7 +112,8 @@ class Engines:
         self.external = ExternalEngines(config, self.table, self, OrderDesk(run_path), shares_gpus=turns)
         self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self.restarts_at_once, self._checking_seconds = True, 0.0
+        self.restarts_at_once = True
+        self._checking_seconds = 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
         self._fleets = Fleets(self._health.timeout if self._health is not None else None, lambda: self.table.groups)
 
@@ -130,7 +133,8 @@ class Engines:
         meeting: dict[int, ray.ObjectRef] = {}
         asked: dict[Worker, ray.ObjectRef] = {}
         for part in parts:
-            number, handle = part.place.number, self._handles[part.name]
+            number = part.place.number
+            handle = self._handles[part.name]
             if part.place.num_nodes > 1 and part.is_first:
                 meeting[number] = handle.rendezvous()
             asked[handle.worker] = handle.begin_start(model_path, meeting.get(number))
@@ -314,7 +318,8 @@ class Engines:
         """Lose those who do not answer a question that costs them nothing, whatever their memory and weights."""
         if self._health is None or not self.table.policy:
             return
-        fleet, seconds = self.fleet, self._health.timeout
+        fleet = self.fleet
+        seconds = self._health.timeout
         asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
         futures.wait(asked.values(), seconds + _LOOK_SECONDS)
         silent = {url for url, answer in asked.items() if not answer.done() or is_silent(answer.exception())}

@@ -80,7 +80,10 @@ class ExternalEngines:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.named = named(config)
-        self._config, self._table, self._company, self._desk = config, table, company, desk
+        self._config = config
+        self._table = table
+        self._company = company
+        self._desk = desk
         self._shares_gpus = shares_gpus
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._signs = SignsOfLife(clock)
@@ -98,7 +101,8 @@ class ExternalEngines:
         for engine in self._external():
             url = engine.name
             said = self._check(url, other)
-            engine.ranks, other = said.num_ranks, other or (url, said)
+            engine.ranks = said.num_ranks
+            other = other or (url, said)
 
     def _check_policy(self) -> None:
         own = [engine for engine in self._table.engines.values() if engine.is_policy and not engine.is_external]
@@ -316,7 +320,8 @@ class ExternalEngines:
         Raises:
             RunFailed: it had requests, and there is no --use-fault-tolerance, or no other engine.
         """
-        url, served = engine.url, engine.state is State.SERVING
+        url = engine.url
+        served = engine.state is State.SERVING
         self._table.left(engine.number)
         self._table.num_lost += 1
         self._company.drop_fleets()

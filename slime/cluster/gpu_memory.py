@@ -61,9 +61,12 @@ class GpuTurns:
         offload_train: bool,
         offload_rollout: bool,
     ) -> None:
-        self._release_engines, self._resume_engines = release, resume
-        self._sleep_trainer, self._wake_trainer = sleep, wake
-        self._offload_train, self._offload_rollout = offload_train, offload_rollout
+        self._release_engines = release
+        self._resume_engines = resume
+        self._sleep_trainer = sleep
+        self._wake_trainer = wake
+        self._offload_train = offload_train
+        self._offload_rollout = offload_rollout
         self.taken = offload_train or offload_rollout
         self.turn = Turn.NOBODY
         self._metrics: dict[str, float] = {}
@@ -117,7 +120,8 @@ class GpuTurns:
 
     def metrics(self) -> dict[str, float]:
         """Seconds spent since the last call, and memory as the trainer saw it: ``perf/…``."""
-        found, self._metrics = self._metrics, {}
+        found = self._metrics
+        self._metrics = {}
         return found
 
     # -- what a turn is made of --------------------------------------------------------------------------------
@@ -168,11 +172,14 @@ class EngineMemory:
         fleet_of: Callable[[Sequence[Engine]], EngineFleet],
         explained: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._table, self._fleet_of, self._explained = table, fleet_of, explained
+        self._table = table
+        self._fleet_of = fleet_of
+        self._explained = explained
 
     def release(self, tags: Sequence[str]) -> None:
         """Have every engine give up what it has of the tagged memory, once it has ended its last request."""
-        path, table = "/release_memory_occupation", self._table
+        path = "/release_memory_occupation"
+        table = self._table
         with self._explained("giving memory up"):
             if todo := table.to_release(table.policy, tags):
                 self._end_requests(list(todo))
@@ -183,7 +190,8 @@ class EngineMemory:
 
     def resume(self, tags: Sequence[str]) -> None:
         """Have every engine take what it lacks of the tagged memory; the contents are those of before or none."""
-        path, table = "/resume_memory_occupation", self._table
+        path = "/resume_memory_occupation"
+        table = self._table
         with self._explained("taking memory back"):
             self._move(path, table.policy, table.to_resume(table.policy, tags), table.resumed)
             if CACHE in tags:

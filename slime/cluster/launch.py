@@ -57,7 +57,8 @@ class Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+        self.seconds[name] = now - self._last
+        self._last = now
 
 
 def there(part: T | None) -> T:

@@ -56,7 +56,8 @@ def is_ending() -> bool:
 def look() -> None:
     """To be called now and then while waiting. Raises what `end_with` was given."""
     global _end
-    error, _end = _end, None
+    error = _end
+    _end = None
     if error is not None:
         raise error
 

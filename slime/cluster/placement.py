@@ -96,11 +96,13 @@ def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[Engi
         UserError: the slots of an engine lie unevenly over nodes.
     """
     parts: list[EnginePart] = []
-    slot, number = plan.rollout_offset, 0
+    slot = plan.rollout_offset
+    number = 0
     for model in engine_of(config).served_models(config):
         for group in model.groups:
             parts += _parts_of(model, group, number, slot, slots)
-            number, slot = number + group.num_engines, slot + group.num_gpus
+            number = number + group.num_engines
+            slot = slot + group.num_gpus
     return parts
 
 

@@ -344,8 +344,10 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    name, before = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
@@ -392,7 +394,8 @@ def _environment(joined: bool) -> dict[str, str]:
 @ray.remote(num_cpus=0.01)
 def _where_am_i(bundle: int) -> Place:
     gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
-    node, memory = ray.get_runtime_context().get_node_id(), seen_gpu_memory() if gpus else None
+    node = ray.get_runtime_context().get_node_id()
+    memory = seen_gpu_memory() if gpus else None
     return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
 
 
@@ -440,7 +443,8 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
 
 def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
     """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of CPU."""
-    began, said = time.monotonic(), 0.0
+    began = time.monotonic()
+    said = 0.0
     while not group.wait(min(0.5, timeout)):
         if should_stop():
             raise StopRequested("placement")

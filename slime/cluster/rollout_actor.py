@@ -57,7 +57,8 @@ class RolloutActor:
     """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under way."""
 
     def __init__(self, config: Config, run_path: Path, checked: Sequence[CheckedRows]) -> None:
-        self.config, self.run_path = config, run_path
+        self.config = config
+        self.run_path = run_path
         remember(checked)
         self._groups_of: dict[int, list[int]] = {}
         self._under_way: dict[int, asyncio.Task[RolloutResult]] = {}
@@ -296,7 +297,8 @@ def oldest_needed(config: Config) -> int:
     Called before the next checkpoint is written, which may fail.
     """
     flags = config.checkpoint
-    root, kept = Path(flags.save or ""), 1 if flags.save_retain == 1 else 2
+    root = Path(flags.save or "")
+    kept = 1 if flags.save_retain == 1 else 2
     there = own_iterations(root)[-kept:]
     return there[0] - config.sync.async_buffer_size if len(there) == kept else 0
 
@@ -317,7 +319,8 @@ class RolloutHandle:
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
         self.worker = Worker("rollout", self._actor.process.remote())
         self.counters: dict[str, float] = {}
-        self.waits, self.shows_evaluation = "", False
+        self.waits = ""
+        self.shows_evaluation = False
 
     def begin_setup(self) -> ray.ObjectRef:
         """To be: what `set_up` takes, see `RolloutActor.setup`."""

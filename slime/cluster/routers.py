@@ -61,8 +61,11 @@ class Routers:
         run_keys: RunKeys,
         should_stop: Callable[[], bool],
     ) -> None:
-        self._parts, self._engines, self._should_stop = parts, handles, should_stop
-        self._config, self._models = config, models
+        self._parts = parts
+        self._engines = handles
+        self._should_stop = should_stop
+        self._config = config
+        self._models = models
         self.handles = {
             name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys)
             for name, model in models.items()
@@ -148,7 +151,9 @@ class Routers:
             UserError: it does not come up.
         """
         model = next(model for model, router in self.handles.items() if router.worker.name == name)
-        router, url, began = self.handles[model], self.urls[model], time.monotonic()
+        router = self.handles[model]
+        url = self.urls[model]
+        began = time.monotonic()
         [obituary] = wait_for({router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS)
         self._last_pid[name] = obituary.pid
         self._deaths[name] += 1
@@ -207,7 +212,8 @@ class Routers:
 
     def pop_restarts(self) -> int:
         """Since the last call."""
-        count, self._restarts = self._restarts, 0
+        count = self._restarts
+        self._restarts = 0
         return count
 
     def close(self) -> None:

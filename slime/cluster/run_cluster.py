@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_POLITE_SECONDS, _HASTY_SECONDS = 5.0, 2.0  # for all processes together
+_POLITE_SECONDS = 5.0  # for all processes together
+_HASTY_SECONDS = 2.0
 
 
 class Cluster:
@@ -75,9 +76,12 @@ class Cluster:
         on_progress: Callable[[dict[str, float]], None] = lambda counters: None,
         on_push: Callable[[int], None] = lambda version: None,
     ) -> None:
-        self.config, self.run_path = config, run_path
+        self.config = config
+        self.run_path = run_path
         self.plan = PlacementPlan.of(config)
-        self._should_stop, self._on_progress, self._on_push = should_stop, on_progress, on_push
+        self._should_stop = should_stop
+        self._on_progress = on_progress
+        self._on_push = on_push
         is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, evaluate
         self.take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
         self._started_ray = False
@@ -105,7 +109,8 @@ class Cluster:
         Raises:
             UserError: bad data, a model that does not load, too few GPUs, an engine that does not start.
         """
-        config, clock = self.config, Clock()
+        config = self.config
+        clock = Clock()
         self._started_ray = start_ray(config, self.plan.total, self._should_stop)
         clock.lap("ray")
         slots = self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
@@ -127,7 +132,8 @@ class Cluster:
             # the news of the start say more than a silence would
             return wait_for(asked, what, *self._limits, look, breaks_silence=False)
 
-        engines, trainers = self._make_engines(slots), self._make_trainers(slots, config)
+        engines = self._make_engines(slots)
+        trainers = self._make_trainers(slots, config)
         starting = engines.begin_start() if engines is not None else {}
         coming_up.update(starting)
         if engines is not None and self._turns is not None and self._turns.taken:
@@ -148,7 +154,9 @@ class Cluster:
             if not engines.routers.urls:
                 engines.put_routers_in_front(wait(starting, "starting"))
                 clock.lap("engines")
-            tell, front, tolerant = rollout.connect, engines.routers, config.fault_tolerance.use_fault_tolerance
+            tell = rollout.connect
+            front = engines.routers
+            tolerant = config.fault_tolerance.use_fault_tolerance
             connect(lambda: tell(front.url, front.urls, engines.keys), engines.explained, tolerant=tolerant)
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
@@ -171,7 +179,8 @@ class Cluster:
         Args:
             version: of the weights that the engines have.
         """
-        engines, trainers = self._engines, self._trainers
+        engines = self._engines
+        trainers = self._trainers
         if engines is not None:
             checks = trainers is not None and self.config.debug.check_canary and engines.answers_alone
             tolerant = self.config.fault_tolerance.use_fault_tolerance
@@ -192,13 +201,15 @@ class Cluster:
         Args: version: of the engines' weights, so that the numbers of pushes go on.
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
         """
-        config, slots = going_on(self.config), there(self._slots)
+        config = going_on(self.config)
+        slots = there(self._slots)
         there(self._trainers).close(0.0)
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
             there(self._engines).go_on()  # or what is under way would wait for ever
-        pushed, takes_turns = version if half_pushed else None, self._turns is not None and self._turns.taken
+        pushed = version if half_pushed else None
+        takes_turns = self._turns is not None and self._turns.taken
         if takes_turns:
             self._end_rollouts(pushed)
         trainers = there(self._make_trainers(slots, config))
@@ -245,7 +256,8 @@ class Cluster:
         if self._engines is not None:
             shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
             memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
-            train, rollout = shares and flags.offload_train, shares and flags.offload_rollout
+            train = shares and flags.offload_train
+            rollout = shares and flags.offload_rollout
             sides = memory.release, memory.resume, trainers.sleep, trainers.wake
             self._turns = GpuTurns(*sides, offload_train=train, offload_rollout=rollout)
             self._engines.restarts_at_once = not self._turns.taken
@@ -429,7 +441,8 @@ class Cluster:
             if self._progress is not None:
                 self._progress.look()
 
-        rollout, limit = there(self._rollout), self.config.rollout.rollout_timeout
+        rollout = there(self._rollout)
+        limit = self.config.rollout.rollout_timeout
         rollout.shows_evaluation = what == "evaluating"
         signs = (lambda: rollout.counters), (lambda: rollout.waits)
         with self._explained():

@@ -33,7 +33,9 @@ class ServerDied(Exception):
 
     def __init__(self, name: str, what: str, log_tail: str) -> None:
         super().__init__(name, what, log_tail)
-        self.name, self.what, self.log_tail = name, what, log_tail
+        self.name = name
+        self.what = what
+        self.log_tail = log_tail
 
     @property
     def is_port_clash(self) -> bool:
@@ -52,7 +54,8 @@ def exception_line(log: str) -> str:
     """
     _, mark, failure = log.partition(_FIRST_FAILURE)
     lines = (failure if mark else log).splitlines()
-    found, inside = [], False
+    found = []
+    inside = False
     for number, line in enumerate(lines):
         if _TRACEBACK in line:
             inside = True
@@ -78,7 +81,10 @@ class ServerProcess:
     """
 
     def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()) -> None:
-        self.name, self.spec, self.url, self.log_path = name, spec, url, log_path
+        self.name = name
+        self.spec = spec
+        self.url = url
+        self.log_path = log_path
         self._hosts = [urlsplit(url).hostname or "", *hosts]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0

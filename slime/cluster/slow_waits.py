@@ -50,7 +50,8 @@ class Silence:
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._clock = what, clock
+        self._what = what
+        self._clock = clock
         self._last_sign: object = None
         self._begin()
 
@@ -108,7 +109,8 @@ class Silence:
         except psutil.NoSuchProcess:
             return ": gone"
         began, before = self._cpu.get(pid, (self._clock(), 0.0))
-        used, seconds = _cpu_seconds(pid) - before, self._clock() - began
+        used = _cpu_seconds(pid) - before
+        seconds = self._clock() - began
         if seconds <= 0:
             return ""
         return ": idle" if used < 0.01 * seconds else f": {used:.0f} s of CPU in {seconds:.0f} s"

@@ -59,7 +59,11 @@ class Watchman:
         look: Callable[[], dict[int, str]] = stopped_parts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limit, self._log, self._ends, self._find, self._clock = limit, log, ends, look, clock
+        self._limit = limit
+        self._log = log
+        self._ends = ends
+        self._find = look
+        self._clock = clock
         self._interval = min(_LOOK_SECONDS, limit / 8)
         self._said_after = min(_SAID_SECONDS, limit / 3)
         self._since: dict[int, float] = {}
@@ -91,7 +95,9 @@ class Watchman:
         Args:
             settles: it may wait for a checkpoint that is being written, and so is left alone.
         """
-        self._error, self._is_leaving, self._settles = error, True, settles
+        self._error = error
+        self._is_leaving = True
+        self._settles = settles
         open_waits.end_with(None)
         self._raised_at = self._clock()
 
@@ -103,7 +109,8 @@ class Watchman:
 
     def look(self) -> None:
         """What the thread does now and then."""
-        now, stopped = self._clock(), self._find()
+        now = self._clock()
+        stopped = self._find()
         for pid in self._said - stopped.keys():
             logger.info("pid %d goes on, or is gone", pid)
         self._said &= stopped.keys()

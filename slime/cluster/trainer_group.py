@@ -83,8 +83,11 @@ class TrainerActor:
     """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
 
     def __init__(self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
-        self.run_path, self.num_threads = run_path, num_threads
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.run_path = run_path
+        self.num_threads = num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
         os.environ.update(_variables(config))  # secrets among them are in no runtime environment, which Ray logs
@@ -219,7 +222,10 @@ class Trainers:
         num_threads: int,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self._slots, self._run_path, self._num_threads = config, slots, run_path, num_threads
+        self.config = config
+        self._slots = slots
+        self._run_path = run_path
+        self._num_threads = num_threads
         self._on_wait = on_wait
         self.layout = TrainLayout()
         self.nodes = [place.node for place in slots.places[: plan.num_train]]

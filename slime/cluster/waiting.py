@@ -83,7 +83,8 @@ class Worker:
     """
 
     def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
-        self.name, self._process = name, process
+        self.name = name
+        self._process = process
         self._found: Process | None = None
 
     @property
@@ -212,7 +213,8 @@ class Watch:
         questions: Mapping[Worker, Callable[[], ray.ObjectRef]],
         judge: Callable[[str, Any], None] = lambda name, answer: None,
     ) -> None:
-        self._questions, self._judge = questions, judge
+        self._questions = questions
+        self._judge = judge
         self._asked: dict[Worker, ray.ObjectRef] = {}
 
     def look(self) -> None:
@@ -248,7 +250,10 @@ class StartNews:
         clock: Callable[[], float] = time.monotonic,
         done: Callable[[ray.ObjectRef], bool] = lambda ref: bool(ray.wait([ref], timeout=0)[0]),
     ) -> None:
-        self._coming_up, self._logs, self._clock, self._done = coming_up, logs, clock, done
+        self._coming_up = coming_up
+        self._logs = logs
+        self._clock = clock
+        self._done = done
         self._started = clock()
         self._next = _FIRST_NEWS_SECONDS
 

@@ -36,8 +36,12 @@ class WeightPush:
         *,
         tolerant: bool,
     ) -> None:
-        self._engines, self._trainers, self._turns, self._canary = engines, trainers, turns, canary
-        self._tolerant, self._version = tolerant, 0
+        self._engines = engines
+        self._trainers = trainers
+        self._turns = turns
+        self._canary = canary
+        self._tolerant = tolerant
+        self._version = 0
         self._connected: list[str] = []  # URLs of the engines that the trainer pushes to
         self.is_pushing = False
 
@@ -82,7 +86,8 @@ class WeightPush:
         return metrics
 
     def _push_once(self) -> dict[str, float]:
-        engines, trainers = self._engines, self._trainers
+        engines = self._engines
+        trainers = self._trainers
         assert trainers is not None
         if self._tolerant:
             engines.ask()
@@ -106,7 +111,8 @@ class WeightPush:
 
     def _check_canary(self, event: str, pushed: dict[str, float] | None = None) -> dict[str, float]:
         """`Canary.check` of all engines that run; {} without a canary, or when none is left."""
-        engines, canary = self._engines, self._canary
+        engines = self._engines
+        canary = self._canary
         if canary is None:
             return {}
 
@@ -155,7 +161,8 @@ class WeightPush:
     def to_trainer(self) -> None:
         """The trainer takes its memory back, where engines had it. Those that are starting come up first, since they
         measure how much there is for them; what dies from now on starts when the trainer sleeps again."""
-        engines, turns = self._engines, self._turns
+        engines = self._engines
+        turns = self._turns
         if turns is None or not turns.taken:
             return
         engines.restarts_at_once = False

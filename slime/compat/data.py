@@ -87,12 +87,15 @@ class Dataset:
             raw_label=True,
         )
         self.origin_samples = read_samples(path, Checker(form, tokenizer, max_length))
-        self.samples, self.seed, self.epoch_id = self.origin_samples, seed, -1
+        self.samples = self.origin_samples
+        self.seed = seed
+        self.epoch_id = -1
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Into the order of an epoch, which follows from the seed and its number."""
         order = permutation(len(self.origin_samples), self.seed, new_epoch_id)
-        self.samples, self.epoch_id = [self.origin_samples[position] for position in order], new_epoch_id
+        self.samples = [self.origin_samples[position] for position in order]
+        self.epoch_id = new_epoch_id
 
     def __getitem__(self, idx: int) -> Sample:
         return self.samples[idx]
@@ -137,7 +140,8 @@ class MultiTurnLossMaskGenerator:
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        self.tokenizer, self.tokenizer_type = tokenizer, tokenizer_type
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
 
     def get_loss_mask(
         self, messages: Messages, tools: list[dict[str, Any]] | None = None

@@ -56,7 +56,9 @@ class GenerateState:
 
     def reset(self) -> None:
         """As before the first task."""
-        self.pendings, self.remaining_batch_size, self._aborted = set(), 0, False
+        self.pendings = set()
+        self.remaining_batch_size = 0
+        self._aborted = False
 
     @property
     def aborted(self) -> bool:
@@ -127,7 +129,8 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
     """
     state = GenerateState(args)
     done = await _stop_engines(state.pendings, asyncio.get_running_loop())
-    state.pendings, state.aborted = set(), True
+    state.pendings = set()
+    state.aborted = True
     if not getattr(args, "partial_rollout", False):
         return []
     groups = [task.result() for task in done if not task.cancelled() and task.exception() is None]

@@ -37,9 +37,14 @@ _FILTERS = "slime.rollout.filters"
 _TEXT = "slime.rollout.rewards.text"
 _TYPES = "slime.samples.types"
 _OLD = "slime.compat"
-_GENERATING, _GRADING, _DATA = f"{_OLD}.generating", f"{_OLD}.grading", f"{_OLD}.data"
-_CALLS, _TENSORS, _METRICS = f"{_OLD}.calls", f"{_OLD}.tensors", f"{_OLD}.metrics"
-_CONTEXT, _ACCELERATOR = f"{_OLD}.context_parallel", f"{_OLD}.accelerator"
+_GENERATING = f"{_OLD}.generating"
+_GRADING = f"{_OLD}.grading"
+_DATA = f"{_OLD}.data"
+_CALLS = f"{_OLD}.calls"
+_TENSORS = f"{_OLD}.tensors"
+_METRICS = f"{_OLD}.metrics"
+_CONTEXT = f"{_OLD}.context_parallel"
+_ACCELERATOR = f"{_OLD}.accelerator"
 
 
 def _same(module: str, *names: str) -> dict[str, str]:

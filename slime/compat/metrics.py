@@ -21,7 +21,8 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
     Args:
         step_key: the one that holds the caller's own step, which is not needed.
     """
-    numbers, others = {}, []
+    numbers = {}
+    others = []
     for name, value in metrics.items():
         if name == step_key:
             continue

@@ -50,7 +50,8 @@ def check_plugin_imports(files: list[Path]) -> None:
 def missing_imports(file: Path) -> list[MissingImport]:
     """The imports of slime in a Python file, and in the files beside it that it imports, that will fail."""
     found: list[MissingImport] = []
-    waiting, seen = [file.resolve()], set[Path]()
+    waiting = [file.resolve()]
+    seen = set[Path]()
     while waiting:
         current = waiting.pop()
         if current in seen or not current.is_file():

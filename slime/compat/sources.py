@@ -42,7 +42,8 @@ class RolloutDataSource(PromptSource):
     def _built_from(self, args: Any) -> tuple[Config, Any]:
         if (known := BUILT_FROM.get(None)) is not None:
             return known
-        config, model = config_of(args, _FLAGS), getattr(args, "hf_checkpoint", None)
+        config = config_of(args, _FLAGS)
+        model = getattr(args, "hf_checkpoint", None)
         if getattr(args, "prompt_data", None) is None:
             return config, None
         if not model:

@@ -22,11 +22,16 @@ def engine_url(address: str, where: str) -> str:
         ('http://10.0.0.7:30000', 'http://[::1]:30000')
     """
     text = address if "://" in address else f"http://{address}"
-    scheme, host, port, rest = "", None, None, ""
+    scheme = ""
+    host = None
+    port = None
+    rest = ""
     with contextlib.suppress(ValueError):  # no address, or a host that cannot be looked up
         parts = urlsplit(text)
         (parts.hostname or "").encode("idna")
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        scheme = parts.scheme
+        host = parts.hostname
+        port = parts.port
         rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username or ""
     if scheme != "http" or not host or not port or rest or any(map(str.isspace, address)):
         raise UserError(

@@ -144,7 +144,8 @@ def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
 
 
 def _staleness(draft: Draft) -> None:
-    most, interval = draft["max_staleness"], draft["update_weights_interval"]
+    most = draft["max_staleness"]
+    interval = draft["update_weights_interval"]
     if most is not None and most < interval - 1:
         raise UserError(
             f"--max-staleness {most} is too little for --update-weights-interval {interval}",
@@ -213,7 +214,8 @@ def _host(draft: Draft) -> None:
 
 
 def _placement(draft: Draft) -> None:
-    gpus, per_engine = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
+    gpus = draft["rollout_num_gpus"]
+    per_engine = draft["rollout_num_gpus_per_engine"]
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     if has_engines and gpus % per_engine:
         raise UserError(
@@ -266,7 +268,8 @@ def _external_engines(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft) -> None:
-    cap, context = draft["seq_length"], draft["rollout_max_context_len"]
+    cap = draft["seq_length"]
+    context = draft["rollout_max_context_len"]
     for dest in ("rollout_max_context_len", "eval_max_context_len"):
         if cap is not None and draft[dest] is not None and draft[dest] > cap:
             raise UserError(
@@ -304,7 +307,8 @@ def _sampling(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    samples, most = draft["n_samples_per_eval_prompt"], max(draft["eval_pass_k"] or (0,))
+    samples = draft["n_samples_per_eval_prompt"]
+    most = max(draft["eval_pass_k"] or (0,))
     if most > samples and not draft["eval_config"]:
         raise UserError(
             f"--eval-pass-k {most} needs at least as many samples of each evaluation prompt",
@@ -351,7 +355,8 @@ def _debug(draft: Draft) -> None:
     for dest, fields in path_patterns.FIELDS.items():
         if (pattern := draft[dest]) is not None:
             path_patterns.check(pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest))
-    samples, tensors = draft["save_debug_rollout_data"], draft["save_debug_train_data"]
+    samples = draft["save_debug_rollout_data"]
+    tensors = draft["save_debug_train_data"]
     if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(tensors, 0):
         both = "" if samples == tensors else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
         raise UserError(
@@ -419,7 +424,8 @@ def incomplete(draft: Draft) -> Iterator[UserError]:
 
 
 def _length(draft: Draft) -> None:
-    rollouts, epochs = draft["num_rollout"], draft["num_epoch"]
+    rollouts = draft["num_rollout"]
+    epochs = draft["num_epoch"]
     if rollouts is None and epochs is None:
         raise UserError("--num-rollout is required", fix="pass --num-rollout, or --num-epoch to go over the data")
     if rollouts is not None and epochs is not None:
@@ -452,7 +458,8 @@ def _prompts(draft: Draft) -> None:
 
 
 def _start(draft: Draft) -> None:
-    rollouts, start = draft["num_rollout"], draft["start_rollout_id"]
+    rollouts = draft["num_rollout"]
+    start = draft["start_rollout_id"]
     if rollouts and start is not None and start >= rollouts:
         raise UserError(
             f"--start-rollout-id {start} leaves nothing to train: --num-rollout is {rollouts}",

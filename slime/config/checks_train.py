@@ -17,10 +17,14 @@ _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 def parallel(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
         return  # there is no trainer: fewer GPUs than its layout needs are what people take this for
-    tensor, pipeline = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
-    context, expert = draft["context_parallel_size"], draft["expert_model_parallel_size"]
-    nodes, per_node = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
-    world, model = nodes * per_node, tensor * pipeline * context
+    tensor = draft["tensor_model_parallel_size"]
+    pipeline = draft["pipeline_model_parallel_size"]
+    context = draft["context_parallel_size"]
+    expert = draft["expert_model_parallel_size"]
+    nodes = draft["actor_num_nodes"]
+    per_node = draft["actor_num_gpus_per_node"]
+    world = nodes * per_node
+    model = tensor * pipeline * context
     gpus = f"actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {world}"
     if world % model:
         raise UserError(
@@ -63,7 +67,8 @@ def _context_exchange(draft: Draft) -> None:
 
 
 def _virtual_stages(draft: Draft, pipeline: int) -> None:
-    by_layers, by_count = draft["num_layers_per_virtual_pipeline_stage"], draft["num_virtual_stages_per_pipeline_rank"]
+    by_layers = draft["num_layers_per_virtual_pipeline_stage"]
+    by_count = draft["num_virtual_stages_per_pipeline_rank"]
     if by_layers is not None and by_count is not None:
         raise UserError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing",
@@ -71,7 +76,8 @@ def _virtual_stages(draft: Draft, pipeline: int) -> None:
         )
     if (by_layers is not None or by_count is not None) and pipeline == 1:
         raise UserError("virtual pipeline stages need --pipeline-model-parallel-size of at least 2")
-    dest, ranks = "microbatch_group_size_per_vp_stage", pipeline
+    dest = "microbatch_group_size_per_vp_stage"
+    ranks = pipeline
     group = draft.values.get(dest)
     if group is not None and group < ranks:
         raise UserError(
@@ -91,7 +97,8 @@ def _batches(draft: Draft) -> None:
         )
     model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
     data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
-    micro, batch = draft["micro_batch_size"], draft["global_batch_size"]
+    micro = draft["micro_batch_size"]
+    batch = draft["global_batch_size"]
     is_static = not draft["use_dynamic_batch_size"] and not draft["debug_rollout_only"]
     is_asked = draft.is_given("rollout_batch_size") or draft.is_given("global_batch_size")
     if is_static and is_asked and batch % (micro * data_parallel):
@@ -209,7 +216,9 @@ def _schedule(draft: Draft) -> None:
             why="it is the length of the last phase, in which the learning rate decays",
             fix="pass the number of optimizer steps",
         )
-    start, end, style = draft["start_weight_decay"], draft["end_weight_decay"], draft["weight_decay_incr_style"]
+    start = draft["start_weight_decay"]
+    end = draft["end_weight_decay"]
+    style = draft["weight_decay_incr_style"]
     if end < start:
         raise UserError(
             f"--end-weight-decay {end:g} is less than --start-weight-decay {start:g}",

@@ -31,7 +31,8 @@ class MissingFlag(AttributeError):
 
     def __init__(self, attribute: str, known: dict[str, Any]) -> None:
         super().__init__(attribute)
-        self._attribute, self._known = attribute, known
+        self._attribute = attribute
+        self._known = known
 
     def __str__(self) -> str:
         near = difflib.get_close_matches(self._attribute, self._known, n=1)
@@ -137,7 +138,8 @@ class Config:
 
     def describe(self) -> str:
         """What was set or derived, one line per flag with its origin; defaults are left out."""
-        specs, lines = all_flags(), []
+        specs = all_flags()
+        lines = []
         for group in GROUPS:
             rows = [
                 (dest, value)
@@ -158,7 +160,8 @@ class Config:
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
             data[specs[dest].group][dest] = redacted(value, dest)
-        data["extra"], data["origins"] = redacted(self.extra), self.origins
+        data["extra"] = redacted(self.extra)
+        data["origins"] = self.origins
         data = json.loads(json.dumps(data, default=str))
         text = json.dumps(data | {"checksum": _checksum(data)}, indent=2, ensure_ascii=False)
         write_atomically(Path(path), f"{text}\n".encode("utf-8", "surrogatepass"))

@@ -24,7 +24,8 @@ class Given:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def set(self, dest: str, value: Any, origin: str) -> None:
-        self.values[dest], self.origins[dest] = value, origin
+        self.values[dest] = value
+        self.origins[dest] = origin
 
     def update(self, other: Given) -> None:
         """``other`` wins."""
@@ -83,7 +84,8 @@ class Draft:
     def derive(self, dest: str, value: Any, formula: str) -> None:
         """Set ``dest``, unless the user or an earlier derivation did."""
         if self.values[dest] is None and value is not None:
-            self.values[dest], self.origins[dest] = value, f"derived: {formula}"
+            self.values[dest] = value
+            self.origins[dest] = f"derived: {formula}"
 
     def copy(self, dest: str, source: str) -> None:
         """``dest`` is ``source`` unless given."""

@@ -313,7 +313,9 @@ class FlagSpec:
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:
     """The flags that a configuration group declares; its fields that are no flags are left out."""
-    hints, docs, specs = typing.get_type_hints(cls), docs_of(cls), []
+    hints = typing.get_type_hints(cls)
+    docs = docs_of(cls)
+    specs = []
     for field in dataclasses.fields(cls):
         meta = field.metadata.get(_KEY)
         if meta is None:
@@ -333,7 +335,8 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
 
 def _kind_of(annotation: Any) -> tuple[Kind, bool, bool, tuple[Any, ...]]:
     """(kind, many, optional, choices) of a resolved annotation."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         inner = [arg for arg in args if arg is not type(None)]
         assert len(inner) == 1, annotation

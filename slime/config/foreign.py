@@ -88,7 +88,8 @@ class SourceReader:
 
     def _from_keywords(self, arg: ForeignArg, keywords: dict[str, ast.expr]) -> ForeignArg:
         action = ast.unparse(keywords["action"]).strip("'\"") if "action" in keywords else ""
-        kind, many = "str", False
+        kind = "str"
+        many = False
         if "type" in keywords:
             kind = self._kind_of_parser(ast.unparse(keywords["type"]))
         nargs = self._value(keywords["nargs"]) if "nargs" in keywords else None
@@ -123,7 +124,8 @@ class SourceReader:
                 continue
             if ast.unparse(annotation.value) not in ("A", "Annotated"):
                 continue
-            type_node, meta = annotation.slice.elts[0], annotation.slice.elts[1]
+            type_node = annotation.slice.elts[0]
+            meta = annotation.slice.elts[1]
             arg = self._annotated(statement.target.id, type_node, meta, statement.value)
             if arg is not None:
                 found.append(arg)
@@ -196,7 +198,8 @@ class SourceReader:
             parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
             return "".join(parts)
         if isinstance(node, ast.BinOp):
-            left, right = self._value(node.left), self._value(node.right)
+            left = self._value(node.left)
+            right = self._value(node.right)
             if left is None or right is None:
                 return None
             if isinstance(node.op, ast.Add):

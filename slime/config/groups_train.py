@@ -241,7 +241,8 @@ class SyncConfig:
     @property
     def staleness(self) -> int:
         """Most rollouts trained on since the push of the weights that generate one, as the flags have it."""
-        most, bound = self.max_staleness, self._staleness_unpaced
+        most = self.max_staleness
+        bound = self._staleness_unpaced
         return bound if most is None else min(most, bound)
 
     @property

@@ -86,7 +86,8 @@ def _topic(words: Sequence[str]) -> str | None:
     word = next(iter(words[position + 1 : position + 2]), "--")
     if word.startswith("-"):
         return None
-    topic, topics = word.replace("-", "_"), ["all", *_topics()]
+    topic = word.replace("-", "_")
+    topics = ["all", *_topics()]
     if topic not in topics:
         near = difflib.get_close_matches(topic, topics, n=1)
         raise UserError(

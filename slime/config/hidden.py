@@ -33,7 +33,8 @@ def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], c
         UserError: names all variables that are missing, or a flag that has nothing hidden.
     """
     given = read_argv(words)
-    values, extra = config.values(), config.extra
+    values = config.values()
+    extra = config.extra
     hidden = {dest: list(_hidden(value)) for dest, value in values.items()}
     hidden = {dest: paths for dest, paths in hidden.items() if paths}
     keys = list(_hidden(extra))
@@ -53,7 +54,8 @@ def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], c
             else:
                 missing[variable] = option_of(dest)
     for path in keys:
-        variable, found = _variable(path), _at(again.extra, path)
+        variable = _variable(path)
+        found = _at(again.extra, path)
         if found is None and variable not in environ:
             missing[variable] = f"{'.'.join(map(str, path))} of --custom-config-path"
         else:

@@ -124,7 +124,8 @@ def _default_of(node: ast.expr | None) -> tuple[Any, dict[str, Any]]:
             return meta["default"], meta
         return (_default_of(keywords["default"])[0] if "default" in keywords else None), meta
     if isinstance(node, ast.BinOp):  # 1024 * 1024, 2**32
-        left, right = _default_of(node.left)[0], _default_of(node.right)[0]
+        left = _default_of(node.left)[0]
+        right = _default_of(node.right)[0]
         return (left**right if isinstance(node.op, ast.Pow) else left * right), {}
     if isinstance(node, ast.Attribute):  # torch.float32
         return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(node.attr), {}

@@ -24,7 +24,8 @@ EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × nu
 
 
 #: What a run has where neither flags nor the equation say more, as in the reference system's example: 32 × 8 = 256 × 1.
-DEFAULT_PROMPTS, DEFAULT_SAMPLES = 32, 8
+DEFAULT_PROMPTS = 32
+DEFAULT_SAMPLES = 8
 
 
 #: From one checkpoint to the next: a short run would spend a third of its time on them.
@@ -65,7 +66,8 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
 def _speed_alone(draft: Draft) -> None:
     """What would change nothing here but speed, or nothing at all, does not keep a launch script from running."""
     for dest in draft.given.values:
-        spec, value = draft.specs[dest], draft[dest]
+        spec = draft.specs[dest]
+        value = draft[dest]
         if isinstance(value, str) and value in spec.meta.instead:
             taken, why = spec.meta.instead[value]
             draft.values[dest] = taken
@@ -289,8 +291,11 @@ def derive_batch_sizes(draft: Draft) -> None:
     samples = draft["n_samples_per_prompt"]
     if draft["rollout_batch_size"] is None:
         draft.derive("rollout_batch_size", *_prompts(draft, samples))
-    prompts, batch, steps = draft["rollout_batch_size"], draft["global_batch_size"], draft["num_steps_per_rollout"]
-    total, product = prompts * samples, f"{prompts} × {samples}"
+    prompts = draft["rollout_batch_size"]
+    batch = draft["global_batch_size"]
+    steps = draft["num_steps_per_rollout"]
+    total = prompts * samples
+    product = f"{prompts} × {samples}"
     if batch is not None and steps is not None:
         if total != batch * steps:
             raise _contradiction(prompts, samples, batch, steps)
@@ -354,7 +359,8 @@ _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
 
 def _prompts(draft: Draft, samples: int) -> tuple[int, str]:
     """rollout_batch_size when it was left out, and why."""
-    batch, steps = draft["global_batch_size"], draft["num_steps_per_rollout"]
+    batch = draft["global_batch_size"]
+    steps = draft["num_steps_per_rollout"]
     if draft.is_run and batch is None and (DEFAULT_PROMPTS * samples) % (steps or 1) == 0:
         return DEFAULT_PROMPTS, f"{DEFAULT_PROMPTS}, as neither it nor global_batch_size is given"
     total = (batch or samples) * (steps or 1)

@@ -140,7 +140,8 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluate(node.left), _evaluate(node.right)
+        left = _evaluate(node.left)
+        right = _evaluate(node.right)
         return left + right if isinstance(node.op, ast.Add) else left * right
     raise ValueError
 

@@ -25,7 +25,8 @@ from slime.observe.run_folder import package_versions
 from slime.redact import redact_text, redacted, secrets_in
 
 #: Of one file: its beginning and its end.
-_HEAD, _TAIL = 64 << 10, 512 << 10
+_HEAD = 64 << 10
+_TAIL = 512 << 10
 _METRICS_TAIL = 2 << 20
 _SAMPLES_HEAD = 4 << 20
 #: Of all files together, before they are packed.
@@ -86,7 +87,11 @@ class _Adder:
     """Puts texts into an archive, scrubbed and bounded."""
 
     def __init__(self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]) -> None:
-        self._tar, self._root, self._packed, self._scrub, self._left = tar, root, packed, scrub, _MOST_BYTES
+        self._tar = tar
+        self._root = root
+        self._packed = packed
+        self._scrub = scrub
+        self._left = _MOST_BYTES
 
     def text(self, name: str, text: str) -> None:
         content = self._scrub(text).encode("utf-8", "replace")
@@ -109,7 +114,8 @@ class _Adder:
         first, last, skipped = read_ends(path, folder, head, tail)
         mark = f"\n[… {skipped:,} bytes left out …]\n" if skipped else ""
         if skipped:  # a secret that is cut in two is no longer recognised
-            first, last = first[: first.rfind(b"\n") + 1], last[last.find(b"\n") + 1 :]
+            first = first[: first.rfind(b"\n") + 1]
+            last = last[last.find(b"\n") + 1 :]
         self.text(name, first.decode("utf-8", "replace") + mark + last.decode("utf-8", "replace"))
 
     def setting(self, path: Path, folder: Path) -> None:

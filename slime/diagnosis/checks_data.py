@@ -137,7 +137,8 @@ def _asks_a_server(error: BaseException) -> bool:
 
 def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
     """The first rows with a label and no reward of somebody else's."""
-    form, found = RowFormat.of(config), list[Sample]()
+    form = RowFormat.of(config)
+    found = list[Sample]()
     assert config.data.prompt_data is not None
     for number, (_, row) in enumerate(itertools.islice(iter_rows(config.data.prompt_data), 4 * _ROWS)):
         try:
@@ -199,7 +200,8 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
 
 
 async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float, trial_only: bool) -> _Found:
-    pool, failures = RewardPool(config), list[UserError]()
+    pool = RewardPool(config)
+    failures = list[UserError]()
 
     async def rewards_of(samples: list[Sample]) -> list[Any]:
         """Rewards and errors, in the order of the samples."""

@@ -45,7 +45,8 @@ _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available(),
 #: Packages whose compilation takes seconds.
 _LARGE = ("torch", "transformers", "ray", "sglang")
 #: Bytes of a parameter in a checkpoint: the weights, and what Adam and mixed precision keep of it.
-_WEIGHT, _STATES = 2, 12
+_WEIGHT = 2
+_STATES = 12
 
 
 def host(case: Case, look: Look) -> None:
@@ -84,7 +85,8 @@ def _not_compiled() -> dict[str, Path]:
 
 def _requests(config: Config) -> int:
     """Requests that can be under way at once."""
-    rollout, engine = config.rollout, config.engine
+    rollout = config.rollout
+    engine = config.engine
     if not needs_engines(config):
         return 0
     samples = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
@@ -99,7 +101,8 @@ def shared_memory(case: Case, look: Look) -> None:
         raise LeftOut("no weights go through it")
     if not SHARED_MEMORY.is_dir():
         return look.found(known.SHARED_MEMORY, f"there is no {SHARED_MEMORY}", is_fatal=False)
-    free, bucket = shutil.disk_usage(SHARED_MEMORY).free, config.sync.update_weight_buffer_size
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    bucket = config.sync.update_weight_buffer_size
     whole = _weights(config) * (4 if config.megatron.fp32 else 2)
     wanted = min(_BUCKETS * bucket, whole) if whole else _BUCKETS * bucket
     look.note(f"{free / 1e6:,.0f} MB free, {wanted / 1e6:,.0f} MB wanted")
@@ -120,10 +123,12 @@ def _weights(config: Config) -> int:
 
 def disk(case: Case, look: Look) -> None:
     """The folders of --save and --save-hf have room for what they keep at the least."""
-    config, flags = case.run, case.run.checkpoint
+    config = case.run
+    flags = case.run.checkpoint
     parameters = _weights(config)
     states = 0 if flags.no_save_optim or config.debug.debug_rollout_only else _STATES
-    whole, model = parameters * (_WEIGHT + states), parameters * _WEIGHT
+    whole = parameters * (_WEIGHT + states)
+    model = parameters * _WEIGHT
     sizes = {"--save": (flags.save, whole), "--save-hf": (flags.save_hf, model)}
     for flag, (folder, nbytes) in sizes.items():
         if not folder or not nbytes:
@@ -220,7 +225,8 @@ def _between_nodes(nodes: int, look: Look) -> None:
 def _proxy(config: Config, look: Look) -> None:
     import urllib.request
 
-    url, asked = config.reward.rm_url, str(config.reward.rm_type or "").removeprefix("boxed_") == "remote_rm"
+    url = config.reward.rm_url
+    asked = str(config.reward.rm_type or "").removeprefix("boxed_") == "remote_rm"
     parts = urlsplit(url or "")
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):

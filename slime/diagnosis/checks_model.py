@@ -23,7 +23,9 @@ def hub(case: Case, look: Look) -> None:
     """Names of the hub have a copy here, or can be had."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
-    model, data, sets = case.run.checkpoint.hf_checkpoint, case.run.data.prompt_data, case.run.eval.eval_prompt_data
+    model = case.run.checkpoint.hf_checkpoint
+    data = case.run.data.prompt_data
+    sets = case.run.eval.eval_prompt_data
     named = {model: "model"} if model and is_hub_name(model) else {}
     if case.run.eval.eval_config:
         sets = tuple(text for one in look.attempt(eval_datasets, case.run) or () for text in (one.name, one.path))
@@ -46,7 +48,8 @@ def hub(case: Case, look: Look) -> None:
 
 def directory(case: Case, look: Look) -> None:
     """config.json is there, of a known family."""
-    path, name = str(case.model), case.run.checkpoint.model_name
+    path = str(case.model)
+    name = case.run.checkpoint.model_name
     family = family_of(path, name)
     family.model_spec(path)
     look.note(f"{path}: {family.name}")
@@ -100,7 +103,8 @@ def outputs(case: Case, look: Look) -> None:
 def tokenizer(case: Case, look: Look) -> None:
     """It can be read, its ids have rows in the embedding, and something ends a turn, with and without the template."""
     found = case.tokenizer
-    rows, ids = read_hf_config(str(case.model)).get("vocab_size"), max(found.get_vocab().values(), default=-1) + 1
+    rows = read_hf_config(str(case.model)).get("vocab_size")
+    ids = max(found.get_vocab().values(), default=-1) + 1
     look.note(f"{ids} tokens, vocab_size {rows}")
     if isinstance(rows, int) and ids > rows:
         detail = f"the tokenizer has ids up to {ids - 1}, and config.json a vocab_size of {rows}"
@@ -118,7 +122,8 @@ def tokenizer(case: Case, look: Look) -> None:
 
 
 def _report(config: Config, tokenizer: Any) -> list[str]:
-    rollout, model = config.rollout, str(config.checkpoint.hf_checkpoint)
+    rollout = config.rollout
+    model = str(config.checkpoint.hf_checkpoint)
     return stop_token_report(
         tokenizer, generation_config_of(model), rollout.rollout_stop_token_ids, rollout.rollout_stop
     )

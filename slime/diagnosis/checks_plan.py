@@ -23,7 +23,8 @@ def flags(case: Case, look: Look) -> None:
     if case.config is not None:
         for warning in case.config.warnings:
             look.found(troubles_flags.FLAG_WITHOUT_EFFECT, warning, is_fatal=False)
-        train, rollout = case.config.train, case.config.rollout
+        train = case.config.train
+        rollout = case.config.rollout
         look.note(
             f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples ="
             f" {train.global_batch_size} × {train.num_steps_per_rollout} steps"
@@ -77,7 +78,8 @@ def age(case: Case, look: Look) -> None:
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
         raise LeftOut("no weights are pushed")
-    most, sync = config.sync.staleness, config.sync
+    most = config.sync.staleness
+    sync = config.sync
     if most >= _STALE and not config.algorithm.use_tis:
         detail = (
             f"samples are trained on up to {most} rollouts after the weights that made them: --async-buffer-size"

@@ -137,7 +137,9 @@ def at_start(config: Config) -> list[Finding]:
 
 
 def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
-    started, look, state = time.perf_counter(), Look(check.trouble), "left out"
+    started = time.perf_counter()
+    look = Look(check.trouble)
+    state = "left out"
     try:
         _may_be_made(check, case, earlier)
         look.attempt(check.function, case, look)

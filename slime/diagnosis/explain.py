@@ -136,7 +136,8 @@ def explain(folder: Path) -> Explanation:
     entries = {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)} if isinstance(
         entries, dict) else {}  # fmt: skip
     stage = max(entries, key=lambda name: _number(entries[name].get("started")), default="")
-    run, entry = RunFolder(folder, stage or None), entries.get(stage, {})
+    run = RunFolder(folder, stage or None)
+    entry = entries.get(stage, {})
     if not entries and not run.config_path.exists() and not run.metrics_path.exists() and not run.logs.is_dir():
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise UserError(
@@ -332,7 +333,8 @@ def _of_end(
 ) -> list[tuple[int, Finding]]:
     """The end itself, where no signature has the words of its error."""
     if state == "killed":
-        pid, host = entry.get("pid"), entry.get("host")
+        pid = entry.get("pid")
+        host = entry.get("host")
         detail = f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} on {host})"
         return [(10 * Level.RUN, Finding(VANISHED, detail, source="run.json"))]
     if state != "failed" or any(

@@ -64,7 +64,8 @@ ENGINE_CACHE = Signature(
 def _shorter_batches(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     ways = []
     if flags.get("use_dynamic_batch_size") and flags.get("max_tokens_per_gpu"):
-        cap, context = flags["max_tokens_per_gpu"], flags.get("context_parallel_size") or 1
+        cap = flags["max_tokens_per_gpu"]
+        context = flags.get("context_parallel_size") or 1
         length = flags.get("rollout_max_response_len")
         start = (
             f"; a safe start is rollout_max_response_len ÷ context_parallel_size = {length // context}"
@@ -193,7 +194,8 @@ HOST_ERROR = Signature(
 
 def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     """The way to the kernel, with what of it this run has switched on."""
-    speculative, graphs = flags.get("sglang_speculative_algorithm"), not flags.get("sglang_disable_cuda_graph")
+    speculative = flags.get("sglang_speculative_algorithm")
+    graphs = not flags.get("sglang_disable_cuda_graph")
     second = []
     if speculative:
         second.append(f"without --sglang-speculative-algorithm (now {speculative})")

@@ -166,7 +166,8 @@ GCS = Signature(
 
 
 def _gpus(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
-    nodes, per_node = flags.get("actor_num_nodes") or 1, flags.get("actor_num_gpus_per_node") or 1
+    nodes = flags.get("actor_num_nodes") or 1
+    per_node = flags.get("actor_num_gpus_per_node") or 1
     rollout = flags.get("rollout_num_gpus")
     if flags.get("colocate"):
         need = f"colocated: actor_num_nodes × actor_num_gpus_per_node = {nodes} × {per_node} = {nodes * per_node}"

@@ -141,12 +141,17 @@ class Look:
     @contextmanager
     def warnings(self) -> Iterator[None]:
         """Within the block, what slime's log is warned of are findings that stop nobody, and appear nowhere else."""
-        logger, handler = logging.getLogger("slime"), _Listener(self)
-        propagates, logger.propagate, others, logger.handlers = logger.propagate, False, logger.handlers, [handler]
+        logger = logging.getLogger("slime")
+        handler = _Listener(self)
+        propagates = logger.propagate
+        logger.propagate = False
+        others = logger.handlers
+        logger.handlers = [handler]
         try:
             yield
         finally:
-            logger.propagate, logger.handlers = propagates, others
+            logger.propagate = propagates
+            logger.handlers = others
 
 
 class _Listener(logging.Handler):

@@ -32,7 +32,9 @@ ROUND_SECONDS = 1800.0
 #: After SIGTERM, until it is killed.
 _END_SECONDS = 30.0
 
-_PROMPTS, _SAMPLES, _TOKENS = 2, 2, 64
+_PROMPTS = 2
+_SAMPLES = 2
+_TOKENS = 64
 #: Mean difference of log-probs between trainer and engine from which on they do not compute the same.
 _DIFFERENCE = 0.1
 _METRIC = "train/train_rollout_logprob_abs_diff"
@@ -104,7 +106,8 @@ def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | Non
     load = config.checkpoint.load
     if load is not None and load == config.checkpoint.save and read_tracker(Path(load)) is None:
         kept.pop("load", None)  # a run that resumes itself, and has nothing yet
-    megatron, cluster = config.megatron, config.cluster
+    megatron = config.megatron
+    cluster = config.cluster
     model = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node // model
     samples = min(_SAMPLES, config.rollout.n_samples_per_prompt)
@@ -144,7 +147,8 @@ def launch(config: Config, folder: Path, more: Mapping[str, Any] | None = None) 
         (folder / "extra.yaml").write_text(yaml.safe_dump(_plain(config.extra)), encoding="utf-8")
     (folder / "round.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     entry = "train-async" if config.sync.async_buffer_size else "train"
-    command, parent = [*python_module("slime"), entry, "--config", str(folder / "round.yaml")], os.getpid()
+    command = [*python_module("slime"), entry, "--config", str(folder / "round.yaml")]
+    parent = os.getpid()
     with open(folder / "driver.log", "wb") as log:
         driver = subprocess.Popen(
             command,

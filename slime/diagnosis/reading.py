@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 #: Of one log: its launch is at the head, its end at the tail. What lies between is not read.
-HEAD_BYTES, TAIL_BYTES = 256 << 10, 2 << 20
+HEAD_BYTES = 256 << 10
+TAIL_BYTES = 2 << 20
 #: Of a line; the rest of it is left out.
 _MOST_CHARACTERS = 2000
 #: Of one run; those that were written last are read.

@@ -42,7 +42,8 @@ class Rope:
             spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
         )
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos = angles.cos() * factor
+        sin = angles.sin() * factor
         pairs = torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)
         whole = [x.flatten(1) if self.interleaved else x.transpose(1, 2).flatten(1) for x in pairs]
         return whole[0].to(dtype).unsqueeze(1), whole[1].to(dtype).unsqueeze(1)

@@ -111,11 +111,13 @@ class DecodeAttention:
     def _masked_scores(self, layer: int, grouped: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """float32 [rows * kv_heads, group, keys]; minus infinity where a row sees nothing."""
         batch, group, head_dim = grouped.shape
-        rows, num_keys = batch // kv_heads, self._mask.shape[-1]
+        rows = batch // kv_heads
+        num_keys = self._mask.shape[-1]
         if self._scores is None:  # what no block writes to stays hidden in all layers
             self._scores = torch.full((rows, kv_heads, group, num_keys), -math.inf, device=grouped.device)
         for read in self._reads:
-            reach, part = slice(0, read.rows), slice(read.block.start, read.end)
+            reach = slice(0, read.rows)
+            part = slice(read.block.start, read.end)
             scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
             scores = scores.view(read.rows, kv_heads, group, read.count)
             torch.add(self._mask[reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[reach, ..., part])
@@ -155,7 +157,9 @@ class PrefillAttention:
     """
 
     def __init__(self, cache: KVCache, spans: list[PrefillChunk], fixed_shapes: bool) -> None:
-        self._cache, self._spans, self._fixed_shapes = cache, spans, fixed_shapes
+        self._cache = cache
+        self._spans = spans
+        self._fixed_shapes = fixed_shapes
         slots = np.concatenate([np.full(span.count, span.slot) for span in spans])
         positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
         self._plan = cache.plan_write(slots, positions)
@@ -170,7 +174,8 @@ class PrefillAttention:
             if self._fixed_shapes:
                 output[rows] = self._in_fixed_blocks(layer, span, queries[rows], keys.shape[1])
             elif span.start == 0:
-                new_keys, new_values = keys[rows].transpose(0, 1), values[rows].transpose(0, 1)
+                new_keys = keys[rows].transpose(0, 1)
+                new_values = values[rows].transpose(0, 1)
                 output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
             else:
                 output[rows] = _sdpa(queries[rows], *self._cache.read(layer, span.slot, span.start + span.count), mask)
@@ -178,10 +183,12 @@ class PrefillAttention:
 
     def _in_fixed_blocks(self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
         heads, head_dim = queries.shape[1:]
-        group, end = heads // kv_heads, span.start + span.count
+        group = heads // kv_heads
+        end = span.start + span.count
         pieces = []
         for start in range(span.start - span.start % BLOCK, end, BLOCK):
-            first, last = max(start, span.start), min(start + BLOCK, end)
+            first = max(start, span.start)
+            last = min(start + BLOCK, end)
             padded = queries.new_zeros(BLOCK, heads, head_dim)
             padded[first - start : last - start] = queries[first - span.start : last - span.start]
             q = padded.view(BLOCK, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, BLOCK * group, head_dim)

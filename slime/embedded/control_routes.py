@@ -102,7 +102,8 @@ async def get_load(request: web.Request) -> web.Response:
     """SGLang's former load report, which the router's ``power_of_two`` policy asks for."""
     engine = state_of(request).engine
     load = await _on_engine(engine.call(lambda: as_state(engine)))
-    waiting, held = load["num_waiting_reqs"], load["num_total_tokens"]
+    waiting = load["num_waiting_reqs"]
+    held = load["num_total_tokens"]
     report = {
         "dp_rank": load["dp_rank"],
         "num_reqs": load["num_running_reqs"] + waiting,
@@ -129,7 +130,8 @@ async def loads(request: web.Request) -> web.Response:
 @routes.post("/abort_request")
 async def abort_request(request: web.Request) -> web.Response:
     body = await json_body(request)
-    rid, everything = optional(body, "rid", TEXT, ""), optional(body, "abort_all", FLAG, False)
+    rid = optional(body, "rid", TEXT, "")
+    everything = optional(body, "abort_all", FLAG, False)
     if not everything and not rid:
         raise BadRequest("give rid, or abort_all: true", "rid")
 
@@ -181,7 +183,8 @@ def _tags(body: dict[str, Any]) -> set[str]:
 @routes.get("/release_memory_occupation")
 @routes.post("/release_memory_occupation")
 async def release_memory(request: web.Request) -> web.Response:
-    engine, tags = state_of(request).engine, _tags(await json_body(request))
+    engine = state_of(request).engine
+    tags = _tags(await json_body(request))
 
     def release() -> None:
         if engine.scheduler.has_work:
@@ -200,7 +203,8 @@ async def release_memory(request: web.Request) -> web.Response:
 @routes.get("/resume_memory_occupation")
 @routes.post("/resume_memory_occupation")
 async def resume_memory(request: web.Request) -> web.Response:
-    engine, tags = state_of(request).engine, _tags(await json_body(request))
+    engine = state_of(request).engine
+    tags = _tags(await json_body(request))
 
     def resume() -> None:
         if "weights" in tags & engine.released:
@@ -217,7 +221,8 @@ async def resume_memory(request: web.Request) -> web.Response:
 def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
     @routes.post(path)
     async def update(request: web.Request) -> web.Response:
-        state, body = state_of(request), await json_body(request)
+        state = state_of(request)
+        body = await json_body(request)
         loop = asyncio.get_running_loop()
         try:
             message = await loop.run_in_executor(state.updates, method, state.updater, body)
@@ -235,7 +240,8 @@ _update_route("/destroy_weights_update_group", WeightUpdater.leave_group)
 
 @routes.post("/update_weight_version")
 async def update_weight_version(request: web.Request) -> web.Response:
-    engine, body = state_of(request).engine, await json_body(request)
+    engine = state_of(request).engine
+    body = await json_body(request)
     version = required(body, "new_version", TEXT)
 
     def set_version() -> None:
@@ -249,7 +255,8 @@ async def update_weight_version(request: web.Request) -> web.Response:
 @routes.post("/get_weights_by_name")
 async def get_weights_by_name(request: web.Request) -> web.Response:
     """The first rows of a parameter as nested lists, for looking at."""
-    engine, body = state_of(request).engine, await json_body(request)
+    engine = state_of(request).engine
+    body = await json_body(request)
     name = required(body, "name", TEXT)
     count = optional(body, "truncate_size", integer(1, 10_000), 100)
     try:
@@ -262,8 +269,10 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
 @routes.get("/weights_checker")
 @routes.post("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
-    engine, body = state_of(request).engine, await json_body(request)
-    store, chosen = engine.store, optional(body, "names", strings(), None)
+    engine = state_of(request).engine
+    body = await json_body(request)
+    store = engine.store
+    chosen = optional(body, "names", strings(), None)
     actions: dict[str, Callable[[], Any]] = {
         "fingerprint": lambda: store.fingerprints(chosen),
         "checksum": lambda: store.fingerprints(chosen),

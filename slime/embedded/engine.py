@@ -336,8 +336,10 @@ def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
 
 def as_state(engine: Engine) -> dict[str, Any]:
     """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's thread."""
-    scheduler, cache = engine.scheduler, engine.cache
-    running, waiting = scheduler.num_active, len(scheduler.waiting)
+    scheduler = engine.scheduler
+    cache = engine.cache
+    running = scheduler.num_active
+    waiting = len(scheduler.waiting)
     used = sum(sequence.length for sequence in scheduler.prefilling) + scheduler.num_running_tokens
     counters = scheduler.counters
     total = max(1, cache.max_slots * engine.max_length)

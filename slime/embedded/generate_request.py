@@ -167,7 +167,8 @@ def make_sequence(
     Raises:
         BadRequest: the prompt leaves no room, or stop strings without a tokenizer.
     """
-    length, context = len(prompt), limits.context_length
+    length = len(prompt)
+    context = limits.context_length
     if length >= context:
         raise BadRequest(f"the prompt has {length} tokens, the context holds {context} with at least 1 new token")
     room = context - length
@@ -211,7 +212,8 @@ def refuse_unknown(
 
 def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], bool]:
     """Token ids of every prompt, and whether the request is a batch."""
-    text, ids = body.get("text"), body.get("input_ids")
+    text = body.get("text")
+    ids = body.get("input_ids")
     if (text is None) == (ids is None):
         raise BadRequest("give either text or input_ids")
     if text is not None:

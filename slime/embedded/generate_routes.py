@@ -195,7 +195,8 @@ class Answer:
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
-        self.job, self.sequence = job, job.sequence
+        self.job = job
+        self.sequence = job.sequence
         self._tokenizer = tokenizer
         self._stream_text: TextStream | None = None
         self._streamed = 0
@@ -245,7 +246,8 @@ class Answer:
 
 def final_text(job: Job, tokenizer: Tokenizer) -> str:
     """The decoded output, without what stopped it unless ``no_stop_trim``."""
-    params, sequence = job.params, job.sequence
+    params = job.params
+    sequence = job.sequence
     matched = (sequence.finish_reason or {}).get("matched")
     ids = sequence.output_ids
     if isinstance(matched, int) and not params.no_stop_trim:

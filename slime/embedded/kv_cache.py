@@ -70,8 +70,11 @@ class KVCache:
     def __init__(
         self, arch: Architecture, dtype: torch.dtype, device: torch.device, max_slots: int, byte_limit: int
     ) -> None:
-        self.arch, self.dtype, self.device = arch, dtype, device
-        self.max_slots, self.byte_limit = max_slots, byte_limit
+        self.arch = arch
+        self.dtype = dtype
+        self.device = device
+        self.max_slots = max_slots
+        self.byte_limit = byte_limit
         self.blocks: list[Block] = []
         self.num_slots = 0
 
@@ -109,7 +112,8 @@ class KVCache:
     def ensure_length(self, length: int) -> None:
         """Have at least ``length`` positions per slot."""
         while self.capacity < length:
-            start, size = self.capacity, block_size(self.capacity)
+            start = self.capacity
+            size = block_size(self.capacity)
             self.blocks.append(Block(start, size, self._allocate(size), self._allocate(size)))
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
@@ -161,7 +165,8 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back; it is allocated again as needed."""
-        self.blocks, self.num_slots = [], 0
+        self.blocks = []
+        self.num_slots = 0
 
     @torch.inference_mode()
     def _allocate(self, size: int) -> torch.Tensor:
@@ -171,11 +176,14 @@ class KVCache:
 
     @torch.inference_mode()
     def _resize(self, slots: int) -> None:
-        kept, self.num_slots = min(slots, self.num_slots), slots
+        kept = min(slots, self.num_slots)
+        self.num_slots = slots
         for block in self.blocks:
-            old_keys, old_values = block.keys, block.values
+            old_keys = block.keys
+            old_values = block.values
             block.keys, block.values = self._allocate(block.size), self._allocate(block.size)
-            block.keys[:, :kept], block.values[:, :kept] = old_keys[:, :kept], old_values[:, :kept]
+            block.keys[:, :kept] = old_keys[:, :kept]
+            block.values[:, :kept] = old_values[:, :kept]
 
 
 def block_size(start: int) -> int:
@@ -256,14 +264,16 @@ class SlotTable:
 
     def find_prefix(self, tokens: np.ndarray, limit: int, epoch: int) -> tuple[int, int]:
         """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when there is none."""
-        best, best_length = -1, 0
+        best = -1
+        best_length = 0
         for index, slot in enumerate(self._slots):
             bound = min(limit, len(slot.tokens))
             if bound <= best_length or slot.epoch != epoch:
                 continue
             length = common_prefix(slot.tokens[:bound], tokens[:bound])
             if length > best_length:
-                best, best_length = index, length
+                best = index
+                best_length = length
         return best, best_length
 
     def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
@@ -272,9 +282,11 @@ class SlotTable:
         if length and source != target:
             self.cache.copy(source, target, length)
         self._clock += 1
-        tokens, experts = _NO_TOKENS, None
+        tokens = _NO_TOKENS
+        experts = None
         if length:
-            tokens, experts = self._slots[source].tokens[:length], self._slots[source].experts
+            tokens = self._slots[source].tokens[:length]
+            experts = self._slots[source].experts
         self._slots[target] = Slot(sequence, tokens, length, epoch, self._clock, experts)
         if sequence.experts is not None and experts is not None:
             sequence.experts.write(0, experts[:length])
@@ -317,7 +329,8 @@ class SlotTable:
     def flush(self) -> None:
         """Forget every retained prefix, and what running sequences offer."""
         for slot in self._slots:
-            slot.tokens, slot.experts = _NO_TOKENS, None
+            slot.tokens = _NO_TOKENS
+            slot.experts = None
             if slot.sequence is None:
                 slot.length = 0
 
@@ -356,14 +369,16 @@ class SlotTable:
     def _swap(self, a: int, b: int) -> None:
         if a == b:
             return
-        slot_a, slot_b = self._slots[a], self._slots[b]
+        slot_a = self._slots[a]
+        slot_b = self._slots[b]
         if slot_a.length and slot_b.length:
             self.cache.swap(a, b, slot_a.length, slot_b.length)
         elif slot_a.length:
             self.cache.copy(a, b, slot_a.length)
         elif slot_b.length:
             self.cache.copy(b, a, slot_b.length)
-        self._slots[a], self._slots[b] = slot_b, slot_a
+        self._slots[a] = slot_b
+        self._slots[b] = slot_a
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

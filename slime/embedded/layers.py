@@ -32,7 +32,9 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fixed_rows: bool = False) -> None:
-        self.weight, self.bias, self.fixed_rows = weight, bias, fixed_rows
+        self.weight = weight
+        self.bias = bias
+        self.fixed_rows = fixed_rows
         self._packed: torch.Tensor | None = None
         self.packs = can_pack(weight)
 

@@ -50,9 +50,12 @@ class GroupedAttention:
 
     def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
         arch = self.arch
-        heads, kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
+        heads = arch.num_heads
+        kv_heads = arch.num_kv_heads
+        head_dim = arch.head_dim
         projected = self.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
-        rotated, values = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
+        rotated = projected[:, : heads + kv_heads]
+        values = projected[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             rotated = torch.cat(
                 [
@@ -84,9 +87,11 @@ class LatentAttention:
     key_value: Linear
 
     def project(self, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projected:
-        arch, latent = self.arch, self.arch.latent
+        arch = self.arch
+        latent = self.arch.latent
         assert latent is not None
-        heads, cached = arch.num_heads, latent.cached_dim
+        heads = arch.num_heads
+        cached = latent.cached_dim
         compressed = normed
         if self.query_down is not None:
             compressed = F.rms_norm(self.query_down(normed), (latent.query_rank or 0,), self.query_norm, _LATENT_EPS)
@@ -147,7 +152,11 @@ class Decoder:
         head: Linear,
         num_positions: int,
     ) -> None:
-        self.arch, self.embedding, self.layers, self.norm, self.head = arch, embedding, layers, norm, head
+        self.arch = arch
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
         cos, sin = arch.rope.tables(num_positions, embedding.dtype)
         self.angles = cos.to(embedding.device), sin.to(embedding.device)
 
@@ -165,7 +174,8 @@ class Decoder:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
             observer: is shown each part's output; costs a subtraction per part.
         """
-        cos, sin = self.angles[0][positions], self.angles[1][positions]
+        cos = self.angles[0][positions]
+        sin = self.angles[1][positions]
         hidden = F.embedding(token_ids, self.embedding)
         if observer is not None:
             observer.saw("embedding", hidden)
@@ -181,7 +191,8 @@ class Decoder:
             if observer is not None:
                 observer.saw(f"{number}.attention norm", normed)
                 observer.saw(f"{number}.attention", hidden - before)
-                given, before = observer.experts(number), hidden
+                given = observer.experts(number)
+                before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
             mlp = partial(layer.mlp, chosen=chosen, given=given) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if layer.post_mlp_norm is None:

@@ -103,7 +103,8 @@ async def _answer(
     part: str,
 ) -> web.StreamResponse:
     """Generate; answer with all choices at once, or with chunks and, if asked for, the usage at the end."""
-    state, jobs = state_of(request), asked.generate.jobs
+    state = state_of(request)
+    jobs = asked.generate.jobs
     refuse_known_rids(state, [job.sequence.rid for job in jobs])
     if asked.generate.stream:
         return await send_events(request, _stream(asked, chunks(asked, state), part))
@@ -129,13 +130,16 @@ async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple
     """(choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up to its whole text."""
     jobs = asked.generate.jobs
     answers = [Answer(job, state.tokenizer) for job in jobs]
-    shown, counts = [""] * len(jobs), [0] * len(jobs)
+    shown = [""] * len(jobs)
+    counts = [0] * len(jobs)
     async for index, ended in state.hub.stream(state.engine, [job.sequence for job in jobs]):
         count = len(jobs[index].sequence.output_ids)
         text = final_text(jobs[index], state.tokenizer) if ended else answers[index].text_so_far(count)
-        new, begin = text[len(shown[index]) :], counts[index]
+        new = text[len(shown[index]) :]
+        begin = counts[index]
         if new or ended or asked.logprobs:
-            shown[index], counts[index] = text, count
+            shown[index] = text
+            counts[index] = count
             yield index, new, slice(begin, count), ended
 
 
@@ -152,11 +156,13 @@ def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[s
 
 async def _chat_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[dict[str, Any]]:
     """The role of every choice, then its text and its calls as they come, then its end."""
-    written, sent = [""] * len(asked.generate.jobs), [Reply("")] * len(asked.generate.jobs)
+    written = [""] * len(asked.generate.jobs)
+    sent = [Reply("")] * len(asked.generate.jobs)
     for index in range(len(asked.generate.jobs)):
         yield piece(index, {"role": "assistant", "content": ""})
     async for index, new, tokens, ended in _news(asked, state):
-        job, before = asked.generate.jobs[index], sent[index]
+        job = asked.generate.jobs[index]
+        before = sent[index]
         written[index] += new
         reply = sent[index] = _reply(asked, state, written[index], ended=ended)
         text = reply.text[len(before.text) :]
@@ -194,7 +200,8 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
 
 
 def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
-    job, tokenizer = asked.generate.jobs[index], state.tokenizer
+    job = asked.generate.jobs[index]
+    tokenizer = state.tokenizer
     text = _prompt_text(job, tokenizer) + final_text(job, tokenizer) if asked.echo else final_text(job, tokenizer)
     logprobs = _text_logprobs(job, tokenizer, slice(None), asked.echo) if asked.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs} | _ending(job)
@@ -204,7 +211,8 @@ async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
     """The text of every choice as it comes; the last chunk of a choice carries its end."""
     echoed: set[int] = set()
     async for index, new, tokens, ended in _news(asked, state):
-        job, echo = asked.generate.jobs[index], asked.echo and index not in echoed
+        job = asked.generate.jobs[index]
+        echo = asked.echo and index not in echoed
         echoed.add(index)
         text = _prompt_text(job, state.tokenizer) + new if echo else new
         logprobs = _text_logprobs(job, state.tokenizer, tokens, echo) if asked.logprobs else None
@@ -219,7 +227,8 @@ def _prompt_text(job: Job, tokenizer: Any) -> str:
 def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
     """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not computed."""
     sequence = job.sequence
-    ids, values = sequence.output_ids[tokens], cast("list[float | None]", sequence.output_logprobs[tokens])
+    ids = sequence.output_ids[tokens]
+    values = cast("list[float | None]", sequence.output_logprobs[tokens])
     tops: list[Any] = list(sequence.top_logprobs[tokens])
     if echo:
         scored = sequence.prompt[: 1 + len(sequence.input_logprobs)]  # all of it, unless aborted during its prefill
@@ -258,7 +267,8 @@ def _usage(asked: OpenAIRequest) -> dict[str, Any]:
 @routes.post("/tokenize")
 @routes.post("/v1/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
-    state, body = state_of(request), await json_body(request)
+    state = state_of(request)
+    body = await json_body(request)
     prompt = body.get("prompt")
     if (prompt is None) == (body.get("messages") is None):
         raise BadRequest("give either prompt or messages")
@@ -276,14 +286,16 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = [state.tokenizer.encode(text, add_special_tokens=special) for text in texts]
         counts = [len(item) for item in ids]
         if isinstance(prompt, str):
-            ids, counts = ids[0], counts[0]
+            ids = ids[0]
+            counts = counts[0]
     return json_response({"tokens": ids, "count": counts, "max_model_len": state.engine.max_length})
 
 
 @routes.post("/detokenize")
 @routes.post("/v1/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
-    state, body = state_of(request), await json_body(request)
+    state = state_of(request)
+    body = await json_body(request)
     if state.tokenizer is None:
         raise BadRequest("this model directory has no tokenizer")
     given = body.get("tokens")

@@ -47,7 +47,8 @@ class StoredForm:
 
     def __init__(self, arch: Architecture, quantisation: Quantisation, dtype: torch.dtype) -> None:
         require_library(quantisation.scheme)
-        self.quantisation, self._dtype = quantisation, dtype
+        self.quantisation = quantisation
+        self._dtype = dtype
         table = stored_tensors(arch.family, arch.spec, quantisation)
         self.names = tuple(table)
         plain = {name for name, _ in arch.family.hf_tensors(arch.spec)}

@@ -143,14 +143,16 @@ def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> in
     As SGLang: top-p keeps a token while the probability of those before it is at most top_p, without renormalising
     after top-k. Only as many of the largest entries are sorted as are needed.
     """
-    params, vocab = sequence.params, probs.shape[0]
+    params = sequence.params
+    vocab = probs.shape[0]
     limit = min(params.top_k, vocab) if params.top_k > 0 else vocab
     candidates = min(limit, _FIRST_CANDIDATES)
     while True:
         values, tokens = probs.topk(candidates)
         values = values.double()
         sums = values.cumsum(dim=0)
-        last, mass = float(values[-1]), float(sums[-1])
+        last = float(values[-1])
+        mass = float(sums[-1])
         if candidates == limit or mass > params.top_p or last < params.min_p * float(values[0]):
             break
         candidates = min(limit, candidates * 8)

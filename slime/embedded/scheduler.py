@@ -69,9 +69,11 @@ class Scheduler:
         deterministic: bool,
         record_experts: bool = False,
     ) -> None:
-        self.store, self.cache = store, cache
+        self.store = store
+        self.cache = cache
         self._recorded = cache.arch.experts if record_experts else None
-        self.prefill_tokens, self.deterministic = prefill_tokens, deterministic
+        self.prefill_tokens = prefill_tokens
+        self.deterministic = deterministic
         self.slots = SlotTable(cache, reuse_decoded=not deterministic)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
@@ -144,7 +146,8 @@ class Scheduler:
 
     def take_finished(self) -> list[Sequence]:
         """Sequences that ended since the last call (aborts happen outside of steps, too)."""
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return done
 
     def _admit(self) -> bool:
@@ -177,7 +180,8 @@ class Scheduler:
         if not sequence.times.started:
             sequence.times.started = time.monotonic()
         self._ensure_length(sequence.length + 1)
-        tokens, epoch = sequence.tokens(), self.store.epoch
+        tokens = sequence.tokens()
+        epoch = self.store.epoch
         leader = self._leader_of_prompt.get(tokens.tobytes())
         if leader is not None and sequence.logprob_start is None and self.slots.epoch_of(leader) == epoch:
             self._followers.setdefault(leader, []).append(sequence)
@@ -198,7 +202,8 @@ class Scheduler:
         begin = time.monotonic()
         chunks = self._choose_chunks()
         slots = [self.slots.slot_of(sequence) for sequence, _ in chunks]
-        spans, offset = [], 0
+        spans = []
+        offset = 0
         for (sequence, count), slot in zip(chunks, slots):
             spans.append(PrefillChunk(slot, sequence.num_computed, count, offset))
             offset += count
@@ -223,7 +228,8 @@ class Scheduler:
     def _choose_chunks(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens) of this step's prefill; oldest first, the last may be cut."""
         followers = {id(f) for group in self._followers.values() for f in group}
-        chunks, budget = [], self.prefill_tokens
+        chunks = []
+        budget = self.prefill_tokens
         for sequence in self.prefilling:
             if budget and id(sequence) not in followers:
                 count = min(sequence.num_to_compute, budget)
@@ -280,7 +286,8 @@ class Scheduler:
             return self.store.model.forward(ids, positions, attend)
         chosen: list[torch.Tensor] = []
         hidden = self.store.model.forward(ids, positions, attend, chosen)
-        rows, offset = rows_of(chosen), 0
+        rows = rows_of(chosen)
+        offset = 0
         for sequence, start, count in places:
             assert sequence.experts is not None
             sequence.experts.write(start, rows[offset : offset + count])

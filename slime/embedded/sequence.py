@@ -68,10 +68,15 @@ class Sequence:
         num_top_logprobs: int = 0,
         stream: bool = False,
     ) -> None:
-        self.rid, self.params, self.stop_ids, self.seed = rid, params, stop_ids, seed
+        self.rid = rid
+        self.params = params
+        self.stop_ids = stop_ids
+        self.seed = seed
         self.prompt = np.asarray(prompt_ids, dtype=np.int64)
         self.max_new_tokens = max_new_tokens
-        self.logprob_start, self.num_top_logprobs, self.stream = logprob_start, num_top_logprobs, stream
+        self.logprob_start = logprob_start
+        self.num_top_logprobs = num_top_logprobs
+        self.stream = stream
         self.times = Times()
         self.status = SequenceStatus.WAITING
         self.output_ids: list[int] = []
@@ -265,7 +270,8 @@ class RoutedExperts:
     """
 
     def __init__(self, in_layer: tuple[bool, ...], chosen: int) -> None:
-        self.in_layer, self.chosen = in_layer, chosen
+        self.in_layer = in_layer
+        self.chosen = chosen
         self._rows = np.empty((0, sum(in_layer), chosen), _EXPERT_DTYPE)
 
     def write(self, start: int, rows: np.ndarray) -> None:

@@ -69,7 +69,8 @@ def _pair(item: Any) -> tuple[str, torch.Tensor]:
 
 def _flat(content: Any) -> Pairs:
     """SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back to back."""
-    buffer, table = content["flattened_tensor"], content["metadata"]
+    buffer = content["flattened_tensor"]
+    table = content["metadata"]
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
         raise WeightError("flattened_tensor must be a tensor of bytes (uint8)")
     pairs = []
@@ -108,7 +109,8 @@ class _PerRank:
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
     if not isinstance(storage, torch.storage.TypedStorage):
         raise TypeError("a tensor without storage")
-    untyped, dtype = storage._untyped_storage, storage.dtype
+    untyped = storage._untyped_storage
+    dtype = storage.dtype
     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     if 0 not in size and not 0 <= last * dtype.itemsize <= untyped.nbytes() - dtype.itemsize:
         raise ValueError("a tensor reaches beyond its storage")

@@ -122,7 +122,8 @@ class WeightUpdater:
         rank = required(body, "rank_offset", _RANK)
         if rank >= world_size:
             raise BadRequest(f"rank_offset must be below world_size ({world_size}), got {rank}", "rank_offset")
-        address, port = required(body, "master_address", _NAME), required(body, "master_port", _PORT)
+        address = required(body, "master_address", _NAME)
+        port = required(body, "master_port", _PORT)
         try:
             self._groups[name] = ExternalGroup.join(address, port, name, backend, rank, world_size, _JOIN_DEADLINE)
         except RuntimeError as error:
@@ -141,7 +142,8 @@ class WeightUpdater:
         self._groups.pop(name).close()
 
     def _apply(self, pairs: list[tuple[str, torch.Tensor]], body: Mapping[str, Any]) -> str:
-        version, store = _version(body), self._engine.store
+        version = _version(body)
+        store = self._engine.store
         self._abort_if_asked(body)
         count = self._engine.call(lambda: store.update(pairs, version)).result(_COPY_DEADLINE)
         self._flush_if_asked(body)
@@ -160,7 +162,8 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor in the segment) for a segment of shared memory, mapped privately."""
     if not isinstance(segment, Mapping):
         raise BadRequest("segments must be a list of objects")
-    name, nbytes = required(segment, "shm", _NAME), required(segment, "nbytes", _BYTES)
+    name = required(segment, "shm", _NAME)
+    nbytes = required(segment, "nbytes", _BYTES)
     try:
         buffer = attach(name.removeprefix("/dev/shm/"), nbytes)
     except FileNotFoundError as error:

@@ -50,7 +50,9 @@ class WeightStore:
         fixed_rows: bool = False,
         quantisation: Quantisation | None = None,
     ) -> None:
-        self.arch, self.dtype, self.device = arch, dtype, device
+        self.arch = arch
+        self.dtype = dtype
+        self.device = device
         self.named: dict[str, torch.Tensor] = {}
         self._linear_of: dict[str, list[Linear]] = {}
         self.linears: list[Linear] = []
@@ -147,7 +149,8 @@ class WeightStore:
             UserError: no safetensors there, a shard missing or damaged.
             WeightError: parameters missing or surplus, or of another shape.
         """
-        files, expected = _files_of(Path(path)), set(self.names)
+        files = _files_of(Path(path))
+        expected = set(self.names)
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with _open(file) as content:
@@ -260,7 +263,8 @@ class WeightStore:
         return Decoder(arch, embedding, layers, norm, head, num_positions)
 
     def _build_layer(self, prefix: str, number: int) -> DecoderLayer:
-        attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
+        attention = f"{prefix}self_attention."
+        mlp = f"{prefix}mlp."
         experts = self.arch.experts
         return DecoderLayer(
             input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
@@ -308,7 +312,8 @@ class WeightStore:
         return None if match is None else match.sources
 
     def _linear(self, name: str, expert: str = "") -> Linear:
-        names, biases = self._made_of(f"{name}.weight{expert}"), self._made_of(f"{name}.bias{expert}")
+        names = self._made_of(f"{name}.weight{expert}")
+        biases = self._made_of(f"{name}.bias{expert}")
         assert names is not None, name
         bias = None if biases is None else self._allocate(biases)
         return self._bound(Linear(self._allocate(names), bias, self._fixed_rows), names)
@@ -417,7 +422,8 @@ def _open(file: Path) -> safe_open:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.element_size() == 1:  # float8 knows no comparison
-        one, other = one.view(torch.uint8), other.view(torch.uint8)
+        one = one.view(torch.uint8)
+        other = other.view(torch.uint8)
     return torch.equal(one, other)
 
 

@@ -68,7 +68,9 @@ class EngineError(Exception):
 
     def __init__(self, url: str, what: str, status: int | None = None) -> None:
         super().__init__(url, what, status)
-        self.url, self.what, self.status = url, what, status
+        self.url = url
+        self.what = what
+        self.status = status
 
     def __str__(self) -> str:
         return f"{self.url}: {self.what}"
@@ -108,7 +110,8 @@ class GenerateResult:
         meta = body["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         token_ids = list(body.get("output_ids") or [])
-        num_tokens, num_log_probs = max(len(pairs), len(token_ids)), sum(pair[0] is not None for pair in pairs)
+        num_tokens = max(len(pairs), len(token_ids))
+        num_log_probs = sum(pair[0] is not None for pair in pairs)
         if pairs and num_log_probs < num_tokens:
             raise EngineError("/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens")
         reason = meta.get("finish_reason") or {}

@@ -33,11 +33,13 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 5.0
 #: While some engine serves: what a dead one has lost goes to another as soon as the router has taken that one out.
 _LONGEST_WHILE_SERVED = 1.0
 _LOOK_SECONDS = 1.0
-_FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
+_FIRST_POLL = 0.02
+_LONGEST_POLL = 1.0
 _ABORT_SECONDS = 10.0
 _LOADS_SECONDS = 5.0
 #: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
@@ -71,7 +73,8 @@ class Slots(asyncio.Semaphore):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.size, self._owed = size, 0
+        self.size = size
+        self._owed = 0
 
     async def resize(self, size: int) -> None:
         """Slots in use stay so when there are to be fewer: they are gone once they are given back."""
@@ -129,7 +132,8 @@ class RolloutClient:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         urls = set(engine_urls)
-        self.slots, self.max_concurrency = Slots(max_concurrency * max(1, len(urls))), max_concurrency
+        self.slots = Slots(max_concurrency * max(1, len(urls)))
+        self.max_concurrency = max_concurrency
         self.request_timeout = request_timeout
         self.retry_seconds = retry_seconds
         self.send_routing_key = send_routing_key
@@ -281,7 +285,8 @@ class RolloutClient:
     async def _some_engine_serves(self) -> bool:
         """By the router's list, looked at now and then; true as well where the router does not tell, since it may come
         back any moment."""
-        served, now = self._served, time.monotonic()
+        served = self._served
+        now = time.monotonic()
         if now - served.at >= _LOOK_SECONDS:
             served.at = now
             try:
@@ -308,7 +313,8 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def _tracked(self, request: InFlight) -> Iterator[None]:
-        key, self._next_key = self._next_key, self._next_key + 1
+        key = self._next_key
+        self._next_key = self._next_key + 1
         self.in_flight[key] = request
         self.counters.requests += 1
         if request.ends_with_rollout:

@@ -37,7 +37,9 @@ class BusyClock:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._count, self._busy = clock, 0, 0.0
+        self._clock = clock
+        self._count = 0
+        self._busy = 0.0
         self._taken = self._since = clock()
 
     def began(self) -> None:
@@ -56,6 +58,8 @@ class BusyClock:
     def take_idle_ratio(self) -> float:
         """Share of the time since the last call, or the beginning, in which no request was under way."""
         self._turn()
-        seconds, busy = self._since - self._taken, self._busy
-        self._taken, self._busy = self._since, 0.0
+        seconds = self._since - self._taken
+        busy = self._busy
+        self._taken = self._since
+        self._busy = 0.0
         return max(0.0, 1.0 - busy / seconds) if seconds > 0 else 0.0

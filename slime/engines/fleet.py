@@ -122,7 +122,8 @@ class EngineFleet:
         """
 
         async def flush(client: EngineClient) -> None:
-            end, pause = self._loop.time() + timeout, 0.02
+            end = self._loop.time() + timeout
+            pause = 0.02
             while True:
                 try:
                     await client.post("/flush_cache", {}, timeout=max(0.1, end - self._loop.time()))
@@ -197,7 +198,8 @@ class Fleets:
     """
 
     def __init__(self, patience: float | None, groups: Callable[[], Iterable[Sequence[str]]]) -> None:
-        self._patience, self._groups = patience, groups
+        self._patience = patience
+        self._groups = groups
         self._fleets: dict[tuple[str, ...], EngineFleet] = {}
 
     def of(self, urls: Sequence[str]) -> EngineFleet:

@@ -39,8 +39,11 @@ class HealthChecks:
         first_wait: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._clock = path, clock
-        self.interval, self.timeout, self.first_wait = interval, timeout, first_wait
+        self._path = path
+        self._clock = clock
+        self.interval = interval
+        self.timeout = timeout
+        self.first_wait = first_wait
         self._next = 0.0
         self._fleet: EngineFleet | None = None
         self._asked_at = 0.0
@@ -65,10 +68,12 @@ class HealthChecks:
         """Ask when it is time, and hear who has answered; never waits. URLs of those that hang."""
         now = self._clock()
         if fleet is not self._fleet:  # other engines; those that closed connections carried will not be answered
-            self._fleet, self._open = fleet, {}
+            self._fleet = fleet
+            self._open = {}
         if not self._open:
             if now >= self._next:
-                self._asked_at, self._next = now, now + self.interval
+                self._asked_at = now
+                self._next = now + self.interval
                 self._open = self._ask(fleet, list(fleet.urls))
             return []
         for url, answer in list(self._open.items()):
@@ -80,7 +85,8 @@ class HealthChecks:
                     self._open[url] = answer
         if now < self._asked_at + self.timeout:
             return []
-        hanging, self._open = list(self._open), {}
+        hanging = list(self._open)
+        self._open = {}
         return hanging
 
     def end(self, fleet: EngineFleet) -> list[str]:

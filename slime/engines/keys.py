@@ -24,7 +24,8 @@ VARIABLE = "SLIME_ENGINE_KEY"
 
 #: In the environment of a server that `slime serve` starts: whether the routes that steer it are closed.
 ACCESS = "SLIME_ENGINE_ACCESS"
-ONLY_INFERENCE, EVERYTHING = "inference", "everything"
+ONLY_INFERENCE = "inference"
+EVERYTHING = "everything"
 
 #: What the router sends to an engine that asks for no key; without any it would pass on what it was sent: the run's.
 NO_KEY = "none"

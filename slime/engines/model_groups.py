@@ -53,8 +53,10 @@ def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
     Raises:
         UserError: the file cannot be read, or asks for what is not there; names file and key.
     """
-    cluster, file = config.cluster, config.engine.sglang_config
-    per_engine, total = cluster.rollout_num_gpus_per_engine, cluster.rollout_num_gpus
+    cluster = config.cluster
+    file = config.engine.sglang_config
+    per_engine = cluster.rollout_num_gpus_per_engine
+    total = cluster.rollout_num_gpus
     checkpoint = str(config.checkpoint.hf_checkpoint)
     if file is None:
         return only_the_policy(config)

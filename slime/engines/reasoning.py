@@ -34,7 +34,8 @@ class ReasoningFormat:
         """
         start = text.lstrip()
         if start.startswith(self.begin):
-            start, opened = start[len(self.begin) :], True
+            start = start[len(self.begin) :]
+            opened = True
         if not opened:
             return Thought(None, text)
         reasoning, _, rest = start.partition(self.end)

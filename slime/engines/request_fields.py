@@ -69,7 +69,8 @@ def integer(low: int | None = None, high: int | None = None, also: int | None = 
 
     def convert(value: Any) -> int:
         whole = int(_instance(value, int))
-        below, above = low is not None and whole < low, high is not None and whole > high
+        below = low is not None and whole < low
+        above = high is not None and whole > high
         if whole != also and (below or above):
             raise ValueError
         return whole
@@ -117,7 +118,8 @@ def tokens(vocab_size: int) -> Kind:
 
 def biases(vocab_size: int) -> Kind:
     """{"token id": number to add to its logit}, read as pairs."""
-    one, finite = token(vocab_size), number(lambda _: True, "")
+    one = token(vocab_size)
+    finite = number(lambda _: True, "")
 
     def convert(value: Any) -> tuple[tuple[int, float], ...]:
         items = _instance(value, Mapping).items()

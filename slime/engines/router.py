@@ -68,7 +68,8 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
     under other policies they register (`register_workers`). It asks them for their load (``/get_load``) as often as it
     looks for workers that start: every second instead of every half minute. With one worker there is nothing to choose.
     """
-    policy, given = router_policy(name), started_with(name, worker_urls)
+    policy = router_policy(name)
+    given = started_with(name, worker_urls)
     if given:
         return {"policy": policy, "worker_urls": given, "worker_startup_check_interval": 1}
     return {"policy": "round_robin" if policy == "power_of_two" else policy}

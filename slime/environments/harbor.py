@@ -43,7 +43,9 @@ class Box:
     """
 
     def __init__(self, task: Path, place: Path, runner: Any) -> None:
-        self.task, self._place, self._runner = task, place, runner
+        self.task = task
+        self._place = place
+        self._runner = runner
         self.config = read_toml(task / "task.toml")
         self.instruction = (task / "instruction.md").read_text(encoding="utf-8").strip()
         lines = dockerfile_lines(task)
@@ -61,7 +63,8 @@ class Box:
     def _refuse_what_needs_more(self, dockerfile: list[tuple[str, str]]) -> None:
         if not isinstance(self._runner, Sandbox):
             return
-        environment, verifier = self._section("environment"), self._section("verifier")
+        environment = self._section("environment")
+        verifier = self._section("verifier")
         more = [name for name in ("docker_image", "mcp_servers", "gpus", "healthcheck") if environment.get(name)]
         more += ["steps"] * bool(self.config.get("steps"))
         more += ["a separate verifier"] * (verifier.get("environment_mode") == "separate")
@@ -116,7 +119,9 @@ class HarborTasks:
     def __init__(
         self, agent: Agent = bash_agent, runner: Any = None, max_turns: int = 20, reward_key: str = "reward"
     ) -> None:
-        self._agent, self._max_turns, self._reward_key = agent, max_turns, reward_key
+        self._agent = agent
+        self._max_turns = max_turns
+        self._reward_key = reward_key
         self._runner = runner or Sandbox(walls="namespaces")
 
     @staticmethod

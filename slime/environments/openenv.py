@@ -57,9 +57,14 @@ class OpenEnvEnvironment:
         step_seconds: float = 60.0,
         client: Callable[[], Any] | None = None,
     ) -> None:
-        self.base_url, self._act, self._observe = base_url, act, observe
-        self._system, self._role, self._reward = system, role, reward
-        self._most_steps, self._step_seconds = most_steps, step_seconds
+        self.base_url = base_url
+        self._act = act
+        self._observe = observe
+        self._system = system
+        self._role = role
+        self._reward = reward
+        self._most_steps = most_steps
+        self._step_seconds = step_seconds
         self._client = client or self._generic_client
 
     def _generic_client(self) -> Any:
@@ -83,7 +88,8 @@ class OpenEnvEnvironment:
         async with self._client() as world:
             result = await world.reset(**task_of(sample))
             first = [{"role": "system", "content": self._system}] if self._system else []
-            sample.prompt, sample.tokens = [*first, self._message(result)], []
+            sample.prompt = [*first, self._message(result)]
+            sample.tokens = []
             for step in range(self._most_steps):
                 began = len(sample.response)
                 sample = await one_turn(args, sample, sampling_params)

@@ -48,7 +48,8 @@ class VerifiersTaskset:
         config: Mapping[str, Any] | None = None,
         most_tasks: int = 100_000,
     ) -> None:
-        self.name, self._most_tasks = name, most_tasks
+        self.name = name
+        self._most_tasks = most_tasks
         self._config = {
             **(config or {}),
             "taskset": {**(taskset or {}), "id": name},

@@ -18,7 +18,8 @@ from slime.config.config import Config
 from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
 
-_FLOAT32, _INT64 = 4, 8
+_FLOAT32 = 4
+_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,12 @@ def saved_by_layer(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels
 
 
 def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
-    width, element = int(spec.transformer["kv_channels"]), kernels.element
+    width = int(spec.transformer["kv_channels"])
+    element = kernels.element
     heads = spec.num_heads / layout.tensor
     groups = max(spec.num_query_groups / layout.tensor, 1.0)
-    query, key_value = heads * width * element, 2 * groups * width * element
+    query = heads * width * element
+    key_value = 2 * groups * width * element
     has_norms = bool(spec.transformer.get("qk_layernorm"))
     # the kernel reads the mixed product, and keeps it for the norms alone; it wants whole groups on a rank
     one_pass = kernels.fused and spec.num_query_groups >= layout.tensor
@@ -132,13 +135,17 @@ def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
 
 
 def _latent_attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
-    facts, element = spec.transformer, kernels.element
+    facts = spec.transformer
+    element = kernels.element
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     heads = spec.num_heads / layout.tensor
-    key_width, value_width = int(facts["qk_head_dim"]) + int(facts["qk_pos_emb_head_dim"]), int(facts["v_head_dim"])
+    key_width = int(facts["qk_head_dim"]) + int(facts["qk_pos_emb_head_dim"])
+    value_width = int(facts["v_head_dim"])
     common = max(key_width, value_width)  # the kernels want one width
     again = common != value_width or layout.context > 1  # cut to its width, or exchanged back
-    rank, query_rank, position = facts["kv_lora_rank"], facts["q_lora_rank"] or 0, facts["qk_pos_emb_head_dim"]
+    rank = facts["kv_lora_rank"]
+    query_rank = facts["q_lora_rank"] or 0
+    position = facts["qk_pos_emb_head_dim"]
     latents = 2 * query_rank * share + (rank * share if layout.sequence_parallel else rank + position) + rank * share
     parts = {
         "latents": latents * element,
@@ -169,10 +176,12 @@ def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
 
 
 def _experts(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> tuple[dict[str, float], float]:
-    facts, element = spec.transformer, kernels.element
+    facts = spec.transformer
+    element = kernels.element
     if "moe" in drop:
         return {}, 0.0
-    topk, mine = int(facts["moe_router_topk"]), 1 / layout.tensor
+    topk = int(facts["moe_router_topk"])
+    mine = 1 / layout.tensor
     rows = rows_per_token(spec, layout)
     width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor * element
     halves = 2 if facts.get("gated_linear_unit") else 1
@@ -218,7 +227,8 @@ def saved_by_stage(
     saved = [saved_by_layer(spec, layout, layer, kernels, recompute) for layer in layers]
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     checkpoint = spec.hidden_size * kernels.element * share
-    rebuilt, uneven = 0.0, sum(one.per_row for one in saved)
+    rebuilt = 0.0
+    uneven = sum(one.per_row for one in saved)
     kept = sum(one.total for one in saved)
     if recompute.granularity == "full":
         block = recompute.num_layers
@@ -227,7 +237,8 @@ def saved_by_stage(
             rebuilt = max(sum(one.total for one in saved[i : i + block]) for i in range(0, len(saved), block))
             uneven = max(sum(one.per_row for one in saved[i : i + block]) for i in range(0, len(saved), block))
         else:
-            again, rest = saved[:block], saved[block:]
+            again = saved[:block]
+            rest = saved[block:]
             kept = len(again) * checkpoint + sum(one.total for one in rest)
             rebuilt = max(one.total for one in again)
             uneven = max(one.per_row for one in again) + sum(one.per_row for one in rest)
@@ -241,12 +252,14 @@ def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> f
     An estimate from above, not a count: what is alive at once depends on kernels. Gradients of weights are none of
     them on GPUs, where the product adds to the buffer.
     """
-    facts, hidden = spec.transformer, spec.hidden_size
+    facts = spec.transformer
+    hidden = spec.hidden_size
     query = spec.num_heads / layout.tensor * spec.head_dim
     # gradients of output, query, key and value, none wider than the query, and on GPUs the query's sum in float32
     attention = (4 + (_FLOAT32 / kernels.element if kernels.fused else 0)) * query
     if spec.is_moe_layer(layer):
-        rows, width = rows_per_token(spec, layout), int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
+        rows = rows_per_token(spec, layout)
+        width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)
     else:  # gradients of the product and of gate and up, and without a kernel the parts that the latter is made of
         mlp = (3 if kernels.fused else 5) * int(facts["ffn_hidden_size"]) / layout.tensor

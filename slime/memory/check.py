@@ -31,7 +31,8 @@ from slime.placement import PlacementPlan
 
 logger = get_logger(__name__)
 
-_SHOWN, _MOST_TOGETHER = 4, 5
+_SHOWN = 4
+_MOST_TOGETHER = 5
 _WORTH_IT = 0.02  # of a device's memory
 _SMALLEST_FRACTION = 0.2
 
@@ -161,12 +162,15 @@ def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
 
 def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
     """The changes on top of each other, the cheapest first, each where it helps, until the phase fits."""
-    facts, total, texts = plan.facts, _total(plan, plan.facts, name), list[str]()
+    facts = plan.facts
+    total = _total(plan, plan.facts, name)
+    texts = list[str]()
     for _ in range(_MOST_TOGETHER):
         for change in changes(plan, facts, name):
             lower = _total(plan, change.facts, name)
             if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
-                facts, total = change.facts, lower
+                facts = change.facts
+                total = lower
                 texts.append(change.text)
                 break
         else:
@@ -209,7 +213,8 @@ def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSet
     def changed(**values: object) -> TrainerSettings:
         return dataclasses.replace(trainer, **values)  # type: ignore[arg-type]
 
-    layout, again = trainer.layout, more_recompute(trainer.recompute)
+    layout = trainer.layout
+    again = more_recompute(trainer.recompute)
     if again is not None:
         yield again[0], changed(recompute=again[1])
     if layout.tensor > 1 and not layout.sequence_parallel:
@@ -231,7 +236,8 @@ def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, Trai
     elif trainer.tokens > floor * 1.25:
         yield "--micro-batch-size 1", dataclasses.replace(trainer, tokens=floor)
     else:
-        shorter, lower = trainer.longest * 3 // 4, trainer.tokens * 3 // 4
+        shorter = trainer.longest * 3 // 4
+        lower = trainer.tokens * 3 // 4
         text = f"--rollout-max-context-len {trainer.longest} → {shorter}"
         if trainer.dynamic:  # else as many tokens are packed, of more sequences
             text += f" and --max-tokens-per-gpu ≤ {lower}"
@@ -240,8 +246,12 @@ def _smaller_micro_batches(trainer: TrainerSettings) -> Iterator[tuple[str, Trai
 
 def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
     """The same GPUs divided otherwise, then more GPUs."""
-    spec, layout = trainer.spec, trainer.layout
-    tensor, pipeline, context, expert = layout.tensor, layout.pipeline, layout.context, layout.expert
+    spec = trainer.spec
+    layout = trainer.layout
+    tensor = layout.tensor
+    pipeline = layout.pipeline
+    context = layout.context
+    expert = layout.expert
 
     def fits(new: Layout) -> bool:
         model = new.tensor * new.pipeline * new.context
@@ -264,7 +274,8 @@ def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSetti
         text = f"{wider_tensor_parallel(tensor)} {SEQUENCE_PARALLEL}"
         cut = 2 * tensor
         if spec.num_experts:  # they stay as they are
-            cut, text = layout.expert_tensor, f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
+            cut = layout.expert_tensor
+            text = f"{text} --expert-tensor-parallel-size {layout.expert_tensor}"
         yield from divided(text, tensor=2 * tensor, sequence_parallel=True, expert_tensor=cut)
     if spec.num_heads // tensor % (2 * context) == 0:
         tokens = max(trainer.tokens // 2, 1)
@@ -283,7 +294,8 @@ def _sleeping(facts: Facts) -> Iterator[Change]:
 
 
 def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Change]:
-    engine, memory = facts.engine, plan.device.nbytes
+    engine = facts.engine
+    memory = plan.device.nbytes
     assert engine is not None
     if engine.fraction_option:
         over = (_total(plan, facts, name) - plan.limit) / memory

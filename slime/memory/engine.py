@@ -16,7 +16,8 @@ from slime.models.table import ATTENTION, Parameter
 
 #: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps (2.6
 #: GB on an H200).
-AWAKE_BYTES, ASLEEP_BYTES = 3.5e9, 2.7e9
+AWAKE_BYTES = 3.5e9
+ASLEEP_BYTES = 2.7e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,11 @@ class EngineSettings(EngineFootprint):
         return max(self._stage_weights(stage) for stage in range(self.pipeline)) * self.element
 
     def _stage_weights(self, stage: int) -> float:
-        spec, size = self.spec, -(-self.spec.num_layers // self.pipeline)
+        spec = self.spec
+        size = -(-self.spec.num_layers // self.pipeline)
         layers = range(stage * size, min((stage + 1) * size, spec.num_layers))
-        padded, last = spec.padded(1, self.vocabulary_unit), stage == self.pipeline - 1
+        padded = spec.padded(1, self.vocabulary_unit)
+        last = stage == self.pipeline - 1
         return sum(map(self._held, table_of(spec).parameters(padded, layers, first=stage == 0, last=last)))
 
     def _held(self, parameter: Parameter) -> float:
@@ -91,6 +94,7 @@ class EngineSettings(EngineFootprint):
 
 def _requests_at_once(config: Config) -> int:
     """Most requests that one engine gets at a time."""
-    rollout, cluster = config.rollout, config.cluster
+    rollout = config.rollout
+    cluster = config.cluster
     engines = max(1, (cluster.rollout_num_gpus or 1) // cluster.rollout_num_gpus_per_engine)
     return -(-rollout.over_sampling_batch_size * rollout.n_samples_per_prompt // engines)

@@ -10,9 +10,11 @@ from slime.errors import UserError
 from slime.processes.host import free_host_memory, num_gpus
 
 #: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres), dimensions of a head.
-FLASH4_MAJORS, FLASH4_WIDEST = (9, 10), 128
+FLASH4_MAJORS = (9, 10)
+FLASH4_WIDEST = 128
 
-_ASSUMED_GB, _LARGEST_GB = 80.0, 10_000.0
+_ASSUMED_GB = 80.0
+_LARGEST_GB = 10_000.0
 #: Source of what was asked of this host's driver.
 DRIVER = "nvidia-smi"
 

@@ -48,7 +48,8 @@ class Measured:
         for metric, planned in self.planned.items():
             if metric not in metrics or not planned:
                 continue
-            measured, before = metrics[metric] * 1e9, self._most.get(metric)
+            measured = metrics[metric] * 1e9
+            before = self._most.get(metric)
             if metric in self._without_moments:
                 self._without_moments.remove(metric)
                 if measured <= planned * _TOLERANCE:

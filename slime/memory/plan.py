@@ -30,7 +30,8 @@ USABLE = 0.96
 _SMALL = 0.05e9  # of what is used: what is less is added up in one row
 
 #: Resident size of a process that has imported torch, and of the processes beside trainers and engines.
-_PROCESS_BYTES, _OTHER_BYTES = 0.6e9, 1.5e9
+_PROCESS_BYTES = 0.6e9
+_OTHER_BYTES = 1.5e9
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def _host_limit(device: DeviceMemory) -> float:
 
 def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     """What the plan depends on, from the flags and the model's config.json; ``flash4`` as of `DeviceMemory`."""
-    placement, cluster = PlacementPlan.of(config), config.cluster
+    placement = PlacementPlan.of(config)
+    cluster = config.cluster
     path = config.checkpoint.hf_checkpoint
     assert path is not None, "checked with the flags"
     spec = family_of(path, config.checkpoint.model_name).model_spec(path)
@@ -181,7 +183,8 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
 
 def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
     found = []
-    trainer, engine = facts.trainer, facts.engine
+    trainer = facts.trainer
+    engine = facts.engine
     if trainer is not None and trainer.assumed_length:
         found.append(
             f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed (--rollout-max-context-len)"
@@ -309,7 +312,9 @@ def pinned(facts: Facts) -> float:
 def host_phase(facts: Facts) -> Phase:
     """Everything at once: there nothing sleeps, and all processes share the host."""
     uses = [Use("run", "driver, rollout, router", _OTHER_BYTES)]
-    trainer, engine, placement = facts.trainer, facts.engine, facts.placement
+    trainer = facts.trainer
+    engine = facts.engine
+    placement = facts.placement
     if trainer is not None:
         per_stage = placement.num_train // trainer.layout.pipeline
         uses.append(Use("trainer", "processes", placement.num_train * _PROCESS_BYTES))

@@ -11,8 +11,10 @@ from slime.memory.activations import Recompute
 
 _FEW_ROWS = 128  # of logits: fewer make slow products
 
-SEQUENCE_PARALLEL, OFFLOAD_MOMENTS = "--sequence-parallel", "--offload-optimizer-states"
-OFFLOAD_ROLLOUT, SHARD_STATES = "--offload-rollout", "no --no-use-distributed-optimizer"
+SEQUENCE_PARALLEL = "--sequence-parallel"
+OFFLOAD_MOMENTS = "--offload-optimizer-states"
+OFFLOAD_ROLLOUT = "--offload-rollout"
+SHARD_STATES = "no --no-use-distributed-optimizer"
 
 
 def more_recompute(now: Recompute) -> tuple[str, Recompute] | None:
@@ -78,7 +80,8 @@ def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
 
 def _smaller_steps(config: Config, of_one_micro_batch: bool) -> list[str]:
     """Gradients of micro-batches are added up one after the other: how many a step has does not matter to the peak."""
-    size, steps = config.train.global_batch_size, config.train.num_steps_per_rollout
+    size = config.train.global_batch_size
+    steps = config.train.num_steps_per_rollout
     if size % 2:
         return []
     change = f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → {steps * 2})"
@@ -93,7 +96,8 @@ def _recompute(config: Config) -> list[str]:
 
 
 def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
-    train, context = config.train, config.megatron.context_parallel_size
+    train = config.train
+    context = config.megatron.context_parallel_size
     single = lengths[0] if len(lengths) == 1 else None
     ways = []
     if single is not None:

@@ -25,7 +25,9 @@ MOMENTS_BUCKET_BYTES = 512 * 1024 * 1024
 
 #: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
 #: H200, with what the driver keeps for itself); of the latter, what may be torch's.
-AWAKE_BYTES, ASLEEP_BYTES, ASLEEP_TENSORS = 2.5e9, 2.2e9, 0.7e9
+AWAKE_BYTES = 2.5e9
+ASLEEP_BYTES = 2.2e9
+ASLEEP_TENSORS = 0.7e9
 
 #: What that is called in the plan.
 CONTEXT = "CUDA context, NCCL"
@@ -34,11 +36,15 @@ CONTEXT = "CUDA context, NCCL"
 IMBALANCE = 1.3
 
 #: A block of logits (`slime.algorithms.logprobs`), in entries.
-_BLOCK_ENTRIES, _CPU_BLOCK_ENTRIES, _BLOCK_ROWS, _MIN_COLUMNS = 1 << 26, 1 << 22, 8192, 512
+_BLOCK_ENTRIES = 1 << 26
+_CPU_BLOCK_ENTRIES = 1 << 22
+_BLOCK_ROWS = 8192
+_MIN_COLUMNS = 512
 
 #: Of them that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and the gradient of the
 #: block before. Elsewhere, in bytes per entry: the product, float32 logits, their exponentials and a gradient.
-_GPU_BLOCKS, _CPU_BLOCK_BYTES = 3, 16
+_GPU_BLOCKS = 3
+_CPU_BLOCK_BYTES = 16
 
 #: What cuBLAS and cuBLASLt take from torch's allocator for their products.
 _WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -109,7 +115,8 @@ class TrainerSettings:
             spec: of the checkpoint, vocabulary not padded.
             flash4: the GPUs are among those that flash-attn-4 is for.
         """
-        megatron, algorithm = config.megatron, config.algorithm
+        megatron = config.megatron
+        algorithm = config.algorithm
         layout = Layout.of(config, spec)
         element = 4 if megatron.fp32 else 2
         longest, assumed = longest_sequence(config)
@@ -262,7 +269,8 @@ class StageMemory:
 
     def training(self) -> dict[str, float]:
         """What the forward and backward passes add."""
-        settings, saved = self.settings, self.saved
+        settings = self.settings
+        saved = self.saved
         under_way = self.micro_batches_under_way
         experts = saved.uneven * (IMBALANCE - 1) if settings.layout.expert > 1 else 0.0
         found = {
@@ -284,7 +292,8 @@ class StageMemory:
         blocks of logits); a layer's temporaries come after it, and both are planned with: that is what the plan is
         above the measured, beside fragmentation, which is not in it.
         """
-        settings, saved = self.settings, self.saved
+        settings = self.settings
+        saved = self.saved
         working = saved.working * settings.tokens
         if not settings.on_gpu:
             return working + self._largest_gradient()
@@ -314,7 +323,8 @@ class StageMemory:
         settings = self.settings
         if self.number != settings.layout.pipeline - 1:
             return {}
-        spec, rows = settings.spec, settings.tokens
+        spec = settings.spec
+        rows = settings.tokens
         columns = spec.padded_vocab_size / settings.layout.tensor
         per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
         found = {  # the last layer's output, normalised, those that predict, and their gradient
@@ -360,7 +370,8 @@ def _torch_version() -> tuple[int, ...]:
 
 def longest_sequence(config: Config) -> tuple[int, bool]:
     """(tokens of prompt and response at most, is that a guess because no flag bounds the prompt)."""
-    rollout, cap = config.rollout, config.train.seq_length
+    rollout = config.rollout
+    cap = config.train.seq_length
     if rollout.rollout_max_context_len is not None:
         return rollout.rollout_max_context_len, False
     if cap is not None:

@@ -89,7 +89,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
             )
     if told is not None:
         return told
-    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
     raise UserError(
         f"no conversion table for model_type {model_type!r} ({', '.join(architectures) or 'no architectures'})",
         why=f"the tables there are: {_supported()}",
@@ -98,7 +99,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
 
 
 def _told_by(config: dict[str, Any]) -> ModelFamily | None:
-    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
@@ -115,7 +117,8 @@ def _named(model_name: str) -> list[ModelFamily]:
     Raises:
         UserError: none does.
     """
-    wanted, found = _letters(model_name), dict[str, list[ModelFamily]]()
+    wanted = _letters(model_name)
+    found = dict[str, list[ModelFamily]]()
     for family in FAMILIES:
         stems = {_letters(name) for name in (family.name, *family.model_types)}
         for stem in stems | {stem.removesuffix("moe") for stem in stems}:

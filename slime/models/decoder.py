@@ -41,7 +41,8 @@ def decoder_spec(
         UserError: a setting that neither trainer nor embedded engine can honour.
     """
     _refuse_other_architectures(config)
-    hidden, heads = int(require(config, "hidden_size")), int(require(config, "num_attention_heads"))
+    hidden = int(require(config, "hidden_size"))
+    heads = int(require(config, "num_attention_heads"))
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "gelu", "relu"):
         raise UserError(f"activation {activation!r} of the model is not supported", fix="silu, gelu and relu are")
@@ -237,8 +238,10 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
         "moe_router_dtype": "fp32",
     }
-    groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
-    experts, topk = fields["num_moe_experts"], fields["moe_router_topk"]
+    groups = int(config.get("n_group") or 1)
+    chosen = int(config.get("topk_group") or 1)
+    experts = fields["num_moe_experts"]
+    topk = fields["moe_router_topk"]
     size = experts // groups
     if groups > 1 and (experts % groups or size < 2 or not topk <= chosen * size or chosen > groups):
         raise UserError(

@@ -81,7 +81,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 def latent_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """The spec of a family with this attention and router; ``config`` has its defaults filled in."""
     _refuse_other_models(config)
-    layers, freq = range(int(require(config, "num_hidden_layers"))), int(config.get("moe_layer_freq") or 1)
+    layers = range(int(require(config, "num_hidden_layers")))
+    freq = int(config.get("moe_layer_freq") or 1)
     first = int(config["first_k_dense_replace"])
     spec = decoder_spec(
         {**config, "num_key_value_heads": config.get("num_attention_heads"), "head_dim": None},

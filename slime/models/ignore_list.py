@@ -177,10 +177,16 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
     rules = [_matcher(rule) for rule in quantisation.ignore]  # a large model has 40 thousand modules
     idle = dict(zip(quantisation.ignore, rules))
-    quantised, ignored, unspared, by_weight, misfits, tied = [], [], [], [], [], []
+    quantised = []
+    ignored = []
+    unspared = []
+    by_weight = []
+    misfits = []
+    tied = []
     kernels = defaultdict[str, set[bool]](set)
     for matrix in weights:
-        module, weight = matrix.module, matrix.weight
+        module = matrix.module
+        weight = matrix.weight
         of_module = any(matches(module) for matches in rules)
         of_weight = not of_module and any(matches(weight) for matches in rules)
         if of_module or of_weight:

@@ -49,7 +49,8 @@ class Layout:
     @staticmethod
     def of(config: Config, spec: ModelSpec) -> Layout:
         """From the flags, which fit the model (`check_layout`)."""
-        megatron, cluster = config.megatron, config.cluster
+        megatron = config.megatron
+        cluster = config.cluster
         tensor = megatron.tensor_model_parallel_size
         return Layout(
             world=cluster.actor_num_nodes * cluster.actor_num_gpus_per_node,
@@ -81,7 +82,8 @@ def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
         UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
     """
     megatron = config.megatron
-    count, per_stage = megatron.num_virtual_stages_per_pipeline_rank, megatron.num_layers_per_virtual_pipeline_stage
+    count = megatron.num_virtual_stages_per_pipeline_rank
+    per_stage = megatron.num_layers_per_virtual_pipeline_stage
     if count is None and per_stage is not None:
         ranks = megatron.pipeline_model_parallel_size
         layers = spec.num_layers // ranks
@@ -140,17 +142,22 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
     Raises:
         UserError: first and last stage are all there are, and leave layers over.
     """
-    given, ranks = config.megatron.transformer, config.megatron.pipeline_model_parallel_size
-    layers, what = spec.num_layers, "layers"
+    given = config.megatron.transformer
+    ranks = config.megatron.pipeline_model_parallel_size
+    layers = spec.num_layers
+    what = "layers"
     if given.get("pipeline_model_parallel_layout") is not None:
         return 0, 1, what, "--pipeline-model-parallel-layout"
     for end in ("first", "last"):
         own = given.get(f"num_layers_in_{end}_pipeline_stage")
         if own is not None:
-            layers, ranks, what = layers - own, ranks - 1, "layers outside the first or last stage"
+            layers = layers - own
+            ranks = ranks - 1
+            what = "layers outside the first or last stage"
     for part in ("embedding", "loss"):
         if given.get(f"account_for_{part}_in_pipeline_split"):
-            layers, what = layers + 1, f"{what} and the {part}"
+            layers = layers + 1
+            what = f"{what} and the {part}"
     if ranks == 0 and layers:  # two stages, each with a number of its own
         raise UserError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers do not fit this model",
@@ -180,7 +187,8 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
         UserError: expert parallelism or routing replay of a model without experts.
     """
     megatron = config.megatron
-    experts, shards = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    experts = megatron.expert_model_parallel_size
+    shards = megatron.expert_tensor_parallel_size
     if not spec.num_experts:
         for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
             if size > 1:

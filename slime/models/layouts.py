@@ -132,7 +132,8 @@ class VocabParallel(ParamMapping):
     tp_axis = 0
 
     def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
-        (rows, *rest), padded = sources[0].shape, spec.padded_vocab_size
+        (rows, *rest) = sources[0].shape
+        padded = spec.padded_vocab_size
         if rows != spec.vocab_size:
             raise ValueError(f"it has {rows} rows, the config says vocab_size {spec.vocab_size}")
         start, end = shard.bounds(padded, "padded vocabulary")
@@ -156,7 +157,8 @@ class FusedQKV(ParamMapping):
     tp_axis = 0
 
     def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
-        groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
+        groups = spec.num_query_groups
+        per_group = spec.num_heads // spec.num_query_groups
         heads_of = (per_group, 1, 1)
         for source, heads, name in zip(sources, heads_of, "qkv", strict=True):
             expected = heads * groups * spec.head_dim
@@ -164,8 +166,10 @@ class FusedQKV(ParamMapping):
                 raise ValueError(f"{name} has {source.shape[0]} rows, heads and head size make it {expected}")
         group_rows = sum(heads_of) * spec.head_dim
         start, end = shard.bounds(groups * group_rows, "query, key and value rows")
-        first, last = start // group_rows, -(-end // group_rows)  # the groups this rank touches
-        count, rest = last - first, tuple(sources[0].shape[1:])
+        first = start // group_rows  # the groups this rank touches
+        last = -(-end // group_rows)
+        count = last - first
+        rest = tuple(sources[0].shape[1:])
         parts = [
             source[first * heads * spec.head_dim : last * heads * spec.head_dim].reshape(count, -1, *rest)
             for source, heads in zip(sources, heads_of, strict=True)
@@ -174,7 +178,8 @@ class FusedQKV(ParamMapping):
         return rows[start - first * group_rows : end - first * group_rows]
 
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
-        groups, per_group = spec.num_query_groups, spec.num_heads // spec.num_query_groups
+        groups = spec.num_query_groups
+        per_group = spec.num_heads // spec.num_query_groups
         fused = _joined(pieces, 0)
         rest = fused.shape[1:]
         grouped = fused.reshape(groups, (per_group + 2) * spec.head_dim, *rest)
@@ -224,5 +229,11 @@ def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=axis)
 
 
-REPLICATED, COLUMN, LATENT, ROW = Replicated(), ColumnParallel(), Latent(), RowParallel()
-VOCAB, QKV, GATE_UP, STACKED_GATE_UP = VocabParallel(), FusedQKV(), GateUp(), StackedGateUp()
+REPLICATED = Replicated()
+COLUMN = ColumnParallel()
+LATENT = Latent()
+ROW = RowParallel()
+VOCAB = VocabParallel()
+QKV = FusedQKV()
+GATE_UP = GateUp()
+STACKED_GATE_UP = StackedGateUp()

@@ -114,12 +114,15 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
 def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
     """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed; None: it has no
     such thing."""
-    scaling, shape = spec.rotary_scaling or {}, spec.transformer
-    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor")
+    scaling = spec.rotary_scaling or {}
+    shape = spec.transformer
+    kind = scaling.get("rope_type", "default")
+    factor = scaling.get("factor")
     is_yarn = kind == "yarn"
-    of_yarn, of_latents = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), (
+    of_yarn = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # fmt: skip
+    of_latents = (
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    )  # fmt: skip
+    )
     return {
         **{name: scaling.get(name) if is_yarn else None for name in of_yarn},
         "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),

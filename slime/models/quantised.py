@@ -153,7 +153,8 @@ class Quantisation:
 
 
 def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
-    method, groups = "compressed-tensors", told.get("config_groups") or {}
+    method = "compressed-tensors"
+    groups = told.get("config_groups") or {}
     if not isinstance(groups, Mapping):
         raise _unknown(method, f"the config_groups {groups!r}", "an object with one group of weights")
     if len(groups) != 1:
@@ -181,7 +182,9 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
 
 
 def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    kind = weights.get("type", "int")
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
     size = weights.get("group_size")
     if (kind, bits) == ("int", 4) and strategy in ("group", None) and isinstance(size, int) and size > 0:
         return Int4(size, bool(weights.get("symmetric", True)))

@@ -16,7 +16,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     refuse_windows(config, switch="use_sliding_window")
     bias = bool(config.get("attention_bias"))
-    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
     layers = range(int(require(config, "num_hidden_layers")))
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
     return decoder_spec(

@@ -39,7 +39,9 @@ def inverse_frequencies(
 
 
 def _llama3(inverse: Tensor, scaling: dict[str, Any]) -> Tensor:
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factor = scaling["factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     trained = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
     scaled = torch.where(wavelength > trained / low, inverse / factor, inverse)
@@ -56,7 +58,8 @@ def _yarn(
     trained = scaling.get("original_max_position_embeddings") or max_position_embeddings
     attention = scaling.get("attention_factor")
     if attention is None:
-        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        mscale = scaling.get("mscale")
+        mscale_all = scaling.get("mscale_all_dim")
         attention = yarn_mscale(factor, 1.0)
         if mscale and mscale_all:
             attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
@@ -64,10 +67,13 @@ def _yarn(
     def dimension_of(rotations: float) -> float:
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
+    low = dimension_of(scaling.get("beta_fast") or 32)
+    high = dimension_of(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return inverse / factor * ramp + inverse * (1 - ramp), float(attention)
 

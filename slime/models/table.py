@@ -303,7 +303,8 @@ class ModelFamily:
 
 def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
     names = tuple(template.format(**numbers) for template in rule.hf_names)
-    layer, expert = numbers.get("layer", -1), numbers.get("expert", -1)
+    layer = numbers.get("layer", -1)
+    expert = numbers.get("expert", -1)
     if rule.tied_to is not None and spec.tie_embeddings:
         return Match(rule, layer, expert, sources=(rule.tied_to,), exports=())
     return Match(rule, layer, expert, sources=names, exports=names)
@@ -311,9 +312,12 @@ def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
 
 # -- what decoders share ---------------------------------------------------------------------------------------------
 
-MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-ATTENTION, HF_ATTENTION = MEGATRON_LAYER + "self_attention.", HF_LAYER + "self_attn."
-MLP, HF_MLP = MEGATRON_LAYER + "mlp.", HF_LAYER + "mlp."
+MEGATRON_LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+ATTENTION = MEGATRON_LAYER + "self_attention."
+HF_ATTENTION = HF_LAYER + "self_attn."
+MLP = MEGATRON_LAYER + "mlp."
+HF_MLP = HF_LAYER + "mlp."
 
 OUTER_RULES = (
     Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
@@ -410,7 +414,9 @@ def _has_shared_experts(spec: ModelSpec, layer: int) -> bool:
     return spec.is_moe_layer(layer) and bool(spec.width("shared inner"))
 
 
-_EXPERTS, _HF_EXPERTS, _SHARED = MLP + "experts.", HF_MLP + "experts.{expert}.", HF_MLP + "shared_experts."
+_EXPERTS = MLP + "experts."
+_HF_EXPERTS = HF_MLP + "experts.{expert}."
+_SHARED = HF_MLP + "shared_experts."
 
 #: Checkpoints hold one tensor per expert and projection (transformers 5 fuses them in its modules only, and writes them
 #: apart); so do the engines' loaders. Router bias and shared experts where the spec says so.

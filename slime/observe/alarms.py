@@ -29,17 +29,21 @@ _MIN_WINDOWS_OF_FALL = 4
 #: Steps in a row after which it is no chance that nothing was learnt.
 _FLAT_STEPS = 3
 #: Probability under which something is no chance: at first, and where earlier steps tell what is usual.
-_BY_CHANCE_AT_FIRST, _BY_CHANCE = 0.02, 1e-5
+_BY_CHANCE_AT_FIRST = 0.02
+_BY_CHANCE = 1e-5
 #: Samples of a group where no flag tells.
 _USUAL_GROUP = 8
 #: Steps that tell what is usual.
 _BEFORE = 50
 #: Share of the rewards that may be late before it is said, and the chance of more by which it is no accident.
-_LATE_SHARE, _LATE_BY_CHANCE = 0.1, 1e-5
+_LATE_SHARE = 0.1
+_LATE_BY_CHANCE = 1e-5
 #: Part of the range of rewards that a mean must fall by: after it had risen, and where it had not.
-_LEAST_FALL, _LEAST_FALL_AT_ONCE = 0.2, 0.3
+_LEAST_FALL = 0.2
+_LEAST_FALL_AT_ONCE = 0.3
 #: Share of responses that are cut, and steps for which it is seen: answers may become shorter in the first ones.
-_CUT_SHARE, _CUT_STEPS = 0.3, 15
+_CUT_SHARE = 0.3
+_CUT_STEPS = 15
 #: Times the usual gradient norm.
 _SPIKE = 20.0
 #: Times the mean load of the other engines.
@@ -112,7 +116,8 @@ def _longer_answers(flags: Flags) -> str:
 
 
 def _more_contrast(flags: Flags) -> str:
-    samples, temperature = flags.get("n_samples_per_prompt"), flags.get("rollout_temperature")
+    samples = flags.get("n_samples_per_prompt")
+    temperature = flags.get("rollout_temperature")
     ways = ["raise --n-samples-per-prompt" + (f" (it is {samples})" if samples else "")]
     ways.append("--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else ""))
     ways.append("take prompts that the model sometimes gets right")
@@ -295,7 +300,8 @@ def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
         return []
     means = [statistics.fmean(window) for window in windows]
     best = max(range(len(means)), key=lambda index: means[index])
-    fall, spread = means[best] - means[-1], max(means) - min(means)
+    fall = means[best] - means[-1]
+    spread = max(means) - min(means)
     ends = [row[f"rollout/reward/{end}"] for row in rows for end in ("min", "max") if row.get(f"rollout/reward/{end}")
             is not None]  # fmt: skip
     scale = max(ends) - min(ends) if ends else max(map(abs, means))
@@ -323,7 +329,8 @@ def entropy_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     detail = (
         f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses hardly differ any more"
     )
-    bonus, high = flags.get("entropy_coef") or 0.0, flags.get("eps_clip_high")
+    bonus = flags.get("entropy_coef") or 0.0
+    high = flags.get("eps_clip_high")
     ways = [_lower_lr(flags), f"raise --entropy-coef (it is {bonus:g})" if bonus else "add --entropy-coef 0.001"]
     ways.append("raise --eps-clip-high" + (f" (it is {high:g})" if high is not None else ""))
     return [Alarm("The entropy has collapsed", detail, ", or ".join(ways))]
@@ -403,12 +410,16 @@ def large_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
 
 def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
     points = [(row["step"], row["train/grad_norm"]) for row in rows if row.get("train/grad_norm")]
-    step, peak, usual = 0, 0.0, 0.0
+    step = 0
+    peak = 0.0
+    usual = 0.0
     for index in range(2 * _MIN_WINDOW, len(points)):
         before = [norm for _, norm in points[max(0, index - _BEFORE) : index]]
-        median, norm = statistics.median(before), points[index][1]
+        median = statistics.median(before)
+        norm = points[index][1]
         if norm >= max(1.0, _SPIKE * median) and outlier(norm, before) > STRICT and norm / median > peak / (usual or 1):
-            (step, peak), usual = points[index], median
+            (step, peak) = points[index]
+            usual = median
     if not peak:
         return []
     detail = f"grad norm {peak:.2f} at step {step}; the median of the steps before is {usual:.3f}"
@@ -461,7 +472,8 @@ def slow_data(rows: Rows, flags: Flags) -> list[Alarm]:
         for row in rows
         if row.get("perf/data_wait_time") is not None and row.get("perf/step_time")
     ]
-    waited, total = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+    waited = sum(p[0] for p in pairs)
+    total = sum(p[1] for p in pairs)
     shares = [wait / seconds for wait, seconds in pairs]
     if len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1):  # a second is not worth a word
         return []
@@ -493,10 +505,12 @@ _HELD = {
     ),
 }
 #: Growth of less is none: GB, and the share of what there was.
-_LEAST_GROWTH, _LEAST_SHARE = 1.0, 0.1
+_LEAST_GROWTH = 1.0
+_LEAST_SHARE = 0.1
 #: Times the steps so far within which growth would use up what the host has left: slower growth is told later, and a
 #: cache that fills over hundreds of steps is full by then. And steps within which what has just begun to grow would.
-_TIMES_AHEAD, _STEPS_AHEAD = 5.0, 36.0
+_TIMES_AHEAD = 5.0
+_STEPS_AHEAD = 36.0
 #: Rows that are left out of a long run at a time, so that windows stay where they are; one to two of these are seen.
 _BLOCK = 640
 
@@ -586,7 +600,8 @@ class AlarmWatch:
     """
 
     def __init__(self, rows: Rows = (), flags: Mapping[str, Any] | None = None) -> None:
-        self._rows, self._flags = list(rows), flags
+        self._rows = list(rows)
+        self._flags = flags
         self.on = find_alarms(rows, flags=flags)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -599,7 +614,8 @@ class AlarmWatch:
         self.add(row)
         if len(self._rows) > _MOST_ROWS:  # the older half by every second row: what was said of it has been said
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
-        before, self.on = {alarm.name for alarm in self.on}, find_alarms(self._rows, flags=self._flags)
+        before = {alarm.name for alarm in self.on}
+        self.on = find_alarms(self._rows, flags=self._flags)
         now = {alarm.name for alarm in self.on}
         metrics = {f"alarm/{name}": float(name in now) for name in before | now}
         return [alarm for alarm in self.on if alarm.name not in before], metrics

@@ -27,7 +27,8 @@ PHASE_COLORS = {
 }
 OTHER_COLOR = 9
 #: Points of a curve, and steps shown with their phases.
-MOST_POINTS, _MOST_STEPS = 600, 300
+MOST_POINTS = 600
+_MOST_STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ def plain_name(metric: str) -> tuple[str, str]:
     if parts[0] == "eval" and parts[1:]:
         name, dash, statistic = parts[1].rpartition("-")
         if not re.fullmatch(r"pass@\d+|truncated_ratio", statistic) or not dash:
-            name, statistic = parts[1], ""
+            name = parts[1]
+            statistic = ""
         rest = [statistic] if statistic else parts[2:]
         return ", ".join([f"Evaluation: {name}", *map(_worded, rest)]), unit if rest else "reward"
     if parts[0] not in _PREFIXES or len(parts) < 2:
@@ -246,7 +248,8 @@ def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
         if not finite:
             kept.append(part[0])
             continue
-        low, high = min(finite, key=lambda p: p[1] or 0.0), max(finite, key=lambda p: p[1] or 0.0)
+        low = min(finite, key=lambda p: p[1] or 0.0)
+        high = max(finite, key=lambda p: p[1] or 0.0)
         kept += [low] if low is high else sorted((low, high), key=lambda p: p[0])
     if kept[-1] != points[-1]:
         kept.append(points[-1])

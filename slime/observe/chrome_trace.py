@@ -17,7 +17,9 @@ from slime.files import json_safe, write_atomically
 from slime.observe.phases import PhaseEvent
 from slime.samples.types import Sample
 
-DRIVER, ENGINE, SAMPLES = 1, 2, 3
+DRIVER = 1
+ENGINE = 2
+SAMPLES = 3
 _PROCESS_NAMES = {DRIVER: "driver", ENGINE: "engine", SAMPLES: "samples"}
 _COUNTED = ("queue", "prefill", "decode")
 
@@ -45,9 +47,11 @@ def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
     closed = set()
     last_ts = max((_microseconds(e["ts"]) for e in trace["events"]), default=0)
     for event in trace["events"]:
-        ts, span_id = _microseconds(event["ts"]), event["span_id"]
+        ts = _microseconds(event["ts"])
+        span_id = event["span_id"]
         if event["type"] == "span_start":
-            parent, attempt = event["parent_span_id"], event["attempt"]
+            parent = event["parent_span_id"]
+            attempt = event["attempt"]
             spans[span_id] = TraceSpan(event["name"], ts, last_ts, span_id, parent, attempt, dict(event["attrs"]))
         elif event["type"] == "span_end" and span_id in spans:
             spans[span_id].end = max(ts, spans[span_id].start)

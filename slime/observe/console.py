@@ -77,8 +77,10 @@ _WORDS = {
 _PHASE_STYLES = ("blue", "dark_orange", "green")
 _SPARKS = "▁▂▃▄▅▆▇█"
 #: Seconds in a phase after which a plain log says how far it is, and again at growing intervals up to the last.
-_FIRST_NEWS, _LONGEST_SILENCE = 30.0, 300.0
-_SHOWN_ROWS, _SHOWN_ALARMS = 8, 3
+_FIRST_NEWS = 30.0
+_LONGEST_SILENCE = 300.0
+_SHOWN_ROWS = 8
+_SHOWN_ALARMS = 3
 
 _EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
 
@@ -133,7 +135,8 @@ def trend(values: Sequence[float]) -> str:
     last = list(values)[-10:]
     if len(last) < 4:
         return ""
-    before, after = last[: len(last) // 2], last[len(last) // 2 :]
+    before = last[: len(last) // 2]
+    after = last[len(last) // 2 :]
     change = statistics.fmean(after) - statistics.fmean(before)
     scatter = (statistics.pvariance(before) / len(before) + statistics.pvariance(after) / len(after)) ** 0.5
     return "→" if abs(change) <= max(scatter, 1e-9) else "↑" if change > 0 else "↓"
@@ -149,7 +152,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else []
     means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
@@ -173,9 +177,11 @@ class ConsoleSink:
         supervised: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._supervised, self._clock = supervised, clock
+        self._supervised = supervised
+        self._clock = clock
         self._console = console or Console(stderr=True, force_terminal=can_move_cursor(sys.stderr))
-        self._name, self._total = name, total_steps
+        self._name = name
+        self._total = total_steps
         self._done = 0
         self._phase: str | None = None
         self._phase_start = self._next_news = clock()
@@ -217,7 +223,8 @@ class ConsoleSink:
             self._print(f"{self._where(self._done + (not evaluates_last))}  {self._now()}")
 
     def begin(self, first_step: int, total_steps: int, launch_seconds: float) -> None:
-        self._done, self._total = first_step, total_steps
+        self._done = first_step
+        self._total = total_steps
         if self._live is None:
             self._print(f"{self._name}  ready after {duration(launch_seconds)}, step {first_step} of {total_steps}")
 
@@ -301,7 +308,8 @@ class ConsoleSink:
         return f"{self._name}  step {step}/{self._total}" if self._total else f"{self._name}  step {step}"
 
     def _score(self, name: str) -> str:
-        first, last = self._first_eval[name], self._last_eval[name]
+        first = self._first_eval[name]
+        last = self._last_eval[name]
         return f"{name} {last:.3f}" + (f" (first {first:.3f})" if first != last else "")
 
     def _line(self, step: int, columns: dict[str, str], metrics: Mapping[str, float]) -> str:
@@ -399,7 +407,8 @@ def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
     total = sum(times.values()) or 1.0
     phases = [(name, part) for name, part in times.items() if name != "other" and part / total >= 0.5 / width]
     shown = dict(phases[: len(_PHASE_STYLES)])
-    bar, words = Text(), Text("  ")
+    bar = Text()
+    words = Text("  ")
     for (name, part), style in zip(shown.items(), _PHASE_STYLES, strict=False):
         bar.append("━" * max(1, round(width * part / total)), style=style)
         words.append(f"{phase_word(name)} ", style=style).append(f"{duration(part)}  ", style="default")

@@ -51,7 +51,8 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
 
 def _residuals(window: Sequence[float]) -> list[float]:
     """Distances from the straight line through the values (least squares)."""
-    middle, mean = (len(window) - 1) / 2, statistics.fmean(window)
+    middle = (len(window) - 1) / 2
+    mean = statistics.fmean(window)
     slope = sum((i - middle) * (value - mean) for i, value in enumerate(window))
     slope /= sum((i - middle) ** 2 for i in range(len(window)))
     return [value - mean - slope * (i - middle) for i, value in enumerate(window)]
@@ -89,7 +90,8 @@ def surely_above(values: Sequence[float], threshold: float) -> bool:
 
 def chance_of_at_least(hits: float, tries: float, probability: float) -> float:
     """The probability of so many hits or more among independent tries (a binomial tail)."""
-    count, total = math.ceil(hits), math.ceil(tries)
+    count = math.ceil(hits)
+    total = math.ceil(tries)
     if count <= 0:
         return 1.0
     terms = (

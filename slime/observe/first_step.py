@@ -73,7 +73,8 @@ def large_gradient(rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) 
     trained = [row for row in rows if row.get("train/grad_norm") is not None]
     if not trained or trained[0].get("rollout/raw_reward") is None:
         return None
-    first, norm = trained[0], trained[0]["train/grad_norm"]
+    first = trained[0]
+    norm = trained[0]["train/grad_norm"]
     scored = first.get("rollout/log_probs")
     if scored is None or -scored > _LARGE or min(norm, trained[-1]["train/grad_norm"]) <= _LARGE_NORM:
         return None

@@ -16,7 +16,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_SMALLEST, _WINDOWS = 5, 6
+_SMALLEST = 5
+_WINDOWS = 6
 #: Windows at the beginning of a process in which its caches fill.
 _WARM_UP = 2
 #: What is left of a value where a process was restarted.
@@ -24,7 +25,8 @@ _RESTARTED = 0.7
 #: Share of the mean rise that each window must rise by.
 _STEADY = 1 / 3
 #: Of a run's first steps, where memory may be used up before there are windows: values that are left out, and looked at
-_FIRST, _SOON = 5, 10
+_FIRST = 5
+_SOON = 10
 
 
 class Growth(NamedTuple):

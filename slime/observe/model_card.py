@@ -73,7 +73,8 @@ def _scores(stage: Stage) -> list[str]:
     for key in keys:
         values = [(step, value) for step, value in stage.series(key) if value is not None]
         if values:
-            (first_step, first), (last_step, last) = values[0], values[-1]
+            (first_step, first) = values[0]
+            (last_step, last) = values[-1]
             rows.append(f"| {key} | {_number(first)} (step {first_step:g}) | {_number(last)} (step {last_step:g}) |")
     return ["| | first | last |", "|---|--:|--:|", *rows, ""] if rows else []
 

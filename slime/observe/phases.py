@@ -78,7 +78,8 @@ class PhaseTimer:
 
     def pop_metrics(self) -> dict[str, float]:
         """``perf/{phase}_time`` in seconds of all phases that ended since the last call."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
     def forget_all_but(self, name: str) -> None:
@@ -87,5 +88,6 @@ class PhaseTimer:
 
     def pop_events(self) -> list[PhaseEvent]:
         """The phases that ended since the last call, in order of their end."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events

@@ -34,7 +34,8 @@ MAX_TOKENS = 65_536
 #: Failures kept of a rollout, or of all evaluations.
 MAX_FAILURES = 256
 #: What a part of a character reads, and of how many parts one has at most.
-_PART, _MOST_PARTS = "\ufffd", 4
+_PART = "\ufffd"
+_MOST_PARTS = 4
 
 
 def run_lengths(mask: Sequence[int]) -> list[list[int]]:
@@ -109,9 +110,11 @@ class TokenTexts:
 
     def _look(self, token: int) -> str:
         try:
-            alone, twice = self._decode([token]), self._decode([token, token])
+            alone = self._decode([token])
+            twice = self._decode([token, token])
         except (OverflowError, ValueError, TypeError, IndexError, KeyError):
-            alone, twice = "", f"<{token}>"  # of a user's own, unknown to the tokenizer: no reason to lose a rollout
+            alone = ""  # of a user's own, unknown to the tokenizer: no reason to lose a rollout
+            twice = f"<{token}>"
         # where decoding strips the space that begins a text, the second of two has it still
         text = self._known[token] = str(json_safe(twice[len(alone) :] if twice.startswith(alone) else alone))
         return text
@@ -302,14 +305,16 @@ class Recorder:
         Args:
             name: what `evaluation_name` said when it began.
         """
-        extras, lists = [], []
+        extras = []
+        lists = []
         for dataset, result in data.items():
             extras.append({"rollout_id": rollout_id, "dataset": dataset})
             lists.append(list(result.get("samples") or [])[: self._max_samples])
         self._write(name, extras, lists)
 
     def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
-        lines, left = [], MAX_TOKENS
+        lines = []
+        left = MAX_TOKENS
         for extra, samples in zip(extras, lists):
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}

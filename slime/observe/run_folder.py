@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 #: What a crash folder keeps of each log, and of how many.
-_LOG_BYTES, _MOST_LOGS = 64 << 10, 64
+_LOG_BYTES = 64 << 10
+_MOST_LOGS = 64
 _READERS_SECONDS = 0.5
 _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 #: Steps, seconds and process ids beyond it are damage, and no calendar has them.
@@ -285,7 +286,8 @@ class RunFolder:
                 packages=package_versions(),
             )
         elif state == "launched":
-            entry["launched"], state = time.time(), "running"
+            entry["launched"] = time.time()
+            state = "running"
         else:
             entry["ended"] = time.time()
         entry["state"] = state

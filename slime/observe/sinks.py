@@ -111,7 +111,8 @@ class Sinks:
             logged.append(metrics_row(first_step, saved, self._run.stage))
         self._alarms = AlarmWatch(logged, self._flags)
         self._timer.forget_all_but("launch")
-        self._step_start, self._log_seconds = now(), 0.0
+        self._step_start = now()
+        self._log_seconds = 0.0
 
     def rewind(self, next_step: int) -> None:
         """Drop this stage's rows from `next_step` on; `begin` does it."""
@@ -148,7 +149,8 @@ class Sinks:
         end = now()
         merged = waited_for = self._timer.pop_metrics()
         if is_step:
-            merged["perf/log_time"], self._log_seconds = self._log_seconds, 0.0
+            merged["perf/log_time"] = self._log_seconds
+            self._log_seconds = 0.0
             seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
@@ -189,7 +191,8 @@ class Sinks:
         """
         if not self._sinks:
             return
-        sinks, self._sinks = self._sinks, []
+        sinks = self._sinks
+        self._sinks = []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
             ends.insert(0, lambda: self._run.set_state(state))  # W&B may upload for long, and be killed over it

@@ -168,7 +168,8 @@ def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
         return []
     queue = min(float(meta_info.get("queue_time") or 0.0), float(whole))
     busy = float(whole) - queue
-    speed, tokens = meta_info.get("decode_throughput"), meta_info.get("completion_tokens")
+    speed = meta_info.get("decode_throughput")
+    tokens = meta_info.get("completion_tokens")
     if not speed or tokens is None:
         return [("queue", queue), ("decode", busy)]
     decode = min(busy, max(0, int(tokens) - 1) / float(speed))

@@ -31,7 +31,8 @@ def check_key(config: Config) -> None:
     Raises:
         UserError: wandb is not installed, or there is no key.
     """
-    wandb, observe = _wandb(), config.observe
+    wandb = _wandb()
+    observe = config.observe
     if observe.wandb_key or (observe.wandb_mode or os.environ.get("WANDB_MODE") or "online") != "online":
         return
     try:
@@ -56,7 +57,8 @@ class WandbSink:
     """One W&B run per run folder and stage; its id is kept there, so that resuming continues the same curves."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
-        wandb, observe = _wandb(), config.observe
+        wandb = _wandb()
+        observe = config.observe
         options = wandb.Settings(console="off")  # our own logs are in the run folder; leave stdout alone
         if observe.wandb_host:
             options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import orjson
 
 #: Bytes of a file that are read at once, and of its end that are kept to know it again.
-_PIECE, _TAIL = 1 << 22, 64
+_PIECE = 1 << 22
+_TAIL = 64
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,11 @@ class RunWatch:
         is_other, lines, after = new_lines(path, self._place)
         if is_other:
             self.generation += 1
-            self._rows, self._changed = {}, []
+            self._rows = {}
+            self._changed = []
         for line in lines:
-            name, step = str(line.value.get("stage") or ""), line.value.get("step")
+            name = str(line.value.get("stage") or "")
+            step = line.value.get("step")
             if isinstance(step, (int, float)):
                 steps = self._rows.setdefault(name, {})
                 steps[step] = merge_rows([*([steps[step]] if step in steps else []), line.value])[0]

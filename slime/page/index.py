@@ -30,15 +30,21 @@ from slime.page.trained import training_of, with_training
 logger = get_logger(__name__)
 
 #: The version changes with the tables: a database of another one is made anew.
-_VERSION, _BATCH, _CHUNK = 4, 1000, 100
+_VERSION = 4
+_BATCH = 1000
+_CHUNK = 100
 #: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough;
 #: lines of a walk in the order asked for, after which the rest is narrowed down.
-_FEW, _LATE, _PATIENCE = 3000, 25_000, 500
+_FEW = 3000
+_LATE = 25_000
+_PATIENCE = 500
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
-_TRIGRAM, _MOST_GRAMS = 3, 16
+_TRIGRAM = 3
+_MOST_GRAMS = 16
 #: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
 #: search has it. The second, behind a beginning of one or two characters: no gram that begins so comes later.
-_PADDING, _LAST = "\n\n", "\U0010ffff" * 2
+_PADDING = "\n\n"
+_LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
 _TABLES = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
@@ -162,7 +168,8 @@ class SampleIndex:
         changed = self._update(stages, goes_on)
         state = self._writer.execute("PRAGMA data_version").fetchone()[0]  # another process may keep the same index
         if changed or state != self._state:
-            self._state, self._cached = state, {}
+            self._state = state
+            self._cached = {}
         return changed
 
     def _update(self, stages: Iterable[Stage], goes_on: Callable[[], bool]) -> bool:
@@ -184,7 +191,8 @@ class SampleIndex:
             if not is_unchanged(path, place) and is_inside(path, self.run):
                 with contextlib.suppress(OSError):  # a resumed run moved it away, or it is not ours to read
                     self._read(name, path, stage, kind)
-                    self._cached, changed = {}, True
+                    self._cached = {}
+                    changed = True
         return self._add_texts(goes_on) or changed
 
     def _forget(self, file: int) -> None:
@@ -300,9 +308,11 @@ class SampleIndex:
             page = list(first.values())[offset : offset + limit]
             groups = []
             for row, record in self._rows(reader, (row["id"] for row in page)):
-                where, values = "id = ?", [row["id"]]
+                where = "id = ?"
+                values = [row["id"]]
                 if row["grp"] is not None:
-                    where, values = "file = ? AND grp IS ? AND dataset IS ?", [row["file"], row["grp"], row["dataset"]]
+                    where = "file = ? AND grp IS ? AND dataset IS ?"
+                    values = [row["file"], row["grp"], row["dataset"]]
                 summary = dict(reader.execute(_SUMMARY + where, values).fetchone())
                 place = {"id": row["id"], "step": row["step"], "dataset": row["dataset"], "group": row["grp"]}
                 groups.append(place | summary | {"record": record})
@@ -353,7 +363,8 @@ class SampleIndex:
         if few is not None and len(few) < _FEW:
             yield from _ids(reader, query, among=few)
             return
-        ids, tried = _ids(reader, query), set()
+        ids = _ids(reader, query)
+        tried = set()
         for number in itertools.islice(ids, _PATIENCE):
             tried.add(number)
             yield number

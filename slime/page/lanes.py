@@ -15,7 +15,8 @@ from slime.observe.run_data import Stage
 from slime.page.files import is_inside
 
 #: Lanes of samples and points of a counter that a timeline shows at most.
-_MOST_LANES, _MOST_POINTS = 400, 1200
+_MOST_LANES = 400
+_MOST_POINTS = 1200
 #: Spans of a sample in words; users' own keep their names.
 _SPANS = {
     "generate_and_rm_group": "group",

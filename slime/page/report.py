@@ -23,7 +23,8 @@ __all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_repor
 logger = get_logger(__name__)
 
 #: Seconds from one report of a running run to the next, at least; and its cost may be this share of the time.
-_INTERVAL, _SHARE = 10.0, 0.01
+_INTERVAL = 10.0
+_SHARE = 0.01
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
@@ -76,7 +77,8 @@ class ReportSink:
     """
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = run, clock
+        self._run = run
+        self._clock = clock
         self._next = clock()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

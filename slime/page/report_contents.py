@@ -23,11 +23,14 @@ from slime.page.stages import alarms_of, all_runs, describe, engines, settings, 
 from slime.page.trained import training_of, with_training
 
 #: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that this costs little.
-SAMPLE_BYTES, _PASSING_BYTES = 5 << 20, 1 << 20
+SAMPLE_BYTES = 5 << 20
+_PASSING_BYTES = 1 << 20
 #: Of how many files samples are when not all of them fit.
-_MOST_ROLLOUTS, _MOST_EVALUATIONS = 8, 2
+_MOST_ROLLOUTS = 8
+_MOST_EVALUATIONS = 2
 #: Rollouts with a timeline, and digits of a metric that are kept.
-_MOST_TIMELINES, _DIGITS = 3, 7
+_MOST_TIMELINES = 3
+_DIGITS = 7
 _COMPRESSION = 4  # 6 takes twice as long for 6 % less
 
 Row = dict[str, Any]
@@ -215,7 +218,8 @@ def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
         by_dataset.setdefault(group[0]["dataset"], []).append(group)
     ordered = [list(most_telling_first(each)) for each in by_dataset.values()]
     in_turns = [group for turn in itertools.zip_longest(*ordered) for group in turn if group is not None]
-    kept, left = [], most_bytes
+    kept = []
+    left = most_bytes
     for group in in_turns:
         size = sum(row["length"] for row in group)
         if size <= left:

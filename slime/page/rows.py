@@ -145,7 +145,8 @@ def row_of(file: int, line: Line, stage: str, kind: str, stem: str, reward_key: 
     record = line.value
     number = stem.partition("_")[2]
     log_probs = record.get("log_probs")
-    dataset, status = record.get("dataset"), record.get("status")
+    dataset = record.get("dataset")
+    status = record.get("status")
     return (
         file,
         line.offset,

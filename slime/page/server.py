@@ -30,7 +30,8 @@ logger = get_logger(__name__)
 
 #: Between looks at the run folders.
 _LOOK_SECONDS = 2.0
-_MOST_SAMPLES, _MOST_GROUPS = 200, 100
+_MOST_SAMPLES = 200
+_MOST_GROUPS = 100
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 62
 
@@ -46,7 +47,8 @@ class Runs:
     """
 
     def __init__(self, paths: list[Path], cache: Path | None = None) -> None:
-        self._paths, self._cache = paths, cache
+        self._paths = paths
+        self._cache = cache
         self._watches: dict[Path, RunWatch] = {}
         self._troubles: dict[Path, str] = {}
         self._stop, self._looking = threading.Event(), threading.Lock()

@@ -41,7 +41,8 @@ def with_training(record: dict[str, Any], known: _Training) -> dict[str, Any]:
     tokens = record.get("tokens")
     if not known or not isinstance(tokens, dict) or not isinstance(texts := tokens.get("text"), list):
         return record
-    prompt, response = record.get("prompt_length"), record.get("response_length")
+    prompt = record.get("prompt_length")
+    response = record.get("response_length")
     total = prompt + response if isinstance(prompt, int) and isinstance(response, int) else None
     found = known.get(_key(record.get("index"), total, response))
     if found is None:

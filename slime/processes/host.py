@@ -22,10 +22,12 @@ import psutil
 from slime.errors import UserError
 
 _MEMINFO = Path("/proc/meminfo")
-_FIRST_PORT, _LAST_PORT = 15000, 32000  # below the kernel's ephemeral range: no outgoing connection takes one
+_FIRST_PORT = 15000  # below the kernel's ephemeral range: no outgoing connection takes one
+_LAST_PORT = 32000
 _PORT_TRIES = 200
 #: Open files that are enough for any run, and without which none comes up.
-MANY_FILES, FEWEST_FILES = 65536, 256
+MANY_FILES = 65536
+FEWEST_FILES = 256
 #: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
 _LONGEST_FOLDER = 107 - 68
 _SHORT_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
@@ -78,7 +80,8 @@ def free_host_memory() -> float:
     """Bytes that new processes can have."""
     free = [_meminfo("MemAvailable")]
     for limit, used in _CGROUPS:
-        most, now = _number(limit), _number(used)
+        most = _number(limit)
+        now = _number(used)
         if most is not None and now is not None:
             free.append(max(0.0, most - now))
     return min(free)

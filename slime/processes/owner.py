@@ -109,7 +109,8 @@ def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event
     while thread.is_alive() and time.monotonic() < limit:
         thread.join(0.1)
         if hurry.is_set():
-            limit, hurry = min(limit, time.monotonic() + _HURRY_SECONDS), threading.Event()
+            limit = min(limit, time.monotonic() + _HURRY_SECONDS)
+            hurry = threading.Event()
     if raised:
         raise raised[0]
     if thread.is_alive():

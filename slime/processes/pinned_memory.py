@@ -39,7 +39,8 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     owner = (ctypes.c_char * nbytes).from_buffer(pages)  # lives as long as the storage, of which there may be views
     buffer = torch.frombuffer(owner, dtype=torch.uint8)
-    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    runtime = torch.cuda.cudart()
+    address = buffer.data_ptr()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:
         raise torch.cuda.CudaError(status)
@@ -72,7 +73,8 @@ class BuffersAhead:
         if self._thread.is_alive():
             logger.warning("host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS)
             return []
-        made, self._made = self._made, []
+        made = self._made
+        self._made = []
         return made
 
     def _make(self, sizes: list[int], gpu: torch.device | int | None, made: list[Tensor]) -> None:
@@ -119,7 +121,8 @@ class HostMemory:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if sum(sizes) > self.nbytes:
             self._grow(sum(sizes), pin=on_gpu)
-        copies, offset = [], 0
+        copies = []
+        offset = 0
         for tensor, size in zip(tensors, sizes, strict=True):
             copies.append(self._view(offset, tensor))
             copies[-1].copy_(tensor.detach(), non_blocking=True)

@@ -19,7 +19,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-_PDEATHSIG, _SUBREAPER = 1, 36
+_PDEATHSIG = 1
+_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
@@ -39,7 +40,8 @@ def descendants() -> list[int]:
     """Return the processes that came of this one. Each names its children; kernels that are built without that are
     searched."""
     children = _children_by_parent() if _SEARCHED else None
-    found, asked = [], [os.getpid()]
+    found = []
+    asked = [os.getpid()]
     while asked:
         pid = asked.pop()
         new = children.get(pid, []) if children is not None else _children_of(pid)

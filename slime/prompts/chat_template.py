@@ -211,8 +211,11 @@ def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
     return _template_form(tokenizer, source, json.dumps(template_kwargs, sort_keys=True, default=repr))
 
 
-_NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe value"
-_THOUGHT, _ANSWER = "probe of the thought", "probe of the answer"
+_NAME = "probe_name"
+_KEY = "probe_key"
+_VALUE = "probe value"
+_THOUGHT = "probe of the thought"
+_ANSWER = "probe of the answer"
 _PROBE_TOOLS = [
     {
         "type": "function",

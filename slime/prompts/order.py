@@ -66,7 +66,8 @@ class MappedOrder:
         return self._epoch, self._offset
 
     def seek(self, epoch: int, offset: int) -> None:
-        self._epoch, self._offset = epoch, offset
+        self._epoch = epoch
+        self._offset = offset
         self._permutation: Sequence[int] = range(len(self._kept))
         if self._shuffle:
             self._permutation = permutation(len(self._kept), self._seed, epoch)
@@ -146,8 +147,10 @@ class StreamedOrder:
     """
 
     def __init__(self, path: str, checker: Checker, *, shuffle: bool, seed: int) -> None:
-        self._path, self._checker = path, checker
-        self._shuffle, self._seed = shuffle, seed
+        self._path = path
+        self._checker = checker
+        self._shuffle = shuffle
+        self._seed = seed
         self._too_long = self._longest = 0
         self.seek(0, 0)
 
@@ -164,7 +167,8 @@ class StreamedOrder:
         return self._epoch, self._offset
 
     def seek(self, epoch: int, offset: int) -> None:
-        self._epoch, self._offset = epoch, 0
+        self._epoch = epoch
+        self._offset = 0
         self._prompts = self._open()
         for _ in range(offset):
             self.take()

@@ -486,7 +486,9 @@ class CsvRows(_MappedRows):
         starts, ends, numbers = _csv_offsets(file)
         super().__init__(file, starts, ends, numbers)
         self._header = _checked_header(self._record(0), file) if len(self) else []
-        self._starts, self._ends, self._numbers = starts[1:][part], ends[1:][part], numbers[1:][part]
+        self._starts = starts[1:][part]
+        self._ends = ends[1:][part]
+        self._numbers = numbers[1:][part]
 
     def __getitem__(self, position: int) -> Row:
         return _csv_row(self._header, self._record(position))
@@ -530,7 +532,8 @@ def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, de
     """
     if len(quotes) % 2:
         return False
-    opening, closing = quotes[::2], quotes[1::2]
+    opening = quotes[::2]
+    closing = quotes[1::2]
     edges = np.frombuffer(delimiter + b"\r\n", dtype=np.uint8)
     first = 3 if content[:3].tobytes() == codecs.BOM_UTF8 else 0
     doubled: np.ndarray = np.zeros(len(opening), dtype=bool)

@@ -18,7 +18,9 @@ from slime.prompts.conversation import Messages
 from slime.prompts.sft_encoding import TrainedSequence
 
 _PREFIX = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
-_HEAD, _THINK, _END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
+_HEAD = "<|im_start|>assistant\n"
+_THINK = "<think>\n"
+_END = "<|im_end|>"
 _SHOWN = 80
 
 
@@ -71,12 +73,14 @@ def trained_texts(rule: str, tokenizer: Any, messages: Messages, tools: list[dic
 
 def _system_length(render: Any) -> int:
     """Characters that a template writes before the first message by itself."""
-    once, twice = len(render([_PREFIX])), len(render([_PREFIX, _PREFIX]))
+    once = len(render([_PREFIX]))
+    twice = len(render([_PREFIX, _PREFIX]))
     return int(once - (twice - once))
 
 
 def _by_marks(text: str, messages: Messages) -> list[str]:
-    texts, place = [], 0
+    texts = []
+    place = 0
     for message in messages:
         if message["role"] != "assistant":
             continue

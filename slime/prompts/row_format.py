@@ -58,7 +58,8 @@ class RowFormat:
         Raises:
             UserError: the reward compares with a label, and no column of labels is named.
         """
-        data, reward = config.data, config.reward
+        data = config.data
+        reward = config.reward
         compares = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
         user_code = rollout.rollout_function_path or rollout.custom_generate_function_path

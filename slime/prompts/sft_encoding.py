@@ -40,7 +40,8 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: Templates may write the time: so often a conversation is encoded until it stands still meanwhile.
 _CLOCK_TRIES = 5
 #: Two texts that share no beginning: what is rendered before both of them is the head of a turn.
-_ONE, _OTHER = "Aprobe of the head", "Zprobe of the head"
+_ONE = "Aprobe of the head"
+_OTHER = "Zprobe of the head"
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,8 @@ class SftEncoding:
         is_in_both = before in prompt and before in head
         at = prompt.rfind(before) if is_in_both else 0
         head_at = head.rfind(before) if is_in_both else 0
-        tail_of_head, tail_of_prompt = head[head_at:], prompt[at:]
+        tail_of_head = head[head_at:]
+        tail_of_prompt = prompt[at:]
         common = len(_common_prefix(tail_of_head, tail_of_prompt))
         shared = prompt[: at + common]
         opened = tail_of_prompt[common:]  # in the prompt alone

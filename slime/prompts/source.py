@@ -145,7 +145,8 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
     """Say so when the model is to answer in turns and none of the tokens that stop generation ends one."""
-    model, rollout = config.checkpoint.hf_checkpoint, config.rollout
+    model = config.checkpoint.hf_checkpoint
+    rollout = config.rollout
     if model is None or config.algorithm.loss_type == "sft_loss" or not is_chat(config, tokenizer):
         return
     generation_config = generation_config_of(model)
@@ -163,7 +164,8 @@ def is_chat(config: Config, tokenizer: Any) -> bool:
         return True
     if not data.prompt_data or not data.rollout_global_dataset:
         return False
-    form, markers = RowFormat.of(config), template_markers(tokenizer)
+    form = RowFormat.of(config)
+    markers = template_markers(tokenizer)
     for _, row in itertools.islice(iter_rows(data.prompt_data), _ROWS_LOOKED_AT):
         with contextlib.suppress(RowProblem):  # reported with all others when the data is read
             prompt = read_prompt(row, form, tokenizer)
@@ -321,7 +323,8 @@ class PromptSource(DataSource):
         """Continue where `state_dict` was taken. With other data, its prompts are drawn from the beginning."""
         self._buffer.load_state_dict(state["buffer"])
         self._next = self._low = state["low"]
-        self._done, self._positions = set(state["done"]), {}
+        self._done = set(state["done"])
+        self._positions = {}
         self._where = {}
         self._held = self._buffer.group_indices
         if self._order is None:

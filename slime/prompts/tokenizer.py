@@ -85,7 +85,8 @@ def _brings_code(folder: Path) -> bool:
 def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
     """What the tokenizer puts before a text by itself, as where an engine is sent text: ``<|begin_of_text|>`` of
     Llama 3, nothing of Qwen. What it may put behind one ends nothing and is left out."""
-    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    bare = tokenizer.encode("a", add_special_tokens=False)
     starts = range(len(whole) - len(bare) + 1)
     return tuple(whole[: next((at for at in starts if whole[at : at + len(bare)] == bare), 0)])
 

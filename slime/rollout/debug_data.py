@@ -25,7 +25,8 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
     """Write samples; an existing file is replaced only once the new one is complete. Returns the path."""
     import torch
 
-    path, name = fill(pattern, rollout_id), rollout_id if isinstance(rollout_id, int) else str(rollout_id)
+    path = fill(pattern, rollout_id)
+    name = rollout_id if isinstance(rollout_id, int) else str(rollout_id)
     with replacing(path) as unfinished:
         try:
             torch.save({"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}, unfinished)

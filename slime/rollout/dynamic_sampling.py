@@ -112,13 +112,20 @@ class Collector:
         versions: Versions = ANY_VERSION,
         stale_samples: str = "requeue",
     ) -> None:
-        self._journal, self._versions, self._stale_samples = journal, versions, stale_samples
+        self._journal = journal
+        self._versions = versions
+        self._stale_samples = stale_samples
         self._restorable = versions._replace(newest=None) if deterministic else versions
         self._corrected: set[int] = set()  # by GroupRun.order
-        self.runner, self.source, self.client = runner, source, runner.state.client
-        self.target, self.draw_size, self.group_size = target, draw_size, group_size
+        self.runner = runner
+        self.source = source
+        self.client = runner.state.client
+        self.target = target
+        self.draw_size = draw_size
+        self.group_size = group_size
         self.dynamic_filter = dynamic_filter
-        self.deterministic, self.partial_rollout = deterministic, partial_rollout
+        self.deterministic = deterministic
+        self.partial_rollout = partial_rollout
         self.num_failures_allowed = max(1, int(max_failed_fraction * target))
         self.abort_timeout = abort_timeout
         self.watchdog = Watchdog(self.client, runner, stall_timeout)
@@ -228,7 +235,8 @@ class Collector:
             if found is not drawn:
                 run = run.restored(found)
                 run.was_prompt = is_prompt(drawn)
-            run.drawn_as, run.is_noted = key, is_noted
+            run.drawn_as = key
+            run.is_noted = is_noted
         return run
 
     # -- too old -------------------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ def resolved(entry: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _values_of_flags(config: Config) -> dict[str, Any]:
-    evaluation, data, rollout = config.eval, config.data, config.rollout
+    evaluation = config.eval
+    data = config.data
+    rollout = config.rollout
     return {
         "input_key": evaluation.eval_input_key,
         "label_key": evaluation.eval_label_key,

@@ -43,7 +43,8 @@ class EvalSet:
             samples: list[Sample] = []
             for j in range(n):
                 sample = copy.deepcopy(prompt)
-                sample.group_index, sample.index = i, i * n + j
+                sample.group_index = i
+                sample.index = i * n + j
                 sample.generate_function_path = self.dataset.custom_generate_function_path
                 sample.custom_rm_path = self.dataset.custom_rm_path
                 sample.metadata = self.dataset.inject_metadata(sample.metadata)

@@ -22,7 +22,8 @@ from slime.user_code.loading import FunctionFailed, call_user_function, describe
 
 Metrics = dict[str, float]
 #: The flags of log functions, for messages.
-ROLLOUT_LOG, EVAL_LOG = "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"
+ROLLOUT_LOG = "--custom-rollout-log-function-path"
+EVAL_LOG = "--custom-eval-rollout-log-function-path"
 
 _LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_metrics")
 """Of the log function that runs, also where no engine has generated (SFT)."""
@@ -71,7 +72,8 @@ async def finish_rollout(
             with frozen(samples, origin):
                 given = (rollout_id, args, samples[:], metrics, seconds)
                 takes_over = await call_user_function(path, *given, flag=ROLLOUT_LOG, limit=limit)
-            logged, metrics = checked_metrics(logged, origin) or {}, checked_metrics(metrics, origin) or {}
+            logged = checked_metrics(logged, origin) or {}
+            metrics = checked_metrics(metrics, origin) or {}
             if is_true(takes_over, origin):
                 return RolloutFnTrainOutput(output.samples, logged)
     measured = measure(samples) if measure is not None else {}
@@ -110,7 +112,8 @@ async def finish_evaluation(
             with frozen(samples, origin):
                 given = (rollout_id, args, output.data, metrics)
                 takes_over = await call_user_function(path, *given, flag=EVAL_LOG, limit=limit)
-            logged, metrics = checked_metrics(logged, origin) or {}, checked_metrics(metrics, origin) or {}
+            logged = checked_metrics(logged, origin) or {}
+            metrics = checked_metrics(metrics, origin) or {}
             if is_true(takes_over, origin):
                 return RolloutFnEvalOutput(output.data, logged)
     return RolloutFnEvalOutput(output.data, metrics | {"perf/eval_time": seconds} | logged)

@@ -231,14 +231,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = current_state(args)
     sample.tokens = sample.tokens or prompt_token_ids(state.tokenizer, sample)
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    idle, ends = 0, state.end_tokens
+    idle = 0
+    ends = state.end_tokens
     while idle < MOST_IDLE_CUTS:
         params = _remaining_params(state, sample, sampling_params)
         if params is None:
             sample.status = SampleStatus.TRUNCATED
             return sample
         await _pause(min(idle, 10) * 0.05)  # whoever aborts us may still be at work
-        length, asked = sample.response_length, piece(params, state.request_tokens)
+        length = sample.response_length
+        asked = piece(params, state.request_tokens)
         await _call_engine(state, sample, {**params, "max_new_tokens": asked})
         new = sample.response_length - length
         whole_piece = asked < params["max_new_tokens"] and new == asked
@@ -278,7 +280,8 @@ def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dic
 async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, Any]) -> None:
     """One ``/generate``; the answer goes into the sample."""
     assert sample.session_id is not None
-    before, text = _sampled_tail(sample), sample.response
+    before = _sampled_tail(sample)
+    text = sample.response
     with span(sample, "generate", input_tokens=len(sample.tokens)) as generate_span:
         try:
             result = await _ask(state, sample, params)

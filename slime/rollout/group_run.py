@@ -14,7 +14,8 @@ from slime.samples.types import Group, Sample, SampleStatus
 
 _FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 #: Attributes of a group's samples between two rollouts.
-_KEY, _DRAWN = "drawn_as", "as_drawn"
+_KEY = "drawn_as"
+_DRAWN = "as_drawn"
 
 
 class Activity(StrEnum):
@@ -70,7 +71,8 @@ class Execution:
 
     def rewind(self) -> None:
         """Back to what it was when this rollout took it up."""
-        self.samples, self.fanned_out = [self.prompt], False
+        self.samples = [self.prompt]
+        self.fanned_out = False
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
@@ -153,7 +155,8 @@ class GroupRun:
     def for_later(self) -> list[Sample]:
         """The samples, to be put back, and with them what only this rollout knows of how they were drawn."""
         for execution in self.executions:
-            first, prompt = execution.samples[0], execution.prompt
+            first = execution.samples[0]
+            prompt = execution.prompt
             setattr(first, _KEY, self.drawn_as)
             if execution.drawn is not None:
                 setattr(first, _DRAWN, execution.drawn)

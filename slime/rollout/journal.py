@@ -94,7 +94,8 @@ class Journal:
     """
 
     def __init__(self, folder: Path, made_with: str) -> None:
-        self._folder, self._made_with = folder, made_with
+        self._folder = folder
+        self._made_with = made_with
         self._places: dict[int, list[_Place]] = {}
         """By group, in the order in which they were written."""
         self._files: dict[int, BinaryIO] = {}
@@ -350,7 +351,8 @@ class Journal:
 
     def metrics(self) -> dict[str, float]:
         """Of a rollout: the groups that were not generated again."""
-        count, self.num_restored = self.num_restored, 0
+        count = self.num_restored
+        self.num_restored = 0
         return {"rollout/num_restored_groups": float(count)} if count else {}
 
     def close(self) -> None:
@@ -430,7 +432,8 @@ def _files_in(folder: Path) -> dict[int, Path]:
 
 def _append(file: BinaryIO, record: Any) -> None:
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
-    at, left = file.tell(), memoryview(_HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
+    at = file.tell()
+    left = memoryview(_HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
     try:
         while left:
             left = left[file.write(left) :]
@@ -441,7 +444,8 @@ def _append(file: BinaryIO, record: Any) -> None:
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """(offset, record) of all that are whole, from where the file stands; it then stands behind the last of them."""
-    at, size = file.tell(), os.fstat(file.fileno()).st_size
+    at = file.tell()
+    size = os.fstat(file.fileno()).st_size
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
         if length > size - file.tell():  # cut short, or no length at all

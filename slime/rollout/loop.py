@@ -100,7 +100,10 @@ class RolloutLoop:
         model_urls: Mapping[str, str] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.source, self._journal = config, tokenizer, source, journal
+        self.config = config
+        self.tokenizer = tokenizer
+        self.source = source
+        self._journal = journal
         self.base_url = base_url.rstrip("/")
         self.args = config.flat()
         self.args.sglang_router_ip, self.args.sglang_router_port = _address(self.base_url)
@@ -137,7 +140,8 @@ class RolloutLoop:
                 await self._start()
 
     async def _start(self) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
+        config = self.config
+        loop = asyncio.get_running_loop()
         policy = config.engine.router.get("policy") or "cache_aware"
         async with EngineClient(self.base_url) as router:
             engine_urls = [worker.url for worker in await list_workers(router)]
@@ -276,7 +280,8 @@ class RolloutLoop:
         self, rollout_id: int, state: GenerateState, source: DataSource
     ) -> RolloutFnTrainOutput:
         """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of ``source``."""
-        rollout, rewards = self.config.rollout, self.rewards.beside()
+        rollout = self.config.rollout
+        rewards = self.rewards.beside()
         runner = self.make_runner(
             state,
             rewards,
@@ -300,7 +305,8 @@ class RolloutLoop:
             versions=state.versions,
             stale_samples=self.config.sync.stale_samples,
         )
-        state.progress, state.waits = collector.progress, lambda: collector.watchdog.words
+        state.progress = collector.progress
+        state.waits = lambda: collector.watchdog.words
         state.client.counters.take()
         async with load_snapshots(state.client) as loads:
             collected = await collector.collect()

@@ -52,7 +52,9 @@ async def answered(
         What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of asking again.
     """
     whole: Any = None
-    request, idle, number = _first_piece(body, most_tokens), 0, 0
+    request = _first_piece(body, most_tokens)
+    idle = 0
+    number = 0
     while True:
         answer = await send(request)
         whole = joined(whole, answer, tokenizer, body)
@@ -73,7 +75,8 @@ async def answered(
             return whole
         rest = rest_of(body, whole)
         if rest is None:
-            whole, rest = None, dict(body)
+            whole = None
+            rest = dict(body)
         rest = _first_piece(rest, most_tokens)
         if _params(rest).get("max_new_tokens") == 0:
             whole["meta_info"]["finish_reason"] = {"type": "length", "length": len(_tokens(whole))}
@@ -115,7 +118,8 @@ def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
     """Whether the request alone is over, as it asked for a piece, and not the answer."""
     if request is body or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         return False
-    asked, wanted = _wanted(_params(request)), _wanted(_params(body))
+    asked = _wanted(_params(request))
+    wanted = _wanted(_params(body))
     return _reason(answer) == "length" and len(_tokens(answer)) == asked and len(_tokens(whole)) < wanted
 
 
@@ -159,7 +163,8 @@ def is_cut(answer: Any) -> bool:
 
 def rest_of(body: Body, answer: Any) -> Body | None:
     """The request for what an answer lacks; None where it can only be asked anew."""
-    ids, tokens = body.get("input_ids"), _tokens(answer)
+    ids = body.get("input_ids")
+    tokens = _tokens(answer)
     if not tokens or not isinstance(ids, list) or not _is_ids(ids):
         return None
     params = dict(_params(body))
@@ -184,7 +189,8 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
     """
     if first is None or rest is None:
         return rest if first is None else first
-    before, after = first["meta_info"], rest["meta_info"]
+    before = first["meta_info"]
+    after = rest["meta_info"]
     meta = {**after, **{name: before[name] for name in before if name.startswith(("prompt_", "input_", "cached_"))}}
     for name in _PER_TOKEN:
         if name in before or name in after:

@@ -103,11 +103,16 @@ class GroupRunner:
         on_failure: Callable[[Execution, Exception], None] = lambda execution, error: None,
         ours: tuple[str, ...] = (),
     ) -> None:
-        self.hook_limit, self.on_failure, self._ours = hook_limit, on_failure, ours
+        self.hook_limit = hook_limit
+        self.on_failure = on_failure
+        self._ours = ours
         self.num_failures = self.num_hung = 0
         self._hooks_turn = asyncio.Lock()
-        self.state, self.rewards = state, rewards
-        self.rollout_id, self.evaluation, self.group_rm = rollout_id, evaluation, group_rm
+        self.state = state
+        self.rewards = rewards
+        self.rollout_id = rollout_id
+        self.evaluation = evaluation
+        self.group_rm = group_rm
         self.mask_offpolicy = mask_offpolicy
         self.last_progress = time.monotonic()
         self._default_path: str | None = getattr(state.args, "custom_generate_function_path", None)
@@ -141,14 +146,13 @@ class GroupRunner:
         """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as a whole."""
         name = "the plugin's generate_and_rm_group"
         for execution in group.executions:
-            execution.prompt, execution.function = copy_of_prompt(execution.samples[0]), name
+            execution.prompt = copy_of_prompt(execution.samples[0])
+            execution.function = name
             execution.enter(Activity.GENERATING)
         try:
             drawn = [execution.samples[0] for execution in group.executions]
-            params, more = (
-                copy.deepcopy(self.state.sampling_params),
-                accepted(function, {"evaluation": self.evaluation}),
-            )
+            params = copy.deepcopy(self.state.sampling_params)
+            more = accepted(function, {"evaluation": self.evaluation})
             returned = await alone(function(self.state.args, drawn, params, **more), name)
             if not isinstance(returned, list) or len(returned) != len(group.executions):
                 what = f"{name} did not return a list of {len(group.executions)}"
@@ -298,7 +302,8 @@ class GroupRunner:
         if getattr(self.state.args, "rollout_sample_hook_path", None):
             execution.prompt = copy_of_prompt(sample)
         if whole is not None:
-            path, fn = "the plugin's generate_and_rm", whole
+            path = "the plugin's generate_and_rm"
+            fn = whole
         elif path:
             fn = self._checked(path, GenerateFunction)
             path = self._generate_name(path)
@@ -307,7 +312,8 @@ class GroupRunner:
         else:
             return await generate(self.state.args, sample, params), "the generate function"
         # user code may leave anything behind when it is cancelled or returns other samples
-        execution.prompt, execution.function = copy_of_prompt(sample), path
+        execution.prompt = copy_of_prompt(sample)
+        execution.function = path
         returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
         if not inspect.isawaitable(returned):
             raise UserError(f"{path} is not async", fix="declare the generate function with 'async def'")
@@ -342,7 +348,9 @@ class GroupRunner:
         Raises:
             FunctionFailed: it is not what the user's own should have returned.
         """
-        prompt, is_fan_out, aborting = execution.prompt, isinstance(returned, list), self.state.client.aborting
+        prompt = execution.prompt
+        is_fan_out = isinstance(returned, list)
+        aborting = self.state.client.aborting
         try:
             samples = samples_of(returned, origin)
             options = {"is_fan_out": is_fan_out, "aborting": aborting}
@@ -357,13 +365,16 @@ class GroupRunner:
             raise FunctionFailed.of(error) from error
         if not self.evaluation:
             tell_of_text_alone(from_text, origin, self.state)
-        execution.samples, execution.fanned_out, execution.function = samples, is_fan_out, ""
+        execution.samples = samples
+        execution.fanned_out = is_fan_out
+        execution.function = ""
 
     async def _run_hooks(self, execution: Execution) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
             origin = named(path, "--rollout-sample-hook-path")
-            hook, execution.function = self._checked(path, SampleHook), origin
+            hook = self._checked(path, SampleHook)
+            execution.function = origin
             for position, sample in enumerate(execution.samples):
                 execution_id = sample.rollout_id
                 async with self._turn_of(hook):
@@ -423,7 +434,9 @@ class GroupRunner:
 
         Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
         """
-        client, task, is_cut = self.state.client, asyncio.current_task(), False
+        client = self.state.client
+        task = asyncio.current_task()
+        is_cut = False
         assert task is not None
 
         def cut_short() -> None:

@@ -65,7 +65,8 @@ async def call_with_groups(dest: str, args: Any, views: list[list[Sample]], *mor
     Raises:
         FunctionFailed: it failed, or changed what was generated or the lists.
     """
-    path, flag = getattr(args, dest), option_of(dest)
+    path = getattr(args, dest)
+    flag = option_of(dest)
     samples = [sample for view in views for sample in view]
     with frozen(samples, named(path, flag), [views, *views], is_ordered=False):
         await call_user_function(path, args, views, *more, flag=flag, limit=limit)

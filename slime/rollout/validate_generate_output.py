@@ -194,7 +194,8 @@ def check_reward(sample: Sample, origin: str, args: Any) -> None:
 def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
     """Give a sample the indices that it was drawn with: order, seeds and group statistics go by them."""
     for name in ("index", "group_index"):
-        drawn, own = getattr(prompt, name), getattr(sample, name)
+        drawn = getattr(prompt, name)
+        own = getattr(sample, name)
         if own not in (None, drawn):
             tell(
                 logger,
@@ -207,7 +208,8 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
 
 def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
     """Say it once where a function returns other prompt tokens than it was given, and calls the prompt the same."""
-    drawn, own = prompt.tokens[: prompt.prompt_length], sample.tokens[: sample.prompt_length]
+    drawn = prompt.tokens[: prompt.prompt_length]
+    own = sample.tokens[: sample.prompt_length]
     if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:
         tell(
             logger,

@@ -170,7 +170,9 @@ def _opened(
 
 
 def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
-    path, rows, checker = data_set.path, data_set.rows, data_set.checker
+    path = data_set.path
+    rows = data_set.rows
+    checker = data_set.checker
     positions = range(len(rows)) if data_set.is_streamed else positions_to_check(len(rows))
     found = scan_rows(rows, positions, checker, num_workers)
     is_all = len(positions) == len(rows) and not (data_set.is_streamed and len(rows) == ALL_ROWS)

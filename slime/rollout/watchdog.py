@@ -49,7 +49,9 @@ class Watchdog:
     """
 
     def __init__(self, client: RolloutClient, runner: GroupRunner, limit: float) -> None:
-        self._client, self._runner, self.limit = client, runner, limit
+        self._client = client
+        self._runner = runner
+        self.limit = limit
         self._started = self._engines_moved = self._looked = time.monotonic()
         self._last_loads: dict[str, tuple[int, int]] | None = None
         self.words = ""
@@ -65,7 +67,8 @@ class Watchdog:
         Raises:
             RolloutStalled: see the class.
         """
-        now, last = time.monotonic(), self._looked
+        now = time.monotonic()
+        last = self._looked
         self._looked = now
         if now - last > 2 * self.interval + _LATE_SECONDS:  # something blocked the event loop, and answers have not
             self._started = now  # been read yet; or others have moved so often that nobody looked

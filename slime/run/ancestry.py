@@ -136,7 +136,8 @@ def _read(path: Path) -> tuple[list[Push], bool]:
     except OSError as problem:
         logger.warning("%s: %s", path, problem)
         return [], True
-    whole, is_damaged = [], False
+    whole = []
+    is_damaged = False
     for line in filter(None, lines):
         try:
             row = parse_json(line)
@@ -171,7 +172,8 @@ def training_of(config: Config) -> str:
     values: dict[str, Any] = {}
     for group, beginnings in _WHAT_COUNTS.items():
         values |= {name: value for name, value in vars(getattr(config, group)).items() if name.startswith(beginnings)}
-    megatron, checkpoint = config.megatron, config.checkpoint
+    megatron = config.megatron
+    checkpoint = config.checkpoint
     values |= {f"optimizer.{name}": value for name, value in megatron.optimizer.items()}
     values |= {name: value for name, value in megatron.transformer.items() if name.startswith(_OF_TRANSFORMER)}
     if config.algorithm.needs_reference:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 #: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
-_MIN_SLOTS, _SLOTS_PER_CORE = 8, 4
+_MIN_SLOTS = 8
+_SLOTS_PER_CORE = 4
 _CONNECT_SECONDS = 5.0
 #: What a health check of Ray's asks of the GCS.
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -57,7 +58,9 @@ def from_the_hub(config: Config) -> Config:
     Raises:
         UserError: a name of something that is not here, and that the hub does not give.
     """
-    model, data, sets = config.checkpoint.hf_checkpoint, config.data.prompt_data, list(config.eval.eval_prompt_data)
+    model = config.checkpoint.hf_checkpoint
+    data = config.data.prompt_data
+    sets = list(config.eval.eval_prompt_data)
     local: dict[str, tuple[str | None, str]] = {}
     if model is not None and is_hub_name(model):
         local["hf_checkpoint"] = (model, str(fetch_model(model)))
@@ -70,7 +73,8 @@ def from_the_hub(config: Config) -> Config:
     if not local and copies == sets:
         return config
     origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
-    checkpoint, rows = config.checkpoint, config.data
+    checkpoint = config.checkpoint
+    rows = config.data
     if "hf_checkpoint" in local:
         path = local["hf_checkpoint"][1]
         reference = path if checkpoint.ref_load == model else checkpoint.ref_load
@@ -246,7 +250,8 @@ def check_rewards(config: Config) -> None:
     from slime.rollout.rewards.pool import check_rm_type
     from slime.user_code.hooks import RewardFunction
 
-    reward, datasets = config.reward, eval_datasets(config)
+    reward = config.reward
+    datasets = eval_datasets(config)
     for rm_type in (reward.rm_type, *(dataset.rm_type for dataset in datasets)):
         if rm_type:
             check_rm_type(rm_type)
@@ -276,7 +281,8 @@ def check_rewards(config: Config) -> None:
 
 def _has_rewards(config: Config) -> bool:
     """Something gives samples a reward, or may do so: functions of the user's own are given the benefit of doubt."""
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
+    data = config.data
     if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
         return True
     own = rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path
@@ -419,7 +425,8 @@ def _check_export(config: Config) -> None:
     """An export replaces its directory: nothing else of the run may be there."""
     from slime.checkpoints.hf_files import check_export
 
-    flags, observe = config.checkpoint, config.observe
+    flags = config.checkpoint
+    observe = config.observe
     kept = {"--save": flags.save, "--load": flags.load, "--ref-load": flags.ref_load,
             "--hf-checkpoint": flags.hf_checkpoint}  # fmt: skip
     if flags.save_hf:
@@ -459,7 +466,9 @@ def check_slots(config: Config) -> None:
     if address is not None:
         _check_answers(address)
         return  # the cluster will say how many it has
-    plan, gpus, cores = PlacementPlan.of(config), num_gpus(), num_cpus()
+    plan = PlacementPlan.of(config)
+    gpus = num_gpus()
+    cores = num_cpus()
     if gpus and config.cluster.num_gpus_per_node > gpus:
         raise UserError(
             f"--num-gpus-per-node is {config.cluster.num_gpus_per_node}, and this host has {gpus} GPUs",

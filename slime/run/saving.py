@@ -51,7 +51,10 @@ class Saving:
     """
 
     def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule) -> None:
-        self._flags, self._run, self._sinks, self._cluster = config.checkpoint, run, sinks, cluster
+        self._flags = config.checkpoint
+        self._run = run
+        self._sinks = sinks
+        self._cluster = cluster
         self._schedule = schedule
         self._begun: int | None = None
         self._is_overdue = False
@@ -68,7 +71,10 @@ class Saving:
 
     def begin(self) -> None:
         """The launch is over, or the trainer began again: time counts from now on."""
-        self._at, self._begun, self.last, self._is_overdue = time.monotonic(), None, None, False
+        self._at = time.monotonic()
+        self._begun = None
+        self.last = None
+        self._is_overdue = False
         if self._flags.save and self._cluster.has_trainers and self._schedule.num_rollout:
             logger.info("checkpoints: %s", self._when())
 
@@ -78,7 +84,8 @@ class Saving:
 
     def _when(self) -> str:
         """For people."""
-        flags, interval = self._flags, self._schedule.save_interval
+        flags = self._flags
+        interval = self._schedule.save_interval
         often = "after every rollout" if interval == 1 else f"every {interval} rollouts"
         timed = f" or {_AGAIN_SECONDS / 60:.0f} minutes" if self._is_timed and interval != 1 else ""
         least = flags.save_min_seconds
@@ -130,7 +137,8 @@ class Saving:
         newest = self.newest() if self._cluster.has_trainers and done >= 0 else None
         if newest is None or newest.name != iteration_name(done):
             return
-        left, named = newest_model(self._run.path), self._flags.save_hf
+        left = newest_model(self._run.path)
+        named = self._flags.save_hf
         if left.is_hf:
             self.model = left.path
         elif named or self._flags.export_model:
@@ -162,7 +170,8 @@ class Saving:
             signals: of a run that ends, which what came before asked for; None where it goes on, and where whoever asks
                 for its end meanwhile is to be heard.
         """
-        flags, rollout_id = self._flags, self.last
+        flags = self._flags
+        rollout_id = self.last
         if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
             return
         root = Path(flags.save)
@@ -194,7 +203,8 @@ class Saving:
 
     def to_go_on(self) -> str:
         """Where a run that failed can go on from, and how; "" for one that saves no checkpoints."""
-        root, newest = self._flags.save, self.newest()
+        root = self._flags.save
+        newest = self.newest()
         if root is None or not self._cluster.has_trainers:
             return ""
         if newest is None:

@@ -51,7 +51,8 @@ class Schedule:
         Raises:
             UserError: --num-epoch with data of unknown length, or of less than one rollout.
         """
-        self.start_rollout_id, self.num_prompts = start_rollout_id, num_prompts
+        self.start_rollout_id = start_rollout_id
+        self.num_prompts = num_prompts
         self.num_rollout = self._count()
 
     def _count(self) -> int:
@@ -137,7 +138,9 @@ class Ages:
         """Weights with this number were pushed after ``trained`` rollouts of the run had been trained on."""
         self.version = version
         if not self._trained or version < self._first:
-            self._first, self._trained, self._most = version, [], []
+            self._first = version
+            self._trained = []
+            self._most = []
         del self._trained[version - self._first :], self._most[version - self._first :]  # of a life that ended before
         for number in range(self._first + len(self._trained), version + 1):
             self._trained.append(trained if number == version else self.trained_when(number))
@@ -146,7 +149,8 @@ class Ages:
     def remember(self, pushes: Mapping[int, int]) -> None:
         """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run folder
         (`PushLog`)."""
-        version, known = self.version, {**pushes, **dict(enumerate(self._trained, self._first))}
+        version = self.version
+        known = {**pushes, **dict(enumerate(self._trained, self._first))}
         self._trained = []
         for number, trained in sorted(known.items()):
             self.pushed(number, trained)
@@ -170,7 +174,8 @@ class Ages:
             >>> [ages.trained_when(version) for version in range(1, 6)]
             [0, 2, 4, 6, 3]
         """
-        interval, index = self._config.sync.update_weights_interval, version - self._first
+        interval = self._config.sync.update_weights_interval
+        index = version - self._first
         if index < 0:
             return self._trained[0] + index * interval
         if index < len(self._trained):
@@ -200,11 +205,13 @@ class Ages:
     def versions(self, rollout_id: int) -> Versions:
         """Whose samples this rollout may have under --max-staleness. Without it any: what an earlier one finished and
         put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
-        most, now = self._config.sync.max_staleness, self.trained_when(self.version)
+        most = self._config.sync.max_staleness
+        now = self.trained_when(self.version)
         ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
         if most is None:
             return Versions(0, self.version, ahead=ahead, gone=self.gone)
-        oldest, stale = self.version, set[int]()
+        oldest = self.version
+        stale = set[int]()
         for version, trained in self._back_to(rollout_id - most):
             if abs(rollout_id - trained) <= most:
                 oldest = version

@@ -73,7 +73,9 @@ class Session:
     """
 
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
-        self.config, self.signals, self._resuming = config, signals, resuming
+        self.config = config
+        self.signals = signals
+        self._resuming = resuming
         self.run, self._locks = RunFolder.claim(config, resuming=resuming)
         try:
             self._set_up()
@@ -105,11 +107,14 @@ class Session:
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
         self._beside: _Beside | None = None
-        self._restarts, self._begins_again = 0, False
-        self._state, self._was_launched = "failed", False
+        self._restarts = 0
+        self._begins_again = False
+        self._state = "failed"
+        self._was_launched = False
         self._remaining_rows: RemainingRows | None = None
         self.signals.would_lose = lambda: self.saving.would_lose(self._last_trained)
-        self.signals.blocks, self.signals.gives_up = self._who_blocks_the_end, self._give_up
+        self.signals.blocks = self._who_blocks_the_end
+        self.signals.gives_up = self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
         self.watchman = Watchman(limit, self.run.logs / "driver.log", self._end_without_hearing)
 
@@ -140,7 +145,8 @@ class Session:
         self._pushes.begin(self.step, launch.lineages)
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
-        behind, paced = self.config.sync.staleness, self.config.sync.paced
+        behind = self.config.sync.staleness
+        paced = self.config.sync.paced
         if self._has_ages and (behind or paced):
             logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
             logger.info("samples of groups that an earlier rollout put back %s", self.ages.of_put_back)
@@ -224,7 +230,8 @@ class Session:
         return metrics
 
     def trained(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        self._last_trained, self._not_logged = rollout_id, metrics
+        self._last_trained = rollout_id
+        self._not_logged = metrics
 
     def update_weights(self) -> dict[str, float]:
         with self.sinks.phase("update_weights"):
@@ -262,12 +269,15 @@ class Session:
         """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of the steps since are
         dropped, as they will be logged again."""
         began = time.monotonic()
-        self._last_trained, self._not_logged, self._begins_again = None, {}, True  # no rank has these weights any more
+        self._last_trained = None  # no rank has these weights any more
+        self._not_logged = {}
+        self._begins_again = True
         with self.sinks.phase("launch"):
             self.saving.settle()
             self.saving.discard_unfinished()
             start = self.cluster.restart_trainers(self.ages.version)
-        schedule, first = self.schedule, start.start_rollout_id
+        schedule = self.schedule
+        first = start.start_rollout_id
         schedule.begin(first, schedule.num_prompts)
         self._pushes.begin(first, start.extra_state.get("lineages", {}))
         if self.config.rollout.num_rollout is None:
@@ -403,7 +413,9 @@ class Session:
         if self._state == "failed":
             return
         name = f"{self.run.stage}: " if self.run.stage else ""
-        length, saving, flags = self.schedule.num_rollout, self.saving, self.config.checkpoint
+        length = self.schedule.num_rollout
+        saving = self.saving
+        flags = self.config.checkpoint
         stands = f", {self.step} of {length} steps" if length else ""
         lines = [f"{name}{self._state}" + (", as the trainer was started again" if self._begins_again else stands)]
         has_trained = self._last_trained is not None or self._restarts > 0

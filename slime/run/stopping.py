@@ -122,7 +122,8 @@ class StopSignals:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _stand_by(self, pipe: int) -> None:
-        limit, quits = math.inf, False
+        limit = math.inf
+        quits = False
         poller = select.poll()
         poller.register(pipe, select.POLLIN)
         while True:
@@ -160,7 +161,8 @@ class StopSignals:
         raise KeyboardInterrupt(signal.SIGQUIT)
 
     def _on_ctrl_c(self, number: int, frame: FrameType | None) -> None:
-        self.insists, self._interrupted = self._interrupted or self._asked.is_set(), True
+        self.insists = self._interrupted or self._asked.is_set()
+        self._interrupted = True
         if self._ending:
             self.hurry.set()
             return

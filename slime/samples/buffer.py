@@ -38,7 +38,9 @@ class SampleBuffer:
     """
 
     def __init__(self, args: Any = None, select: Select = pop_first, name: str = "the buffer filter") -> None:
-        self._args, self.choose, self._name = args, select, name
+        self._args = args
+        self.choose = select
+        self._name = name
         self.groups: list[list[Sample]] = []
 
     def __len__(self) -> int:

@@ -45,7 +45,8 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
     hook_path = config.reward.custom_convert_samples_to_train_data_path
     if hook_path:
-        origin, samples = named(hook_path, CONVERSION), trainable.samples
+        origin = named(hook_path, CONVERSION)
+        samples = trainable.samples
         with frozen(samples, origin, [samples]):
             returned = user_function(hook_path, CONVERSION)(args, samples)
         vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)

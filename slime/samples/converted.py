@@ -126,7 +126,8 @@ _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def _each(column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, origin: str) -> list[Any]:
-    made, (make, wanted) = [], kind
+    made = []
+    (make, wanted) = kind
     for position, value in enumerate(column):
         try:
             made.append(make(value))

@@ -91,7 +91,8 @@ def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: 
         now = as_list(vars(sample).get(name)) if name in PER_TOKEN else vars(sample).get(name)
         if now is then:
             continue
-        problem, fix = "", f"give {FIELDS[name].wanted}"
+        problem = ""
+        fix = f"give {FIELDS[name].wanted}"
         if not FIELDS[name].fits(now):
             problem = f"{name} to {shown(now)}"
         elif name in PER_TOKEN and now is not None:

@@ -88,7 +88,8 @@ def plan_steps(
         num_executions = len({execution_ids[i] for i in members})
         num_loss_tokens = sum(mask_sums[i] for i in members)
         for rank, rank_bins in enumerate(assign_ranks(bins, costs, rules)):
-            start, local = len(shards[rank]), []
+            start = len(shards[rank])
+            local = []
             for bin_ in rank_bins:
                 local.append(list(range(start, start + len(bin_))))
                 start += len(bin_)
@@ -237,7 +238,9 @@ def _split_to(bins: list[list[int]], costs: Sequence[float], count: int) -> list
 
 def _halves(bin_: list[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
     """Two non-empty parts of about equal cost."""
-    first, second, balance = [], [], 0.0
+    first = []
+    second = []
+    balance = 0.0
     for member in sorted(bin_, key=lambda i: (-costs[i], i)):
         if balance <= 0:
             first.append(member)

@@ -182,7 +182,8 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
         return f"{shown(odd, 40)} among its tokens, which are ids of tokens"
     if not found.size:
         return ""
-    least, most = int(found.min()), int(found.max())
+    least = int(found.min())
+    most = int(found.max())
     if least < 0 or most >= (vocab_size or 2**31):
         has = f"{vocab_size} tokens, from 0" if vocab_size else "no such id"
         return f"the token {least if least < 0 else most}, and the model has {has}"

@@ -276,7 +276,8 @@ class Sample:
         that the engine computed in an earlier call only keep their experts."""
         if not meta_info.get("routed_experts"):
             return
-        layers, topk = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+        layers = getattr(args, "num_layers", None)
+        topk = getattr(args, "moe_router_topk", None)
         self.rollout_routed_experts = decode_routed_experts(
             meta_info["routed_experts"],
             len(self.tokens),
@@ -306,11 +307,14 @@ class Sample:
     def reset_response(self) -> None:
         """Back to the prompt alone, e.g. to generate again from scratch."""
         self.tokens = self.tokens[: self.prompt_length]
-        self.response, self.response_length = "", 0
+        self.response = ""
+        self.response_length = 0
         self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = self.rollout_routed_experts = None
-        self.weight_versions, self.token_spans = [], []
+        self.weight_versions = []
+        self.token_spans = []
         self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
-        self.reward, self.status = None, SampleStatus.PENDING
+        self.reward = None
+        self.status = SampleStatus.PENDING
 
     # -- validation ----------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from slime.files import left_behind
 
-PROGRAM, TASK = "slime-sandbox-", "slime-task-"
+PROGRAM = "slime-sandbox-"
+TASK = "slime-task-"
 
 _has_looked = False
 

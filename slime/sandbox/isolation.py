@@ -16,12 +16,29 @@ from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NET = 0x20000, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+_NEW_MOUNTS = 0x20000
+_NEW_UTS = 1 << 26
+_NEW_IPC = 1 << 27
+_NEW_USER = 1 << 28
+_NEW_PIDS = 1 << 29
+_NEW_NET = 1 << 30
 _ANY_NEW = 0x7E020000  # the flags above, and that of control groups
-_BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _DETACH = 4096, 16384, 1 << 18, 2, 4, 8, 2
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
+_NOSUID = 2
+_NODEV = 4
+_NOEXEC = 8
+_DETACH = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, -100, 0x8000, 0x1 | 0x2 | 0x4
-_PDEATHSIG, _CAPBSET_DROP, _SECCOMP, _NO_NEW_PRIVS = 1, 24, 22, 38
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_ATTR_READ_ONLY = 0x1 | 0x2 | 0x4
+_PDEATHSIG = 1
+_CAPBSET_DROP = 24
+_SECCOMP = 22
+_NO_NEW_PRIVS = 38
 #: Above every user of a host: one for each sandbox of root's, so that the kernel counts its processes alone.
 FIRST_UID = 2_000_000_000
 _NOBODY = 65534
@@ -90,7 +107,8 @@ def limit(limits: dict[str, Any], processes: int | None) -> None:
     ):
         most = resource.getrlimit(kind)[1]
         if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
+            soft = min(soft, most)
+            hard = min(hard, most)
         resource.setrlimit(kind, (soft, hard))
 
 
@@ -122,7 +140,8 @@ def enter_namespaces() -> None:
         OSError: this kernel, or the container around us, does not allow it.
     """
     flags = _NEW_MOUNTS | _NEW_PIDS | _NEW_NET | _NEW_IPC | _NEW_UTS
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     if uid == 0:
         call("unshare", flags)
         return
@@ -273,8 +292,14 @@ _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork":
 _PRLIMIT = (302, 261)
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 _CLONE3 = 435
-_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW = 0x7FFF0000
+_ERROR = 0x00050000
+_KILL = 0x80000000
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 
 
 def refuse_calls(alone: bool) -> bool:
@@ -283,7 +308,8 @@ def refuse_calls(alone: bool) -> bool:
     if platform.machine() not in _MACHINES:
         return False
     column, machine, clone = _MACHINES[platform.machine()]
-    refused, unknown = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+    refused = _ERROR | errno.EPERM
+    unknown = _ERROR | errno.ENOSYS
     program = [
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, machine),
@@ -320,8 +346,11 @@ def refuse_calls(alone: bool) -> bool:
 
 # -- Landlock --------------------------------------------------------------------------------------------------------
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446
-_READ, _OF_FILES = 0b1101, 0b1100000000000111  # execute, read files, list; what a rule of a single file may name
+_CREATE = 444
+_ADD = 445
+_RESTRICT = 446
+_READ = 0b1101  # execute, read files, list; what a rule of a single file may name
+_OF_FILES = 0b1100000000000111
 
 
 def landlock(readable: list[str], writable: list[str]) -> int:

@@ -29,7 +29,8 @@ else:
 _LOOK_SECONDS = 0.03
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Behind the walls, besides the program's own: processes, and bytes that they hold.
-_OURS, _OURS_BYTES = 2, 32 << 20
+_OURS = 2
+_OURS_BYTES = 32 << 20
 
 _told_to_end = False
 
@@ -56,7 +57,9 @@ class Keeper:
     """One try to run the program, behind one kind of walls."""
 
     def __init__(self, request: dict[str, Any], way: str) -> None:
-        self.request, self.way, self.limits = request, way, request["limits"]
+        self.request = request
+        self.way = way
+        self.limits = request["limits"]
         self.home = request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
         self.uid = walls.own_uid()
         if way == "plain" and not self._is_seen_by_others():
@@ -136,7 +139,8 @@ class Keeper:
 
     def _has_ended(self, pid: int) -> bool:
         """Also takes leave of what the program left behind and has ended by itself."""
-        ended, status = 1, 0
+        ended = 1
+        status = 0
         while ended:
             try:
                 ended, status = os.waitpid(-1, os.WNOHANG)
@@ -213,7 +217,8 @@ class Keeper:
             pid = os.fork()
             if pid == 0:
                 self._become_program()
-            ended, status = 0, 0
+            ended = 0
+            status = 0
             while ended != pid:
                 ended, status = os.wait()
             self._say(status=os.waitstatus_to_exitcode(status))
@@ -222,7 +227,9 @@ class Keeper:
         os._exit(0)
 
     def _become_program(self) -> None:
-        request, apart, home = self.request, self.way == "namespaces", self.home
+        request = self.request
+        apart = self.way == "namespaces"
+        home = self.home
         try:
             holds = {"memory", "time", "processes"}
             if not apart:

@@ -52,7 +52,8 @@ def check_rollout(
                     why=f"{bound.what}, so that it is at most {bound.most:g}",
                     fix=bound.fix,
                 )
-    old, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
+    old = metrics.get("rollout/log_probs")
+    reference = metrics.get("rollout/ref_log_probs")
     if old is None or reference is None or not _starts_as_reference(config, rollout_id):
         return
     if not abs(old - reference) <= _ZERO:
@@ -92,7 +93,8 @@ def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[st
     Raises:
         UserError: a norm differs, or its file cannot be read.
     """
-    save, load = config.debug.ci_save_grad_norm, config.debug.ci_load_grad_norm
+    save = config.debug.ci_save_grad_norm
+    load = config.debug.ci_load_grad_norm
     for step_id, step in enumerate(steps):
         norm = step["train/grad_norm"]
         if save is not None and writes:

@@ -67,7 +67,9 @@ def _policy_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
     flags = config.algorithm
-    log_probs, weights, masks = scores.log_probs, inputs.weights, inputs.masks
+    log_probs = scores.log_probs
+    weights = inputs.weights
+    masks = inputs.masks
     old = inputs.old_log_probs if inputs.old_log_probs is not None else log_probs.detach()
     assert inputs.advantages is not None, "an update without advantages is refused before its first step"
     policy = ESTIMATORS[flags.advantage_estimator].loss(
@@ -98,7 +100,8 @@ def _policy_loss(
         weights = torch.where(masks != 0, weights, 0.0)
         means.update(extra, ois=importance_ratio(-policy.ppo_kl))
     pg_loss = _reduce_policy_loss(token_loss, weights, masks, inputs, config, functions)
-    loss, metrics = pg_loss, {"pg_loss": pg_loss}
+    loss = pg_loss
+    metrics = {"pg_loss": pg_loss}
     if scores.entropy is not None:
         entropy = weighted_sum(scores.entropy, inputs.weights)
         metrics["entropy_loss"] = entropy
@@ -139,7 +142,8 @@ def _correct_mismatch(
     if not inputs.samples:
         return token_loss, inputs.masks, {}
     lengths = inputs.lengths.tolist()
-    origin, given = named(str(flags.custom_tis_function_path), TIS), Given(token_loss)
+    origin = named(str(flags.custom_tis_function_path), TIS)
+    given = Given(token_loss)
     returned = functions.tis(
         functions.args,
         pg_loss=token_loss,
@@ -163,7 +167,8 @@ def _reduce_policy_loss(
         return weighted_sum(token_loss, weights)
     lengths = inputs.lengths.tolist()
     per_token = config.algorithm.calculate_per_token_loss
-    origin, given = named(str(config.algorithm.custom_pg_loss_reducer_function_path), REDUCER), Given(token_loss)
+    origin = named(str(config.algorithm.custom_pg_loss_reducer_function_path), REDUCER)
+    given = Given(token_loss)
     reduce = functions.reducer(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
     return reduced_loss(reduce(token_loss), given, masks, origin) * inputs.sample_weight
 

@@ -26,7 +26,8 @@ from slime.processes.footprint import own_bytes
 from slime.samples.batch import TrainBatch
 
 _GB = 1e9
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 #: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
 _WORDS = re.compile(
@@ -89,7 +90,9 @@ class PhaseMemory:
     """
 
     def __init__(self, config: Config, device: torch.device, batch: TrainBatch | None = None) -> None:
-        self.config, self.device, self.batch = config, device, batch
+        self.config = config
+        self.device = device
+        self.batch = batch
         self.peaks: dict[str, float] = {}
 
     @contextmanager

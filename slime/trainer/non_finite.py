@@ -54,7 +54,8 @@ class NonFiniteTraining(UserError):
         parameters: list[str],
         functions: Sequence[str] = (),
     ) -> None:
-        self.sample_indices, self.parameters = sample_indices, parameters
+        self.sample_indices = sample_indices
+        self.parameters = parameters
         if sample_indices:
             shown = ", ".join(map(str, sample_indices[:16])) + (", …" if len(sample_indices) > 16 else "")
             why = f"the loss is not finite in the micro-batches of the samples with index {shown}"
@@ -80,7 +81,8 @@ class NonFiniteTraining(UserError):
 def _restore_non_finite(args: tuple[Any, ...], sample_indices: list[int], parameters: list[str]) -> NonFiniteTraining:
     error = NonFiniteTraining.__new__(NonFiniteTraining)
     UserError.__init__(error, *args)
-    error.sample_indices, error.parameters = sample_indices, parameters
+    error.sample_indices = sample_indices
+    error.parameters = parameters
     return error
 
 
@@ -146,7 +148,8 @@ def keep_failed_step(
         return
     try:
         assert config.checkpoint.hf_checkpoint is not None
-        model, trusted = config.checkpoint.hf_checkpoint, config.checkpoint.trust_remote_code
+        model = config.checkpoint.hf_checkpoint
+        trusted = config.checkpoint.trust_remote_code
         files = write_failed_step(folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted))
     except (OSError, UserError) as problem:  # the failure itself is what must be seen
         logger.error("could not write the failed step to %s: %s", folder, problem)
@@ -218,7 +221,8 @@ def _line(sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any
             values = tensors[name]
             line[name] = {"mean": values.mean().item(), "min": values.min().item(), "max": values.max().item()}
     if tokenizer is not None:
-        tokens, split = sample["tokens"].tolist(), sample["total_length"] - sample["response_length"]
+        tokens = sample["tokens"].tolist()
+        split = sample["total_length"] - sample["response_length"]
         line["prompt"] = str(tokenizer.decode(tokens[:split]))[-_TEXT_LIMIT:]
         line["response"] = str(tokenizer.decode(tokens[split:]))[:_TEXT_LIMIT]
     return line

@@ -55,9 +55,11 @@ def check_quantised_flags(config: Config) -> None:
         UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer Engine would round
             it once more, or has before.
     """
-    flags, path = config.quantised, config.checkpoint.hf_checkpoint
+    flags = config.quantised
+    path = config.checkpoint.hf_checkpoint
     assert path is not None
-    chosen, measured = flags.fake_quantisation, flags.measure_quantisation
+    chosen = flags.fake_quantisation
+    measured = flags.measure_quantisation
     if os.environ.get(_OLD_SWITCH, "0") not in ("", "0") and chosen is None:
         logger.warning("the environment has %s, which has no effect; pass --fake-quantisation experts", _OLD_SWITCH)
     asked = f"--fake-quantisation {chosen}" if chosen else "--measure-quantisation" if measured else ""

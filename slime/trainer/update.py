@@ -97,7 +97,8 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.
     """
-    timers, memory = _Timers(), PhaseMemory(trainer.config, trainer.ranks.device, batch)
+    timers = _Timers()
+    memory = PhaseMemory(trainer.config, trainer.ranks.device, batch)
     flags = trainer.config.algorithm
     _check_batch(batch, trainer.config)
     data = _initial_tensors(trainer, batch)
@@ -138,7 +139,8 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
     They are the same numbers when one optimizer step follows the rollout; a pass over all samples is saved. Not when
     something needs them before the step (KL in the reward, user functions), nor for an estimator that says so.
     """
-    flags, loss = config.algorithm, LOSS_TYPES[config.algorithm.loss_type]
+    flags = config.algorithm
+    loss = LOSS_TYPES[config.algorithm.loss_type]
     if records_routing(config):
         return False
     if not loss.takes_old_log_probs or (flags.use_rollout_logprobs and not flags.get_mismatch_metrics):
@@ -167,7 +169,8 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     Raises:
         FunctionFailed: the user's function sets no advantages, or something that cannot be changed.
     """
-    flags, functions = trainer.config.algorithm, trainer.functions
+    flags = trainer.config.algorithm
+    functions = trainer.functions
     if not LOSS_TYPES[flags.loss_type].takes_advantages:
         return
     if functions.advantages is None and flags.disable_compute_advantages_and_returns:
@@ -179,7 +182,8 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     else:
         data.kl = [torch.zeros_like(mask) for mask in data.loss_masks]
     if functions.advantages is not None:
-        change, origin = functions.advantages, named(str(flags.custom_advantage_function_path), ADVANTAGES)
+        change = functions.advantages
+        origin = named(str(flags.custom_advantage_function_path), ADVANTAGES)
         unread = _without_effect(trainer, data)
         returned = change_rollout(lambda view: change(functions.args, view), origin, batch, data, unread)
         if data.advantages is None:
@@ -293,7 +297,8 @@ def _loss_inputs(
     trainer: Trainer, batch: TrainBatch, data: RolloutTensors, step: StepPlan, samples: list[int]
 ) -> LossInputs:
     """The flat tensors of one micro-batch."""
-    flags, where = trainer.config.algorithm, trainer.ranks.device
+    flags = trainer.config.algorithm
+    where = trainer.ranks.device
 
     def flat(values: Sequence[Tensor] | None) -> Tensor | None:
         if values is None:
@@ -346,7 +351,8 @@ def _initial_tensors(trainer: Trainer, batch: TrainBatch) -> RolloutTensors:
 
 
 def _postprocess(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    change, args = trainer.functions.postprocess, trainer.functions.args
+    change = trainer.functions.postprocess
+    args = trainer.functions.args
     if change is not None:
         origin = named(str(trainer.config.rollout.rollout_data_postprocess_path), POSTPROCESS)
         unread = _without_effect(trainer, data)

@@ -24,7 +24,8 @@ from slime.user_code.loading import (
 )
 
 #: The flags, for messages.
-ADVANTAGES, POSTPROCESS = option_of("custom_advantage_function_path"), option_of("rollout_data_postprocess_path")
+ADVANTAGES = option_of("custom_advantage_function_path")
+POSTPROCESS = option_of("rollout_data_postprocess_path")
 LOSS, TIS, REDUCER = (option_of(f"custom_{name}_function_path") for name in ("loss", "tis", "pg_loss_reducer"))
 
 

@@ -137,7 +137,8 @@ class _Call:
 
     def run(self) -> None:
         self.thread, self.native, owner = threading.get_ident(), threading.get_native_id(), os.getpid()
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = self.context.run(self.function)
         except BaseException as raised:  # delivered to whoever awaits
@@ -235,7 +236,8 @@ _running: dict[int, str] = {}
 def running(what: str) -> Iterator[None]:
     """The block is code of the user's: where it blocks an event loop, it is what is named and ended."""
     thread = threading.get_ident()
-    before, _running[thread] = _running.get(thread), what
+    before = _running.get(thread)
+    _running[thread] = what
     try:
         yield
     except Ended as error:
@@ -258,14 +260,18 @@ class WatchedLoop:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
     ) -> None:
-        self.loop, self._limit, self._lost = loop, limit, lost
+        self.loop = loop
+        self._limit = limit
+        self._lost = lost
         self.thread = self.native = 0
         self._since = ticks()  # what blocks it began later
         self._began()
 
     def _began(self) -> None:
         self._answered = True
-        self._blocked, self._next, self._ended = 0.0, _BLOCKED_SECONDS, False
+        self._blocked = 0.0
+        self._next = _BLOCKED_SECONDS
+        self._ended = False
 
     def _answer(self) -> None:
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
@@ -363,7 +369,8 @@ class _Overseer:
         while True:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            seconds, last = min(now - last, 2 * _LOOK_SECONDS), now  # this process may have been stopped
+            seconds = min(now - last, 2 * _LOOK_SECONDS)  # this process may have been stopped
+            last = now
             for watched in list(self.loops.values()):
                 watched.look(seconds)
             for call in list(self.calls):

@@ -43,7 +43,8 @@ def save_function(function: Any, file: Path) -> str:
     Raises:
         UserError: it refers to something that cannot be written, an open file or a lock.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
     shown = getattr(function, "__name__", None) or type(function).__name__
     if module not in (None, "__main__") and name is not None and "<" not in name:
         return f"{module}:{name}"

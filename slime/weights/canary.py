@@ -55,10 +55,12 @@ _CHANGE_THE_MODEL = (
     "custom_megatron_before_train_step_hook_path",
     "custom_loss_function_path",
 )
-_NUM_TOKENS, _NUM_DISTINCT = 32, 16
+_NUM_TOKENS = 32
+_NUM_DISTINCT = 16
 _LARGEST_IN_FLOAT32 = 1e-3
 _MEAN_IN_16_BITS = 0.1  # of the standard deviation
-_FIRST_ROUNDED, _TIMES_ROUNDED = 1.0, 2.0  # of the standard deviation; of what the first check found
+_FIRST_ROUNDED = 1.0  # of the standard deviation; of what the first check found
+_TIMES_ROUNDED = 2.0
 _LEAST_IN_16_BITS = 0.01  # nats; for models that find everything equally likely
 _SECONDS = 120.0  # an idle engine answers at once, or compiles a kernel first
 

@@ -39,7 +39,8 @@ class DiskTransport(Transport):
         self, fleet: EngineFleet, directory: str | Path, dtype: torch.dtype, assets_from: str | Path, keep: bool = False
     ) -> None:
         self._fleet, self._directory, self._dtype = fleet, Path(directory), dtype
-        self._assets_from, self._keep = Path(assets_from), keep
+        self._assets_from = Path(assets_from)
+        self._keep = keep
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         target = self._directory / f"weight_v{version:06d}"

@@ -78,9 +78,13 @@ class DistributedTransport(Transport):
     ) -> None:
         self._together = together
         self.name = f"{backend} broadcast"
-        self._fleet, self._buffer_size, self._dtype, self._timeout = fleet, buffer_size, dtype, timeout
+        self._fleet = fleet
+        self._buffer_size = buffer_size
+        self._dtype = dtype
+        self._timeout = timeout
         self._backend, self._ranks = backend, list(ranks_per_engine or [1] * len(fleet.urls))
-        self._stage, self._await_turn = stage, await_turn
+        self._stage = stage
+        self._await_turn = await_turn
         on_gpu = backend == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._buffers = BufferPair(buffer_size, device)
@@ -100,7 +104,8 @@ class DistributedTransport(Transport):
                     if self._is_broken:
                         self._leave()
                         self._join()
-                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+                num_tensors = num_tensors + len(bucket.entries)
+                nbytes = nbytes + bucket.nbytes
                 self._finish()
                 self._start(bucket, version)
                 for name, tensor in bucket.tensors():
@@ -171,7 +176,8 @@ class DistributedTransport(Transport):
         """Wait until the bucket under way is loaded, or for the first thing that goes wrong with it."""
         if self._sending is None:
             return
-        sending, self._sending = self._sending, None
+        sending = self._sending
+        self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
         wait(both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)  # the requests' own limit comes first
         problem = sending.arrival.exception() if sending.arrival.done() else None
@@ -186,7 +192,8 @@ class DistributedTransport(Transport):
 
     def _give_up(self) -> None:
         """Nobody knows which members are in which broadcast any more."""
-        self._sending, self._is_broken = None, True
+        self._sending = None
+        self._is_broken = True
         if self._group is not None:
             self._group.abort()
 

@@ -160,7 +160,8 @@ class SliceCheck:
         self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]],
         opens: bool = False,
     ) -> None:  # fmt: skip
-        self._engines, self._opens = engines, opens
+        self._engines = engines
+        self._opens = opens
         self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
@@ -192,7 +193,8 @@ class SliceCheck:
                     part = held.get(name)
                     if part is None or name in untouched:
                         continue
-                    there, wanted = answer["fingerprints"].get(name, "nothing"), expected[slice_key(part)]
+                    there = answer["fingerprints"].get(name, "nothing")
+                    wanted = expected[slice_key(part)]
                     if there != wanted:
                         lines.append(f"{name} differs on {where} (sent {wanted[:8]}…, holds {there[:8]}…)")
         if full:

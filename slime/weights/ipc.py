@@ -64,8 +64,12 @@ class IpcTransport(Transport):
         together: Together | None = None,
     ) -> None:
         self._together = together
-        self._fleet, self._engines, self._group, self._in_runs = fleet, engines, group, in_runs
-        self._buffer_size, self._dtype = buffer_size, dtype
+        self._fleet = fleet
+        self._engines = engines
+        self._group = group
+        self._in_runs = in_runs
+        self._buffer_size = buffer_size
+        self._dtype = dtype
         self._buffers = BufferPair(buffer_size, _own_device())
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # buffer number → engines' answers
         self._failure: BaseException | None = None
@@ -76,7 +80,8 @@ class IpcTransport(Transport):
         assert self._fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
-            num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+            num_tensors = num_tensors + len(bucket.entries)
+            nbytes = nbytes + bucket.nbytes
             if self._failure is not None:
                 continue
             try:

@@ -23,7 +23,8 @@ def check_route(config: Config) -> None:
     """
     flags = config.checkpoint
     assert flags.hf_checkpoint is not None
-    hf_config, version = read_hf_config(flags.hf_checkpoint), installed_version()
+    hf_config = read_hf_config(flags.hf_checkpoint)
+    version = installed_version()
     quantisation = Quantisation.read(hf_config)
     if engine_of(config).computed_here or not needs_engines(config) or quantisation is None:
         return

@@ -49,7 +49,10 @@ class QuantisedExport:
     ) -> None:
         require_library(quantisation.scheme)
         found = check(exporter.family, exporter.spec, quantisation)
-        self._exporter, self._quantisation, self._dtype, self._converts = exporter, quantisation, dtype, converts
+        self._exporter = exporter
+        self._quantisation = quantisation
+        self._dtype = dtype
+        self._converts = converts
         self._chosen: dict[str, Matrix] = {matrix.weight: matrix for matrix in found.quantised}
         self.zeros: list[str] = []
 
@@ -60,7 +63,8 @@ class QuantisedExport:
             return
         self.zeros, found = [], dict[str, torch.Tensor]()
         for name, tensor in self._exporter.tensors():
-            matrix, run = self._matrix(name), ExpertRun.parse(name)
+            matrix = self._matrix(name)
+            run = ExpertRun.parse(name)
             if tensor.dim() > 1:
                 found[name] = tensor.flatten(-2).any(-1).all()  # read at the end: it would wait for the GPU
             if matrix is None:
@@ -89,7 +93,8 @@ class QuantisedExport:
         return self._chosen.get(name if run is None else run.expert_name(run.first))
 
     def _parts(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        matrix, run = self._matrix(name), ExpertRun.parse(name)
+        matrix = self._matrix(name)
+        run = ExpertRun.parse(name)
         if matrix is None:
             return {name: ("", ())}
         parts = self._quantisation.scheme.parts(matrix.shape, dtype_name(self._dtype))

@@ -34,7 +34,9 @@ class RankQuestions:
     """
 
     def __init__(self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str) -> None:
-        self._fleet, self._engines, self._address = fleet, engines, address
+        self._fleet = fleet
+        self._engines = engines
+        self._address = address
         self._store = ExternalGroup.open_store(address, 1, ANSWER_SECONDS)
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> list[list[dict[str, Any]]]:

@@ -113,7 +113,8 @@ class Sampler:
     _chosen_seconds: float = 0.0  # that the chosen ones of the last push took
 
     def begin(self, last_push_seconds: float, full: bool) -> None:
-        self.fingerprints, self.names = {}, []
+        self.fingerprints = {}
+        self.names = []
         self._full = full
         self._left = max(self.floor, self.share * last_push_seconds) / 2 - self._chosen_seconds
         self._chosen = {names[self._pushes % len(names)] for names in self.always}

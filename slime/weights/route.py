@@ -73,7 +73,8 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
     check_experts(infos)
     embedded = are_embedded(infos)
-    local, on_cpu = on_this_node and all(is_local(url) for url in fleet.urls), without_gpu(infos)
+    local = on_this_node and all(is_local(url) for url in fleet.urls)
+    on_cpu = without_gpu(infos)
     kind = choose_route(config, embedded=embedded, local=local, on_cpu=bool(on_cpu))
     if kind == "broadcast" and on_cpu and torch.cuda.is_available():
         raise UserError(
@@ -139,7 +140,8 @@ def open_transport(
         UserError: the disk transport has no directory; memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
     """
-    flags, size = config.sync, config.sync.update_weight_buffer_size
+    flags = config.sync
+    size = config.sync.update_weight_buffer_size
     if route.kind == "ipc":
         return IpcTransport(fleet, engines, group, size, route.dtype, route.in_runs, together)
     assert fleet is not None and stage is not None
@@ -149,7 +151,8 @@ def open_transport(
                 "--update-weight-transport disk has no directory",
                 fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
             )
-        keep, assets = flags.update_weight_disk_keep_files, config.checkpoint.hf_checkpoint
+        keep = flags.update_weight_disk_keep_files
+        assets = config.checkpoint.hf_checkpoint
         return DiskTransport(fleet, flags.update_weight_disk_dir, route.dtype, assets, keep)
     if route.kind == "shm":
         return SharedMemoryTransport(fleet, size, route.dtype, together)

@@ -30,7 +30,9 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         remove_stale()
         self._together = together
-        self._fleet, self._buffer_size, self._dtype = fleet, buffer_size, dtype
+        self._fleet = fleet
+        self._buffer_size = buffer_size
+        self._dtype = dtype
         self._pool = SegmentPool(count=2)
         self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # segment number → engines' answers
 
@@ -45,7 +47,8 @@ class SharedMemoryTransport(Transport):
                 body = _request(bucket, self._current, version)
                 answers = self._fleet.start("/update_weights_from_tensor", body, limit)
                 self._reading[self._number] = answers, limit
-                num_tensors, nbytes = num_tensors + len(bucket.entries), nbytes + bucket.nbytes
+                num_tensors = num_tensors + len(bucket.entries)
+                nbytes = nbytes + bucket.nbytes
         finally:
             for number in sorted(self._reading):
                 self._wait_for_readers(number)

@@ -80,9 +80,12 @@ class WeightSync:
         world_size: int = 1,
         start_version: int = 0,
     ) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
         self.version = start_version
-        self._model_chunks, self._hf_config = model_chunks, hf_config
+        self._model_chunks = model_chunks
+        self._hf_config = hf_config
         self._exporter: Export | None = None
         self._groups = LoadGroups()
         self._quantisation = Quantisation.read(read_hf_config(hf_config))
@@ -124,7 +127,8 @@ class WeightSync:
                     route = find_route(self.config, self._fleet, self._hf_config, on_this_node=on_this_node)
                 reached.value = route.to_json()
         route = Route.from_json(reached.value)
-        self._ranks.sources, self._opens = route.sources, route.opens
+        self._ranks.sources = route.sources
+        self._opens = route.opens
         if not self._prepare(route, found):
             self._prepare(dataclasses.replace(route, in_runs=False), found)
 
@@ -168,7 +172,8 @@ class WeightSync:
             return False
         nbytes = connected.value["nbytes"]
         self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
-        share, floor = Sampler.share / len(nbytes), Sampler.floor / len(nbytes)
+        share = Sampler.share / len(nbytes)
+        floor = Sampler.floor / len(nbytes)
         digest = digest_from_json(connected.value["digest"])
         self._sampler = Sampler(share, floor, digest, self._always_compared(contents.names, digest))
         return True
@@ -200,7 +205,9 @@ class WeightSync:
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
         assert self._exporter is not None, "push before connect"
-        version, tensors, self._has_begun = self.version + 1, self._exporter.tensors(), False
+        version = self.version + 1
+        tensors = self._exporter.tensors()
+        self._has_begun = False
         with self._ranks.round(f"pushing weights version {version}", self._push_seconds) as pushed:
             try:
                 if self.rank == 0:
@@ -219,7 +226,8 @@ class WeightSync:
         if self._ranks.stage is not None:
             self._sampler.end()
         self._last_seconds = receipt.seconds["total"]
-        self.version, self._num_pushes = version, self._num_pushes + 1
+        self.version = version
+        self._num_pushes = self._num_pushes + 1
         logger.info("%s", receipt)
         return receipt
 
@@ -295,7 +303,8 @@ class WeightSync:
 
     def _push(self, tensors: NamedTensors, version: int) -> Receipt:
         assert self._fleet is not None and self._transport is not None and self._check is not None
-        fleet, seconds = self._fleet, dict[str, float]()
+        fleet = self._fleet
+        seconds = dict[str, float]()
         verify_all = self.config.debug.check_weight_update_equal
         begin = time.perf_counter()
         with self._phase("pause", version, seconds):
@@ -325,7 +334,8 @@ class WeightSync:
         seconds["total"] = time.perf_counter() - begin
         if sent.zeros:
             logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
-        amount, zeros = sent.amount, tuple(sent.zeros)
+        amount = sent.amount
+        zeros = tuple(sent.zeros)
         # of what no engine has in a known form there are none
         full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)

@@ -32,7 +32,8 @@ from slime.errors import UserError
 from slime.files import json_safe
 from slime.processes.json_collectives import broadcast
 
-_SEAL, _SEAL_BYTES = "sha256", 32
+_SEAL = "sha256"
+_SEAL_BYTES = 32
 _HEARD = "heard"  # how many ranks have a round's outcome
 
 
@@ -45,7 +46,8 @@ class StageError(Exception):
 
     def __init__(self, stage: int, rank: int, what: str) -> None:
         super().__init__(stage, rank, what)
-        self.where, self.what = f"pipeline stage {stage} (trainer rank {rank})", what
+        self.where = f"pipeline stage {stage} (trainer rank {rank})"
+        self.what = what
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -97,8 +99,10 @@ class TrainerRanks:
             UserError: on ranks other than 0, when rank 0 failed; it has the text of rank 0's error.
             StageError: rank 0 said nothing within ``limit``.
         """
-        self._round, self._reported = self._round + 1, False
-        outcome, failure = Outcome(), None
+        self._round = self._round + 1
+        self._reported = False
+        outcome = Outcome()
+        failure = None
         self._forget()
         try:
             yield outcome
@@ -184,7 +188,8 @@ class TrainerRanks:
 
     def _say(self, key: str, failure: str | None = None, value: Any = None) -> None:
         if self._store is not None:
-            name, word = f"{self._round}/{key}", orjson.dumps([json_safe(failure), value])
+            name = f"{self._round}/{key}"
+            word = orjson.dumps([json_safe(failure), value])
             self._store.set(name, self._seal(name, word) + word)
 
     def _hear(self, key: str, stage: int, limit: float) -> tuple[str | None, Any]:
@@ -201,7 +206,8 @@ class TrainerRanks:
         except dist.DistError as error:
             what = f"trainer rank {self.rank} waited {limit:.0f} s for its word"
             raise StageError(stage, self.sources[stage], what) from error
-        seal, word = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        seal = sealed[:_SEAL_BYTES]
+        word = sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(name, word)):
             what = "no trainer rank wrote what the trainer's store has as its word: others reach the store's port"
             raise StageError(stage, self.sources[stage], what)

@@ -20,7 +20,8 @@ def by_transformers(case: Case) -> float:
     """
     from transformers import AutoModelForCausalLM
 
-    model, sample = case.model(), case.samples[0]
+    model = case.model()
+    sample = case.samples[0]
     device = model.store.device
     theirs = AutoModelForCausalLM.from_pretrained(
         model.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False

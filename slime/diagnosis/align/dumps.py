@@ -69,7 +69,8 @@ def _partners(trained: Sequence[dict[str, Any]], generated: Sequence[Sample]) ->
         waiting.setdefault(sample.index, []).append(sample)
     found: list[Sample | None] = []
     for held in trained:
-        here, tokens = waiting.get(held["sample_index"], []), held["tokens"].tolist()
+        here = waiting.get(held["sample_index"], [])
+        tokens = held["tokens"].tolist()
         same = next((place for place, sample in enumerate(here) if sample.tokens == tokens), None)
         found.append(None if same is None else here.pop(same))
     alone = Counter(held["sample_index"] for held, partner in zip(trained, found, strict=True) if partner is None)

@@ -31,7 +31,9 @@ from slime.errors import UserError
 _SECONDS = 300.0
 #: Rows that ``/get_weights_by_name`` gives at most.
 _MOST_ROWS = 10_000
-_SLOTS, _PREFILL, _CACHE_BYTES = 16, 2048, 1 << 30
+_SLOTS = 16
+_PREFILL = 2048
+_CACHE_BYTES = 1 << 30
 
 
 class EngineHere:
@@ -85,7 +87,8 @@ class EngineHere:
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
         """The outputs of all parts for all tokens but the last, which is not computed for them; at most as many tokens
         as one prefill takes. See `slime.embedded.model.Observer`."""
-        model, watcher = self.scheduler.store.model, Watcher(keeps=True)
+        model = self.scheduler.store.model
+        watcher = Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
         try:
             self.score([tokens[:_PREFILL].tolist()], together=False)

@@ -87,7 +87,8 @@ class Differences:
             key: [] for key in ("values", "position", "depth", "since", "sample", "turn", "version", "tokens")
         }
         for number, (sample, scores) in enumerate(zip(samples, trainer, strict=True)):
-            kept, count = sample.counted, sample.response_length
+            kept = sample.counted
+            count = sample.response_length
             depth = torch.arange(count)
             begins = torch.where(kept & (torch.cat([torch.tensor([True]), ~kept[:-1]])), depth, 0).cummax(0).values
             columns["values"].append((scores - sample.engine)[kept])
@@ -124,7 +125,8 @@ class Differences:
     def where(self) -> dict[str, float]:
         """Mean of the absolute differences: of first tokens of a turn, of others; by turn and version of the weights
         where there are several."""
-        at_start, by = self.since == 0, {}
+        at_start = self.since == 0
+        by = {}
         for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
             if chosen.any():
                 by[name] = size(self.values[chosen])
@@ -151,7 +153,8 @@ class Differences:
         ]
 
 
-_FEWEST_TO_TELL, _MOST_TURNS = 16, 6
+_FEWEST_TO_TELL = 16
+_MOST_TURNS = 6
 
 
 def size(differences: Tensor) -> float:

@@ -13,7 +13,8 @@ from slime.diagnosis.align.together import Together, together
 from slime.diagnosis.record import Finding
 
 #: Share from which on a cause is worth telling; and shares that are less apart than this rank by the table's order.
-TOLD, EQUAL = 0.1, 0.02
+TOLD = 0.1
+EQUAL = 0.02
 #: Share that rounding never explains token by token, however small the difference.
 _SYSTEMATIC = 0.5
 #: Where the best explains less, several are put together.
@@ -85,7 +86,8 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
         always: also where the sides do not differ at all; where they differ by no more than rounding, a cause that
             predicts the differences tells that they are none.
     """
-    result, everything = Result(case, [], {}), list[tuple[Cause, Tried]]()
+    result = Result(case, [], {})
+    everything = list[tuple[Cause, Tried]]()
     if case.parts_ways or case.differences.mean > ALIKE or always:
         order = {}
         for place, cause in enumerate(causes):

@@ -57,7 +57,8 @@ def weights(case: Case) -> Iterator[Tried]:
 
 def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
     """The engine's tensors, and of those that it does not give out, why."""
-    theirs, kept_back = {}, []
+    theirs = {}
+    kept_back = []
     for name in names:
         try:
             theirs[name] = engine.tensor(name).float()
@@ -69,7 +70,9 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
 def _differing(case: Case, held: Mapping[str, str]) -> tuple[list[str], int]:
     """Names of the engine's tensors that are the reference's in no dtype, and how many were compared. What the engine
     stores quantised is compared as a push would bring it."""
-    model, found, compared = case.model(), [], 0
+    model = case.model()
+    found = []
+    compared = 0
     parts = case.stored_parts.values() if case.stored is not None else ()
     stored = {name: tensor for tensors in parts for name, tensor in tensors.items()}
     for name, theirs in held.items():
@@ -92,7 +95,8 @@ def _weights_of(case: Case, names: Sequence[str]) -> list[str]:
 
 def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Of the tensors that differ most: by how much, and whether they are another tensor's."""
-    lines, apart = [], {}
+    lines = []
+    apart = {}
     for name, value in theirs.items():
         mine = ours[name].to(value.device)
         apart[name] = float((value - mine).norm() / mine.norm().clamp(min=1e-12))

@@ -72,7 +72,8 @@ def quantisation(case: Case) -> Iterator[Tried]:
     ) + "--use-tis corrects for what cannot be taken away; engines in the trainer's dtype need no correction"
     stored = case.stored
     if stored is not None:  # to the bit what a push makes of them
-        parts, scheme = case.stored_parts, stored.scheme
+        parts = case.stored_parts
+        scheme = stored.scheme
         changed = {f"{module}.weight": dequantise(module, held, scheme, model.dtype) for module, held in parts.items()}
         with model.holding({name: tensor.float() for name, tensor in changed.items()}):
             what = f"weights are as --hf-checkpoint stores them: {stored}"
@@ -189,7 +190,8 @@ def precision(case: Case) -> Iterator[Tried]:
             f"{words} are rounded to {low}", rounded=frozenset({part}), dtype=model.low_dtype, remedies=remedies
         )
     whole = Setting(frozenset(PARTS), model.low_dtype, model.setting.sampling)
-    makes, seen = size(case.flat(model.of_all(case.samples, whole)) - case.flat(case.base)), case.differences.mean
+    makes = size(case.flat(model.of_all(case.samples, whole)) - case.flat(case.base))
+    seen = case.differences.mean
     fits = min(makes / seen, seen / makes) if makes and seen else 0.0
     yield Tried(
         f"all is computed in {low}, and in float32 on the other side",

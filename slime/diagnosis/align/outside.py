@@ -17,7 +17,9 @@ from slime.prompts.chat_template import render_messages, render_prompt
 
 _SHIFTS = (1, -1, 2, -2)
 #: Temperatures that are looked at beside those with a reason.
-_LOWEST, _HIGHEST, _SEARCHES = 0.1, 4.0, 24
+_LOWEST = 0.1
+_HIGHEST = 4.0
+_SEARCHES = 24
 #: How much better than the temperatures with a reason another one must explain it.
 _BETTER = 0.05
 
@@ -35,7 +37,9 @@ def other_tokens(case: Case) -> Iterator[Tried]:
 
 
 def _of_two_dumps(case: Case) -> Tried:
-    model, count, first = case.model(), 0, ""
+    model = case.model()
+    count = 0
+    first = ""
     variant = []
     for sample, base in zip(case.samples, case.base, strict=True):
         sent = sample.tokens if sample.sent is None else sample.sent
@@ -186,7 +190,8 @@ def _head(case: Case) -> list[int]:
 
 
 def _without_head(case: Case, sample: Scored) -> list[int] | None:
-    head, prompt = _head(case), _prompt(sample)
+    head = _head(case)
+    prompt = _prompt(sample)
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
 
 
@@ -195,7 +200,8 @@ def _without_head(case: Case, sample: Scored) -> list[int] | None:
 
 def temperature(case: Case) -> Iterator[Tried]:
     """One side divides logits by another temperature."""
-    model, now = case.model(), case.sampling.temperature
+    model = case.model()
+    now = case.sampling.temperature
     reasons = {1.0: "(none)", now**2: "(divided twice)", 1 / now: "(multiplied instead of divided)"}
     steps = [_LOWEST * (_HIGHEST / _LOWEST) ** (i / (_SEARCHES - 1)) for i in range(_SEARCHES)]
     asked = [t for t in reasons if t != now] + steps
@@ -214,13 +220,15 @@ def _said(value: float, now: float) -> str:
 
 def _narrowed(case: Case, near: float, ratio: float) -> Tried:
     """The best temperature around ``near``, to a hundredth."""
-    now, best = case.sampling.temperature, None
+    now = case.sampling.temperature
+    best = None
     for _ in range(3):
         asked = [near * ratio ** (i / 4) for i in range(-4, 5)]
         samplings = [replace(case.model().setting.sampling, temperature=t) for t in asked]
         tries = list(_made_of_logits(case, samplings, [_said(t, now) for t in asked]))
         best = max(tries, key=lambda tried: tried.share)
-        near, ratio = asked[tries.index(best)], ratio**0.25
+        near = asked[tries.index(best)]
+        ratio = ratio**0.25
     assert best is not None
     return best
 

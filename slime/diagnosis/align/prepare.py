@@ -32,7 +32,8 @@ from slime.prompts.tokenizer import generation_config_of, load_tokenizer
 from slime.trainer.megatron.model import parameter_dtype
 
 #: Tokens that are looked at, unless more are asked for: each is computed some seventy times.
-_ON_GPU, _ON_CPU = 4096, 1024
+_ON_GPU = 4096
+_ON_CPU = 1024
 #: Tokens of a sample whose hidden states are compared.
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
@@ -163,7 +164,8 @@ def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> Engi
 
 
 def _facts(config: Config, model: Path | None) -> dict[str, Any]:
-    kind, named = engine_of(config), config.values().get("sglang_dtype")
+    kind = engine_of(config)
+    named = config.values().get("sglang_dtype")
     reads = kind.reads_generation_config
     facts: dict[str, Any] = {
         "apply_chat_template": config.data.apply_chat_template,

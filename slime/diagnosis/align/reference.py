@@ -37,7 +37,8 @@ PARTS: dict[Part, str] = {
 #: What a run in 16 bits rounds.
 IN_16_BITS: frozenset[Part] = frozenset(part for part in PARTS if part not in ("attention scores", "router"))
 #: Logits, and queries of attention, that exist at a time.
-_ROWS, _QUERIES = 256, 512
+_ROWS = 256
+_QUERIES = 512
 #: End of the names of routers' weights.
 _ROUTER = ".mlp.gate.weight"
 
@@ -112,7 +113,8 @@ class Reference:
         *,
         replays: bool = False,
     ) -> None:
-        self.directory, self.dtype = Path(directory), dtype
+        self.directory = Path(directory)
+        self.dtype = dtype
         self.arch = Architecture.from_dir(directory)
         self.store: WeightStore = make_store(
             directory, self.arch, "float32", torch.device(device), self.arch.max_positions, False
@@ -205,7 +207,8 @@ class Reference:
         watcher: Watcher | None = None,
     ) -> Tensor:
         """[L - 1, hidden] behind the last norm: the last token predicts nothing."""
-        model, count = self.store.model, len(tokens) - 1
+        model = self.store.model
+        count = len(tokens) - 1
         device = self.store.device
         positions = torch.arange(count) if setting.positions is None else setting.positions(prompt, count)
         rounding = "rotary embedding" in setting.rounded
@@ -270,7 +273,8 @@ def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -
     logits = logits.clone()
     for row in range(len(logits)):
         seen = tokens[: first + row].unique().to(logits.device)
-        values, penalty = logits[row, seen], sampling.repetition_penalty
+        values = logits[row, seen]
+        penalty = sampling.repetition_penalty
         logits[row, seen] = torch.where(values < 0, values * penalty, values / penalty)
     return logits
 
@@ -282,7 +286,10 @@ class _Rounding(TorchFunctionMode):
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
         parts |= {torch.addcmul: "rotary embedding", Tensor.add: "products", Tensor.__add__: "products"}
-        self._parts, self._rounded, self._dtype, self._num_experts = parts, setting.rounded, setting.dtype, num_experts
+        self._parts = parts
+        self._rounded = setting.rounded
+        self._dtype = setting.dtype
+        self._num_experts = num_experts
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -301,7 +308,8 @@ class _Attention:
         self._setting = setting
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        setting, (count, heads, _) = self._setting, queries.shape
+        setting = self._setting
+        (count, heads, _) = queries.shape
         if setting.cache_dtype is not None:
             keys, values = (x.to(setting.cache_dtype).float() for x in (keys, values))
         group = heads // keys.shape[1]

@@ -11,7 +11,8 @@ from slime.diagnosis.align.case import Cause, Side, Tried
 from slime.diagnosis.align.evidence import explained, size
 
 #: Causes that are put together at most, and what each must add to the share.
-_MOST, _ADDS = 3, 0.1
+_MOST = 3
+_ADDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Toget
         tries: of all causes, in all their forms.
     """
     chosen: list[tuple[Cause, Tried, Side]] = []
-    left, shares = differences, [0.0]
+    left = differences
+    shares = [0.0]
     while len(chosen) < _MOST:
         used = {cause.trouble.name for cause, _, _ in chosen}
         offers = [
@@ -58,5 +60,6 @@ def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Toget
         if share < shares[-1] + _ADDS:
             break
         chosen.append((cause, tried, side))
-        left, shares = left - predicted, [*shares, share]
+        left = left - predicted
+        shares = [*shares, share]
     return Together(tuple(chosen), shares[-1]) if len(chosen) > 1 else None

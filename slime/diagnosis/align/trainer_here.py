@@ -39,7 +39,8 @@ class TrainerHere:
     """
 
     def __init__(self, config: Config, directory: str) -> None:
-        self.config, self.directory = in_one_piece(config), directory
+        self.config = in_one_piece(config)
+        self.directory = directory
 
     def __enter__(self) -> TrainerHere:
         config = self.config

@@ -40,7 +40,9 @@ _FALSE = ("false", "0", "no", "n")
 
 #: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
 #: bytes, beside a part of all.
-_AUTOMATIC_FRACTION, _AUTOMATIC_PART, _AUTOMATIC_REST = 0.88, 0.95, 5.9e9
+_AUTOMATIC_FRACTION = 0.88
+_AUTOMATIC_PART = 0.95
+_AUTOMATIC_REST = 5.9e9
 _VOCABULARY_UNIT = 64
 _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 
@@ -75,7 +77,8 @@ def check_sglang(config: Config) -> None:
     """
     if config.cluster.offload_rollout:
         _check_questions(config)
-    flags, num_gpus = config.engine.sglang, config.cluster.rollout_num_gpus_per_engine
+    flags = config.engine.sglang
+    num_gpus = config.cluster.rollout_num_gpus_per_engine
     if flags.get("disaggregation_mode") not in (None, "null"):
         raise UserError(
             f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine one half of a pair",
@@ -158,7 +161,8 @@ GROUP_RULES = GroupRules(("regular", "prefill", "decode", "placeholder"), _check
 
 def _check_questions(config: Config) -> None:
     """The router asks for a sign of life at any time: also while memory is released, when a token ends the engine."""
-    said, path = os.environ.get(HEALTH_GENERATES), str(config.engine.router.get("health_check_endpoint") or "")
+    said = os.environ.get(HEALTH_GENERATES)
+    path = str(config.engine.router.get("health_check_endpoint") or "")
     if said is not None and said.lower() not in _FALSE:
         raise UserError(
             f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",

@@ -56,7 +56,8 @@ def hide_in_log(key: str) -> None:
         except (TypeError, ValueError, KeyError):  # a message that does not fit its arguments: logging will say so
             return record
         if key in said:
-            record.msg, record.args = said.replace(key, HIDDEN), ()
+            record.msg = said.replace(key, HIDDEN)
+            record.args = ()
         return record
 
     logging.setLogRecordFactory(without_key)

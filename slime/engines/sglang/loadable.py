@@ -242,7 +242,8 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
 
 def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device) -> nn.Parameter:
     """A parameter of the meta device as one of its class with its attributes, where the old one is if sizes allow."""
-    shape, dtype = parameter.shape, parameter.dtype
+    shape = parameter.shape
+    dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize
     if old is not None and nbytes and old.untyped_storage().nbytes() == nbytes:
         data = torch.empty(0, dtype=dtype, device=device)

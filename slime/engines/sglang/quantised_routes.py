@@ -107,7 +107,8 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
         return None
-    version, form = str(engine.get("version")), form_of(quantisation)
+    version = str(engine.get("version"))
+    form = form_of(quantisation)
     known = ROUTES.get(".".join(map(str, version_of(version)[:3])))
     found = _OTHER_VERSION if known is None else known.get(form, _UNTRIED)
     what = f"--hf-checkpoint has quantised weights ({form}, quant_method {quantisation.method})"

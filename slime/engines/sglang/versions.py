@@ -7,7 +7,8 @@ import re
 
 from slime.errors import UserError
 
-OLDEST, NEWEST = (0, 5, 12), (0, 5, 16)
+OLDEST = (0, 5, 12)
+NEWEST = (0, 5, 16)
 _INSTALL = "pip install 'slime-rl[sglang]'"
 
 

@@ -217,7 +217,8 @@ class Tree:
         module = self.modules[name.rpartition(".")[0]]
         if "shard_indices" in vars(module):  # a vocabulary, padded
             indices: Any = vars(module)["shard_indices"]
-            start, stop = int(indices.org_vocab_start_index), int(indices.org_vocab_end_index)
+            start = int(indices.org_vocab_start_index)
+            stop = int(indices.org_vocab_end_index)
             return Held(tensor[: stop - start], 0, start, stop, name)
         dims = [dim for dim, (own, whole) in enumerate(zip(tensor.shape, shape)) if own != whole]
         if len(dims) != 1:
@@ -234,7 +235,8 @@ class Tree:
         if place is None or tensor is None or tensor.dim() != len(shape) or not shape:
             return None
         module, part, count = place
-        rows, all_rows = shape[0], tensor.shape[0]
+        rows = shape[0]
+        all_rows = tensor.shape[0]
         if tuple(tensor.shape[1:]) != shape[1:] or rows > all_rows or part not in (0, count - 1):
             return None
         begin = 0 if part == 0 else all_rows - rows
@@ -245,7 +247,8 @@ class Tree:
         unit = sum(sizes) // self.parameters[parameter].shape[0]  # rows that share a row of this one: a block's scale
         if not unit or any(size % unit for size in sizes):
             return None
-        begin, size = sum(sizes[:part]) // unit, sizes[part] // unit
+        begin = sum(sizes[:part]) // unit
+        size = sizes[part] // unit
         rank = _tp_rank(module) // (module.num_kv_head_replicas if part else 1)
         tensor = self.parameters[parameter][begin : begin + size]
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
@@ -287,7 +290,8 @@ class Tree:
         Args:
             num_shared: shared experts behind the routed ones that the run may reach to.
         """
-        module, leaf = self.modules.get(run.owner), f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
+        module = self.modules.get(run.owner)
+        leaf = f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
         stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
         if module is None or stacked is None or stacked.dim() > 3 or (stacked.dim() < 3 and run.leaf == "weight"):
             return None
@@ -297,7 +301,8 @@ class Tree:
         stop = max(first, min(run.last + 1, begin + count))
         part = stacked.detach()[first - begin : stop - begin]
         half = None if run.projection == "down" else _gate_half(module) ^ (run.projection == "up")
-        place, name = (first - run.first, stop - run.first), f"{run.owner}.{leaf}"
+        place = (first - run.first, stop - run.first)
+        name = f"{run.owner}.{leaf}"
         if part.dim() < 3:
             part = part.unsqueeze(1) if part.dim() == 1 else part
             if half is not None and run.leaf != SIZE:

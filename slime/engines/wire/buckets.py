@@ -38,7 +38,9 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 _WORDS_AT_ONCE = 1 << 22
-_SPREAD, _MIX, _FOLD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_SPREAD = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+_FOLD = 0x94D049BB133111EB
 
 
 def word_fingerprint(tensor: torch.Tensor) -> str:
@@ -167,7 +169,8 @@ class BufferPair:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device = nbytes, device
+        self._nbytes = nbytes
+        self._device = device
         self._buffers: list[torch.Tensor | None] = [None, None]
         self.turn = 1
 
@@ -227,7 +230,8 @@ def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> to
 
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
     """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to back."""
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         entry = TensorEntry(name, dtype.removeprefix("torch."), tuple(shape), offset)
         entries.append(entry)
@@ -273,7 +277,8 @@ def pack(
         if open_buckets.get(target) and sizes[target] + nbytes > limit:
             yield _fill(open_buckets.pop(target), target, allocate)
         if target not in open_buckets:
-            open_buckets[target], sizes[target] = [], 0
+            open_buckets[target] = []
+            sizes[target] = 0
         open_buckets[target].extend(unit)
         sizes[target] += nbytes
     for target in list(open_buckets):
@@ -299,7 +304,8 @@ def _complete_groups(
 
 
 def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate: Allocate | None) -> Bucket:
-    names, shapes = [name for name, _ in tensors], [list(tensor.shape) for _, tensor in tensors]
+    names = [name for name, _ in tensors]
+    shapes = [list(tensor.shape) for _, tensor in tensors]
     entries = entries_of(names, [dtype_name(dtype)] * len(names), shapes)
     total = entries[-1].offset + entries[-1].nbytes
     make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensors[0][1].device)

@@ -46,7 +46,11 @@ class ExternalGroup:
     def __init__(
         self, store: TCPStore, address: str, name: str, backend: str, rank: int, world_size: int, timeout: float
     ) -> None:
-        self.address, self.name, self.backend, self.rank, self.world_size = address, name, backend, rank, world_size
+        self.address = address
+        self.name = name
+        self.backend = backend
+        self.rank = rank
+        self.world_size = world_size
         self.port = store.port
         self._store = store  # the master's store dies with its last reference, and the group with it
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
@@ -99,7 +103,8 @@ class ExternalGroup:
             ``timeout`` seconds (gloo; for NCCL the caller has to watch the time), or a member is gone.
         """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
+        options.rootRank = source
+        options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout)
         ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         done: Future[None] = Future()

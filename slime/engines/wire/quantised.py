@@ -143,7 +143,8 @@ def config_of(quantisation: Quantisation) -> dict[str, Any]:
     Raises:
         UserError: compressed-tensors is needed and not installed.
     """
-    scheme, ignore = quantisation.scheme, list(quantisation.ignore)
+    scheme = quantisation.scheme
+    ignore = list(quantisation.ignore)
     if isinstance(scheme, Int4):
         require_library(scheme)
         import compressed_tensors
@@ -218,7 +219,8 @@ def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
-    height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
+    height = scheme.block[0] or len(weight)
+    width = scheme.block[1] or weight.shape[1]
 
     def scales(piece: torch.Tensor) -> torch.Tensor:
         most = _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3))
@@ -254,7 +256,8 @@ def _never_zero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _from_fp8(weight: torch.Tensor, scale: torch.Tensor, scheme: Fp8, dtype: torch.dtype) -> torch.Tensor:
-    height, width = scheme.block[0] or len(weight), scheme.block[1] or weight.shape[1]
+    height = scheme.block[0] or len(weight)
+    width = scheme.block[1] or weight.shape[1]
     scale = scale.float().reshape(scheme.blocks((len(weight), weight.shape[1])))
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for number, row in enumerate(scale):

@@ -54,7 +54,8 @@ def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
 def _block_kernel(x_ptr, q_ptr, s_ptr, rows, columns, EPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    here, at = (row < rows) & (column < columns), row.to(tl.int64) * columns + column
+    here = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * columns + column
     x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
     most = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     scale = tl.div_rn(most, tl.cast(_LARGEST_FP8, tl.float32))
@@ -71,7 +72,8 @@ def _whole_kernel(x_ptr, q_ptr, most_ptr, s_ptr, n, EPS: tl.constexpr, SIZE: tl.
     if tl.program_id(0) == 0:
         tl.store(s_ptr + matrix, scale)
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    here, at = place < n, matrix * n + place
+    here = place < n
+    at = matrix * n + place
     x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
     tl.store(q_ptr + at, _as_fp8(x, scale).to(q_ptr.dtype.element_ty), mask=here)
 
@@ -84,7 +86,8 @@ def _as_fp8(x, scale):
 
 
 def _fp8_blocks(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
-    (rows, columns), (height, width) = weight.shape, scheme.block
+    (rows, columns) = weight.shape
+    (height, width) = scheme.block
     grid = scheme.blocks((rows, columns))
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.empty(grid, dtype=torch.float32, device=weight.device)
@@ -101,7 +104,8 @@ def _fp8_whole(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.empty((*weight.shape[:-2], 1), dtype=torch.float32, device=weight.device)
     n = weight.shape[-2] * weight.shape[-1]
-    grid, eps = (triton.cdiv(n, _ELEMENTS_PER_PROGRAM), scales.numel()), torch.finfo(torch.float32).eps
+    grid = (triton.cdiv(n, _ELEMENTS_PER_PROGRAM), scales.numel())
+    eps = torch.finfo(torch.float32).eps
     _whole_kernel[grid](weight, numbers, most, scales, n, EPS=eps, SIZE=_ELEMENTS_PER_PROGRAM)
     return {"weight": numbers, scheme.scale: scales}
 
@@ -115,8 +119,10 @@ def _group_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    groups, group = tl.num_programs(0), tl.program_id(0)
-    here, first = row < rows, row.to(tl.int64) * columns + group * GROUP
+    groups = tl.num_programs(0)
+    group = tl.program_id(0)
+    here = row < rows
+    first = row.to(tl.int64) * columns + group * GROUP
     x = tl.load(x_ptr + first[:, None] + tl.arange(0, GROUP)[None, :], mask=here[:, None], other=0.0).to(tl.float32)
     most = tl.max(tl.abs(x), axis=1)
     scale = tl.div_rn(most, tl.full(most.shape, 7.5, tl.float32))
@@ -143,7 +149,8 @@ def _int4(weight: Tensor, scheme: Int4) -> dict[str, Tensor]:
     parts = {name: torch.empty(shapes[name], dtype=dtype, device=weight.device) for name, dtype in dtypes.items()}
     together = max(1, _ELEMENTS_PER_PROGRAM // scheme.group_size)
     grid = (columns // scheme.group_size, triton.cdiv(rows, together))
-    eps, tiny = torch.finfo(torch.float32).eps, torch.finfo(weight.dtype).tiny
+    eps = torch.finfo(torch.float32).eps
+    tiny = torch.finfo(weight.dtype).tiny
     _group_kernel[grid](
         weight, *parts.values(), rows, columns, EPS=eps, TINY=tiny, GROUP=scheme.group_size, ROWS=together
     )  # fmt: skip

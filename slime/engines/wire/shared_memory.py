@@ -40,7 +40,8 @@ class Segment:
         import torch
 
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
-        self.path, self.nbytes = directory / self.name, nbytes
+        self.path = directory / self.name
+        self.nbytes = nbytes
         unlocked = directory / f".{self.name}"  # no name that `remove_stale` looks at before the lock is held
         try:
             self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

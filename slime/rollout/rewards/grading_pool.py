@@ -55,7 +55,8 @@ class GradingPool:
     def __init__(
         self, num_workers: int, module: str = "slime.rollout.rewards.math_grading", package: str = "math_verify"
     ) -> None:
-        self._module, self._package = module, package
+        self._module = module
+        self._package = package
         self._limit = asyncio.Semaphore(num_workers)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -118,7 +119,8 @@ class GradingPool:
 
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
-        self.process, self._errors = process, errors
+        self.process = process
+        self._errors = errors
 
     @staticmethod
     async def start(module: str, package: str) -> _Worker:

@@ -33,7 +33,9 @@ _PROBE = "Here is a response. It has two sentences."
 Task = list[tuple[str, dict[str, Any]]]
 
 #: Checkers that ask for data of NLTK's, which no package brings → where NLTK keeps it.
-_WORDS, _TAGGER, _STOP_WORDS = "tokenizers/punkt_tab", "taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"
+_WORDS = "tokenizers/punkt_tab"
+_TAGGER = "taggers/averaged_perceptron_tagger_eng"
+_STOP_WORDS = "corpora/stopwords"
 NEEDS_DATA: dict[str, tuple[str, ...]] = {
     "ratio:stop_words": (_STOP_WORDS,),
     "words:start_verb": (_WORDS, _TAGGER),
@@ -55,7 +57,8 @@ def follows_all(response: str, task: Task) -> float:
     check_task(task)
     check_data(name for name, _ in task)
     evaluate = optional_package(f"{PACKAGE}.common", NAME).evaluate_instructions
-    names, arguments = [name for name, _ in task], [given for _, given in task]
+    names = [name for name, _ in task]
+    arguments = [given for _, given in task]
     try:
         with _same_draws(task):
             _, scores = evaluate(response, names, arguments, prompt="", instruction_registry=_checkers())
@@ -85,7 +88,8 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
         >>> read_task({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3, "n": None}]}, "a.jsonl:1")
         [('count:numbers', {'N': 3})]
     """
-    names, given = (metadata or {}).get("instruction_id_list"), (metadata or {}).get("kwargs")
+    names = (metadata or {}).get("instruction_id_list")
+    given = (metadata or {}).get("kwargs")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise UserError(
             f"{where}: --rm-type {NAME} finds no instructions",

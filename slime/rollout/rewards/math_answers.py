@@ -387,7 +387,9 @@ def _based(digits: str, base: str) -> Based | None:
 
 def _clock(found: re.Match[str]) -> Any:
     half = (found[4] or "").lower()
-    hour, minute, second = int(found[1] or found[5]), int(found[2] or found[6] or 0), int(found[3] or found[7] or 0)
+    hour = int(found[1] or found[5])
+    minute = int(found[2] or found[6] or 0)
+    second = int(found[3] or found[7] or 0)
     if not half:
         whole = found[0]
         if found[7] is None and "clock" not in whole:
@@ -548,7 +550,8 @@ def _read_brackets(text: str, depth: int) -> Any:
         is_read = isinstance(condition, (Relation, Union_, Sequence_)) and _intervals(condition) is not None
         return condition if is_read else Opaque(_squeezed(text))
     if opening == r"\langle":
-        opening, closing = "(", ")"
+        opening = "("
+        closing = ")"
     parts, separators = split_top(inner, _ONLY_COMMA)
     parts = [part.strip() for part in parts]
     if separators and all(parts) and len(parts) <= _MAX_ITEMS:
@@ -699,7 +702,8 @@ def _decimal(text: str) -> tuple[Fraction, Fraction, int] | None:
     power = int(found[4] or found[5] or 0)
     if abs(power) > 5000:
         return None
-    whole, digits = found[2].replace(",", ""), found[3]
+    whole = found[2].replace(",", "")
+    digits = found[3]
     scale = Fraction(10) ** (power - len(digits))
     value = int(whole + digits) * scale
     return (-value if found[1] == "-" else value, scale, len((whole + digits).lstrip("0")))
@@ -743,7 +747,8 @@ _PER = re.compile(r"([-+]?[\d.,]*\d) *(\\frac *\{ *[A-Za-z][^{}]*\} *\{[^{}]*\})
 def _with_unit(text: str) -> Quantity | None:
     found = _MEASURE.fullmatch(text)
     if found is None and (found := _PER.fullmatch(text)):
-        before, unit = _number(found[1].strip()), read_unit(found[2], allow_words=False)
+        before = _number(found[1].strip())
+        unit = read_unit(found[2], allow_words=False)
         return Quantity(text, before.node, unit, False, before.decimal) if before and unit else None
     if found is None:
         word = re.match(r"([A-Za-z]+)[ -](.+)", text, re.S)  # "three apples"
@@ -837,16 +842,20 @@ def same_answer(label: str, answer: str) -> bool | None:
     given = read_answer(answer)
     if wanted is None or given is None:
         return False
-    plain_label, plain_answer = plain_latex(label), plain_latex(answer)
+    plain_label = plain_latex(label)
+    plain_answer = plain_latex(answer)
     if plain_label == plain_answer:
         return True
     verdict = _same(wanted, given)
     if verdict is not True:
-        x, y = _POINT.fullmatch(plain_label), _POINT.fullmatch(plain_answer)
+        x = _POINT.fullmatch(plain_label)
+        y = _POINT.fullmatch(plain_answer)
         if (x and isinstance(given, Sequence_)) or (y and isinstance(wanted, Sequence_)):
             verdict = _same(read_answer(x[1]) if x else wanted, read_answer(y[1]) if y else given)
-    plain_label, plain_answer = _squeezed(plain_label), _squeezed(plain_answer)
-    bare_label, bare_answer = _undecorated(plain_label), _undecorated(plain_answer)
+    plain_label = _squeezed(plain_label)
+    plain_answer = _squeezed(plain_answer)
+    bare_label = _undecorated(plain_label)
+    bare_answer = _undecorated(plain_answer)
     is_one_decorated = (bare_label == plain_label) != (bare_answer == plain_answer)
     if verdict is not True and is_one_decorated and _bare(bare_label) == _bare(bare_answer):
         return True
@@ -878,7 +887,8 @@ def _same(g: Any, a: Any) -> bool | None:
     if g == a:
         return True
     if isinstance(g, _MAY_EXCLUDE) and isinstance(a, _MAY_EXCLUDE):
-        x, y = _excluded(g), _excluded(a)
+        x = _excluded(g)
+        y = _excluded(a)
         if x and y:
             return _same_unordered(x, y)
     for kind, compare in _COMPARISONS:
@@ -996,7 +1006,8 @@ def _same_family(family: Family, other: Any) -> bool | None:
     else:
         return False
     verdict = _same(family.body, other)
-    x, y = _step(family.body), _step(other)
+    x = _step(family.body)
+    y = _step(other)
     if verdict or x is None or y is None or x[1] == 0:
         return verdict
     pair = (x[1], y[1], x[0] - y[0])
@@ -1114,13 +1125,15 @@ def _same_matrix(matrix: Matrix, other: Any) -> bool | None:
 def _same_union(union: Union_, other: Any) -> bool | None:
     if isinstance(other, Union_):
         if union.operator != other.operator:
-            x, y = _intervals(union), _intervals(other)
+            x = _intervals(union)
+            y = _intervals(other)
             return bool(x and y and _same_unordered(x, y))
         if union.operator == r"\setminus":
             return _all(_same(x, y) for x, y in zip(union.parts, other.parts))
         return _same_unordered(union.parts, other.parts)
     if isinstance(other, (Relation, Sequence_)):
-        own, parts = _intervals(union), _intervals(other)
+        own = _intervals(union)
+        parts = _intervals(other)
         if own is not None and parts is not None:
             return _same_unordered(own, parts)
     return None if isinstance(other, Opaque) else False
@@ -1129,7 +1142,8 @@ def _same_union(union: Union_, other: Any) -> bool | None:
 def _same_sequence(g: Any, a: Any) -> bool | None:
     if not isinstance(g, Sequence_) or not isinstance(a, Sequence_):
         return _same_single(g, a)
-    g_plain, a_plain = _is_unordered(g), _is_unordered(a)
+    g_plain = _is_unordered(g)
+    a_plain = _is_unordered(a)
     if g_plain and a_plain:
         return _same_lists(g, a)
     if len(g.items) != len(a.items):
@@ -1155,14 +1169,17 @@ def _is_unordered(sequence: Sequence_) -> bool:
 
 
 def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
-    named_g, named_a = _assigned(g.items), _assigned(a.items)
+    named_g = _assigned(g.items)
+    named_a = _assigned(a.items)
     if named_g and named_a is None and len(g.items) == len(a.items):
         return _all(_same(x, y) for x, y in zip(named_g, a.items))
     if named_a and named_g is None and len(g.items) == len(a.items):
         return _all(_same(x, y) for x, y in zip(g.items, named_a))
-    items_g, items_a = _expanded(g.items), _expanded(a.items)
+    items_g = _expanded(g.items)
+    items_a = _expanded(a.items)
     if r"\{" in (g.opening, a.opening):
-        items_g, items_a = _without_doubles(items_g), _without_doubles(items_a)
+        items_g = _without_doubles(items_g)
+        items_a = _without_doubles(items_a)
     return _same_unordered(items_g, items_a)
 
 
@@ -1253,7 +1270,8 @@ def _same_single(g: Any, a: Any) -> bool | None:
             return _same(sequence, value) if sequence is g else _same(value, sequence)
     if _is_unordered(sequence):
         if isinstance(other, Relation) and _is_ordering(other):
-            x, y = _intervals(sequence), _intervals(other)
+            x = _intervals(sequence)
+            y = _intervals(other)
             if x and y:
                 return _same_unordered(x, y)
         items = _expanded(sequence.items)
@@ -1262,7 +1280,8 @@ def _same_single(g: Any, a: Any) -> bool | None:
             return False
         if len(items) != len(sequence.items) or len(others) > 1 or (len(items) == 1):
             if sequence.opening == r"\{":
-                items, others = _without_doubles(items), _without_doubles(others)
+                items = _without_doubles(items)
+                others = _without_doubles(others)
             return _same_unordered(items, others)
         if isinstance(other, Quantity) and _THOUSANDS.fullmatch(other.text):
             return _same_thousands(sequence, other)
@@ -1331,13 +1350,15 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
 
 
 def _same_relations(g: Relation, a: Relation) -> bool | None:
-    g, a = _short(g), _short(a)
+    g = _short(g)
+    a = _short(a)
     if g.signs == a.signs == ("=",):
         heads = {str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0])}
         if len(heads) == 2 and "y" in heads and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads):
             return _same(g.sides[-1], a.sides[-1])
     if _is_ordering(g) and _is_ordering(a):
-        x, y = _bounds(g), _bounds(a)
+        x = _bounds(g)
+        y = _bounds(a)
         if x is not None and y is not None:
             return x[0] == y[0] and bool(_same_bounds(x[1], y[1]))
         return _same_chain(g, a) or _same_inequality(g, a)
@@ -1357,7 +1378,8 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
 
 
 def _mirror_relation(g: Relation, a: Relation) -> bool | None:
-    x, y = _intervals(g), _intervals(a)
+    x = _intervals(g)
+    y = _intervals(a)
     return _same_unordered(x, y) if x is not None and y is not None else False
 
 
@@ -1381,14 +1403,16 @@ _MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
 def _difference(relation: Relation) -> Node | None:
-    left, right = relation.sides[0], relation.sides[-1]
+    left = relation.sides[0]
+    right = relation.sides[-1]
     if not isinstance(left, Quantity) or not isinstance(right, Quantity):
         return None
     return ("+", left.node, ("-", right.node))
 
 
 def _same_equation(g: Relation, a: Relation) -> bool | None:
-    x, y = _difference(g), _difference(a)
+    x = _difference(g)
+    y = _difference(a)
     if x is None or y is None:
         unread = (Opaque,)
         is_unread = any(isinstance(side, unread) for side in (*g.sides, *a.sides))
@@ -1412,7 +1436,8 @@ def _same_inequality(g: Relation, a: Relation) -> bool:
     """One-sided inequalities: c · (left - right), c > 0, with the same sign of comparison."""
     if len(g.signs) != 1 or len(a.signs) != 1:
         return False
-    x, y = _upward(g), _upward(a)
+    x = _upward(g)
+    y = _upward(a)
     if x is None or y is None or x[1] != y[1]:
         return False
     if not proportional(x[0], y[0]):
@@ -1446,7 +1471,8 @@ def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
     """The variable of an inequality and the interval that it may be in; None where it is no such thing."""
     if not _is_ordering(relation) or len(relation.signs) > 2:
         return None
-    sides, signs = list(relation.sides), list(relation.signs)
+    sides = list(relation.sides)
+    signs = list(relation.signs)
     if signs[0] in (">", r"\ge"):
         sides.reverse()
         signs = [_MIRROR[sign] for sign in reversed(signs)]
@@ -1549,9 +1575,11 @@ def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None
 
 def _outside(relation: Relation) -> list[Sequence_] | None:
     """|x| > 2 as two intervals."""
-    sign, sides = relation.signs[0], relation.sides
+    sign = relation.signs[0]
+    sides = relation.sides
     if sign in ("<", r"\le"):
-        sign, sides = _MIRROR[sign], sides[::-1]
+        sign = _MIRROR[sign]
+        sides = sides[::-1]
     left, right = sides
     if (
         sign not in (">", r"\ge")

@@ -211,12 +211,14 @@ def _math_verify(label: str, answer: str) -> bool:
     answers = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not golds or not answers or not verify(golds, answers, timeout_seconds=None):
         return False
-    gold, given = golds[0], answers[0]
+    gold = golds[0]
+    given = answers[0]
     if not isinstance(gold, sympy.Expr) or not isinstance(given, sympy.Expr) or gold == given:
         return True
     if not gold.is_number or not given.is_number:
         return True
-    x, y = sympy.N(gold, 30), sympy.N(given, 30)
+    x = sympy.N(gold, 30)
+    y = sympy.N(given, 30)
     return bool(abs(x - y) <= abs(x) * sympy.Float("1e-6"))
 
 

@@ -225,7 +225,8 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
     closing = re.search(r"(\\\}|\\rangle|[)\]}\[])$", text)
     if not opening or not closing or closing.start() < opening.end():
         return None
-    left, right = opening[0], closing[0]
+    left = opening[0]
+    right = closing[0]
     families = ((r"\{", r"\}"), (r"\langle", r"\rangle"), ("{", "}"))
     if not ((left, right) in families or (left in "([]" and right in ")][")):
         return None

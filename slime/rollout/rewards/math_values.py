@@ -331,14 +331,14 @@ class _Reader:
         if found := self.match(_REPEATING):
             return ("n", _repeating(found))
         if found := self.match(_ELLIPSIS):
-            whole, fixed, period = found[1], found[2], found[3] or found[4]
+            whole = found[1]
+            fixed = found[2]
+            period = found[3] or found[4]
             return ("n", _periodic(whole, fixed, period))
         if found := self.match(_MIXED):
-            whole, top, bottom = (
-                found[1] or found[4],
-                found[2] or found[5] or found[6],
-                found[3] or found[7] or found[8],
-            )
+            whole = found[1] or found[4]
+            top = found[2] or found[5] or found[6]
+            bottom = found[3] or found[7] or found[8]
             if 0 < int(top) < int(bottom):
                 return ("n", int(whole) + Fraction(int(top), int(bottom)))
             self.at = found.start()
@@ -411,7 +411,8 @@ class _Reader:
         if not found:
             raise NotMath(f"\\{kind} without limits")
         bound = self.bind()
-        low, high = read_expression(found[2].strip()), read_expression((found[3] or found[4]).strip())
+        low = read_expression(found[2].strip())
+        high = read_expression((found[3] or found[4]).strip())
         body = _with_name(self.product(), found[1], bound)
         return ("f", kind, ("x", bound), low, high, body)
 
@@ -666,7 +667,8 @@ def _evaluate(node: Node, scope: _Scope) -> Number:
         return _power(a, b, scope)
     exact = isinstance(a, Fraction) and isinstance(b, Fraction)
     if not exact:
-        a, b = _float(a, scope), _float(b, scope)
+        a = _float(a, scope)
+        b = _float(b, scope)
     if kind == "+":
         return _finite_sum(a, b, scope)
     if kind == "*":
@@ -677,7 +679,8 @@ def _evaluate(node: Node, scope: _Scope) -> Number:
 
 
 def _series(node: Node, scope: _Scope) -> Number:
-    low, high = _evaluate(node[3], scope), _evaluate(node[4], scope)
+    low = _evaluate(node[3], scope)
+    high = _evaluate(node[4], scope)
     if not all(isinstance(limit, Fraction) and limit.denominator == 1 for limit in (low, high)):
         raise Undefined("limits that are no whole numbers")
     if high - low > _MAX_TERMS or scope.bound:
@@ -686,7 +689,8 @@ def _series(node: Node, scope: _Scope) -> Number:
     for n in range(int(low), int(high) + 1):
         term = _evaluate(node[5], replace(scope, bound=((node[2][1], Fraction(n)),)))
         if not (isinstance(total, Fraction) and isinstance(term, Fraction)):
-            total, term = _float(total, scope), _float(term, scope)
+            total = _float(total, scope)
+            term = _float(term, scope)
         total = _bounded(total + term if node[1] == "sum" else total * term, scope)
     return total
 
@@ -801,7 +805,8 @@ def _power(base: Number, exponent: Number, scope: _Scope) -> Number:
             raise Undefined("a division by zero")
         _guard(exponent, scope)
         return mp.power(_float(base, scope), int(exponent))
-    a, b = _float(base, scope), _guard(exponent, scope)
+    a = _float(base, scope)
+    b = _guard(exponent, scope)
     if a == 0:
         if mp.re(b) <= 0:
             raise Undefined("zero to no positive power")
@@ -828,7 +833,8 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
     if value < 0:
         root = _exact_root(-value, degree) if degree % 2 else None
         return None if root is None else -root
-    top, bottom = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
+    top = _whole_root(value.numerator, degree)
+    bottom = _whole_root(value.denominator, degree)
     return None if top is None or bottom is None else Fraction(top, bottom)
 
 
@@ -1004,7 +1010,8 @@ def _equal(a: Node, b: Node, log_base: int) -> bool | None:
     for point in range(_POINTS):
         scope = _Scope(point, log_base=log_base, whole=is_whole)
         try:
-            x, y = _value(a, scope), _value(b, scope)
+            x = _value(a, scope)
+            y = _value(b, scope)
         except (Undefined, TooBig):
             continue
         if _close(x, y, scope):
@@ -1030,11 +1037,13 @@ def _is_of_whole_numbers(node: Node) -> bool:
 
 
 def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
-    x, y = _value(a, scope), _value(b, scope)
+    x = _value(a, scope)
+    y = _value(b, scope)
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
     if contains(a, "f", "int") or contains(b, "f", "int"):
-        x, y = _float(x, scope), _float(y, scope)
+        x = _float(x, scope)
+        y = _float(y, scope)
         return bool(abs(x - y) <= _ROUGHLY * max(abs(x), abs(y)))
     if not _close(x, y, scope):
         return _is_roundoff(a, b, x, y, scope)
@@ -1046,7 +1055,8 @@ def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
 def _close(x: Number, y: Number, scope: _Scope) -> bool:
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
-    x, y = _float(x, scope), _float(y, scope)
+    x = _float(x, scope)
+    y = _float(y, scope)
     if x == y:
         return True
     if _MP.isinf(x) or _MP.isinf(y):
@@ -1060,7 +1070,8 @@ def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
     if _MP.isinf(size) or size > 1e-45:
         return False
     more = _Scope(scope.point, log_base=scope.log_base, mp=_MORE)
-    x, y = _float(_value(a, more), more), _float(_value(b, more), more)
+    x = _float(_value(a, more), more)
+    y = _float(_value(b, more), more)
     return bool(abs(x - y) < size * _MORE.mpf(10) ** -60)
 
 
@@ -1080,7 +1091,8 @@ def proportional(a: Node, b: Node) -> bool | None:
     for point in range(4):
         scope = _Scope(point)
         try:
-            x, y = _value(a, scope), _value(b, scope)
+            x = _value(a, scope)
+            y = _value(b, scope)
         except (Undefined, TooBig):
             continue
         if x == 0 or y == 0:
@@ -1099,7 +1111,8 @@ def ratio_at(a: Node, b: Node) -> Any:
     """a / b at one point, as an mpf or mpc; None where it has no value."""
     scope = _Scope(0)
     try:
-        x, y = _float(_value(a, scope), scope), _float(_value(b, scope), scope)
+        x = _float(_value(a, scope), scope)
+        y = _float(_value(b, scope), scope)
     except (Undefined, TooBig):
         return None
     return (x / y).real if y else None

@@ -230,9 +230,11 @@ def _known(text: str) -> Unit | None:
         elif kind == "over":
             sign = -1
         elif kind == "open":
-            group, sign = sign, 1
+            group = sign
+            sign = 1
         elif kind == "close":
-            group, sign = 1, 1
+            group = 1
+            sign = 1
         elif kind == "times":
             continue
         else:

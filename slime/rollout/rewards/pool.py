@@ -112,9 +112,12 @@ class RewardPool:
 
     def __init__(self, config: Config, args: Any = None, *, standalone: bool = False) -> None:
         reward = config.reward
-        self._data, self._standalone = config.data, standalone
+        self._data = config.data
+        self._standalone = standalone
         self._args = config.flat() if args is None else args
-        self._rm_type, self._path, self._url = reward.rm_type, reward.custom_rm_path, reward.rm_url
+        self._rm_type = reward.rm_type
+        self._path = reward.custom_rm_path
+        self._url = reward.rm_url
         self._timeout = reward.rm_timeout
         self._keys = [key for key in (reward.reward_key, reward.eval_reward_key) if key]
         num_workers = reward.rm_num_workers or min(8, os.cpu_count() or 1)
@@ -325,7 +328,8 @@ class RewardPool:
         Raises:
             UserError: names function, sample and value.
         """
-        role, why = f"the reward of sample {sample.index}", f"response: {shown(sample.response[:80])}"
+        role = f"the reward of sample {sample.index}"
+        why = f"response: {shown(sample.response[:80])}"
         why += f", label: {shown(sample.label, 80)}"
         if not isinstance(value, dict):
             return reward_number(value, origin, role, why)

@@ -13,7 +13,9 @@ import orjson
 from slime.errors import UserError
 from slime.samples.types import Sample
 
-_TRIES, _MAX_CONNECTIONS, _MAX_DELAY = 10, 64, 30.0
+_TRIES = 10
+_MAX_CONNECTIONS = 64
+_MAX_DELAY = 30.0
 
 
 class RemoteReward:
@@ -27,7 +29,10 @@ class RemoteReward:
     """
 
     def __init__(self, url: str, timeout: float, backoff: float = 1.0, tries: int = _TRIES) -> None:
-        self.url, self._timeout, self._backoff, self._tries = url, timeout, backoff, tries
+        self.url = url
+        self._timeout = timeout
+        self._backoff = backoff
+        self._tries = tries
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, sample: Sample) -> Any:

@@ -44,7 +44,8 @@ class RewardJudge:
     @staticmethod
     def of_training(config: Config) -> RewardJudge | None:
         """The check of --prompt-data; None where functions of the user's judge its rows, or nobody does."""
-        rollout, data = config.rollout, config.data
+        rollout = config.rollout
+        data = config.data
         own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
         unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
         if own or unread or _makes_samples(config):

@@ -319,7 +319,8 @@ def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | No
     if found := re.match(rf"[(\[]\s*([{group}{group.lower()}])\s*[)\]][\s.:,*_$-]*(.+)|"
         rf"([{group}])\s*[).:]\s*[*_$]*\s*(\S.*)|"
                          rf"([{group}])\s+[-–—=]+\s+(\S.*)", plain):  # fmt: skip
-        letter, rest = (found[1] or found[3] or found[5]).upper(), found[2] or found[4] or found[6] or ""
+        letter = (found[1] or found[3] or found[5]).upper()
+        rest = found[2] or found[4] or found[6] or ""
         if re.match(rf"(?:and|or|&|,|/)?\s*[(\[]?[{group}]\b[)\]]?(?:\W|$)", rest) and not texts:
             return None
         return letter
@@ -399,7 +400,8 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     found = re.match(rf"([(\[]?)\s*([{group}{group.lower()}])(?![\w'’-])(?:\s*([)\]]))?", clean)
     if not found:
         return None
-    letter, rest = found[2], clean[found.end() :]
+    letter = found[2]
+    rest = clean[found.end() :]
     before = text[start:at]
     is_marked = bool((found[1] and found[3]) or re.search(r"[*_`\"“$]$", before) or clean != window or found[3])
     follows = re.match(r"[*_`\"'”’}$]*\s*(?:[.,;:!?\n)—–]|$|\\\)|\\\])", rest)

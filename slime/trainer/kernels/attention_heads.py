@@ -157,31 +157,39 @@ class SplitNormRotate(torch.autograd.Function):
         ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
         per_group: int, eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        mixed, cos, sin = mixed.contiguous(), cos.contiguous(), sin.contiguous()
+        mixed = mixed.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         n, groups, width = mixed.shape
-        dim, half = width // (per_group + 2), cos.size(-1)
+        dim = width // (per_group + 2)
+        half = cos.size(-1)
         shape = {
             "GROUPS": groups, "PER_GROUP": per_group, "DIM": dim, "HALF": half, "BLOCK": triton.next_power_of_2(half),
             "REST": triton.next_power_of_2(max(dim - 2 * half, 1)), "WITH_NORM": query_weight is not None,
             "INTERLEAVED": interleaved, "TOKENS": _TOKENS, "num_warps": 4,
         }  # fmt: skip
         query = mixed.new_empty(n, groups * per_group, dim)
-        key, value = mixed.new_empty(n, groups, dim), mixed.new_empty(n, groups, dim)
+        key = mixed.new_empty(n, groups, dim)
+        value = mixed.new_empty(n, groups, dim)
         weights = (mixed, mixed) if query_weight is None else (query_weight, key_weight)
         if n:
             grid = (triton.cdiv(n, _TOKENS), groups * (per_group + 2))
             _forward[grid](mixed, query, key, value, *weights, cos, sin, n, eps, **shape)
         kept = (mixed, query_weight, key_weight) if query_weight is not None else (None, None, None)
         ctx.save_for_backward(*kept, cos, sin)
-        ctx.shape, ctx.eps, ctx.size = shape, eps, mixed.shape
+        ctx.shape = shape
+        ctx.eps = eps
+        ctx.size = mixed.shape
         return query, key, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, cos, sin = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
-        shape, (n, groups, width) = ctx.shape, ctx.size
-        slots, dim = shape["PER_GROUP"] + 2, shape["DIM"]
+        shape = ctx.shape
+        (n, groups, width) = ctx.size
+        slots = shape["PER_GROUP"] + 2
+        dim = shape["DIM"]
         grad_mixed = grads[0].new_empty(n, groups, width)
         programs = triton.cdiv(n, _TOKENS * _TILES)
         with_norm = query_weight is not None

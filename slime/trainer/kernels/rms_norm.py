@@ -71,7 +71,8 @@ class RMSNormFunction(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x)
         width = x.size(-1)
-        n, shape = x.numel() // width, _shape(width)
+        n = x.numel() // width
+        shape = _shape(width)
         if n:
             _forward[(triton.cdiv(n, shape["ROWS"]),)](x, weight, y, n, eps, **shape)
         ctx.save_for_backward(x, weight)
@@ -81,9 +82,11 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad, dx = grad.contiguous(), torch.empty_like(x)
+        grad = grad.contiguous()
+        dx = torch.empty_like(x)
         width = x.size(-1)
-        n, shape = x.numel() // width, _shape(width)
+        n = x.numel() // width
+        shape = _shape(width)
         if not n:
             return dx, torch.zeros_like(weight), None
         all_tiles = triton.cdiv(n, shape["ROWS"])

@@ -79,7 +79,8 @@ class PackedAttention(torch.nn.Module):
             kernel = torch_varlen if self.torch_only else _flash_packed
             return kernel(query, key, value, sequences, self.scale)
         padded = [_Pad.apply(x, layout) if not layout.identity else x for x in (query, key, value)]
-        outputs, start = [], 0
+        outputs = []
+        start = 0
         for block in layout.blocks:
             cells = slice(start, start + block.batch * block.length)
             q, k, v = (x[cells].view(block.batch, block.length, *x.shape[1:]) for x in padded)
@@ -130,7 +131,8 @@ class PackedSelfAttention(SelfAttention):
         weights: tuple[Tensor | None, Tensor | None] = (None, None)
         eps = 0.0
         if isinstance(self.q_layernorm, RMSNorm):
-            weights, eps = (self.q_layernorm.weight, self.k_layernorm.weight), self.q_layernorm.eps
+            weights = (self.q_layernorm.weight, self.k_layernorm.weight)
+            eps = self.q_layernorm.eps
         per_group = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         return SplitNormRotate.apply(
             mixed.flatten(0, 1), *weights, cos, sin, per_group, eps, self.config.rotary_interleaved
@@ -149,7 +151,8 @@ def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSe
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
     if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
         return torch_varlen(query, key, value, sequences, scale)
-    ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
+    ends = sequences.cu_seqlens_q
+    longest = sequences.max_seqlen_q
     out = fast(
         query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scale, causal=True,
@@ -194,7 +197,8 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSeq
             options["enable_gqa"] = True
         else:
             repeats = query.size(1) // key.size(1)
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
     longest = sequences.max_seqlen_q
     cu_seqlens = sequences.cu_seqlens_q
     out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)

@@ -163,7 +163,8 @@ class MegatronBackend:
             self._load_weights(plan)
         self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, self.config)
         if plan.kind == "megatron":
-            state, seed = self._checkpoint_state(), self.config.train.seed
+            state = self._checkpoint_state()
+            seed = self.config.train.seed
             self.extra_state = load_checkpoint(plan, state, seed=seed, is_compared=True).extra_state
             for inner in torch_optimizers(self.optimizer):
                 states = host_states_of(inner)

@@ -139,7 +139,8 @@ def _copy_rows(target: Tensor, source: Tensor) -> None:
     for word in (torch.complex128, torch.complex64, torch.float32):
         ratio = word.itemsize // source.element_size()
         if ratio > 1 and all(_has_words(x, ratio) for x in (target, source)):
-            target, source = target.view(word), source.view(word)
+            target = target.view(word)
+            source = source.view(word)
             break
     target.copy_(source)
 

@@ -51,7 +51,9 @@ class EngineWeights:
         model_name: str | None = None,
     ) -> None:
         require_library(quantisation.scheme)
-        self._chunks, self._scheme, self._dtype = chunks, quantisation.scheme, dtype
+        self._chunks = chunks
+        self._scheme = quantisation.scheme
+        self._dtype = dtype
         family = family_of(hf_config, model_name)
         self._spec, self._placement = family.model_spec(hf_config), Placement.current()
         chosen = {matrix.weight for matrix in check(family, self._spec, quantisation).quantised}
@@ -99,7 +101,8 @@ class EngineWeights:
 
     def _piece(self, match: Match, own: Tensor) -> Tensor:
         """This rank's piece of the weight that engines compute with."""
-        layout, shard = match.rule.layout, shard_of(match, self._placement)
+        layout = match.rule.layout
+        shard = shard_of(match, self._placement)
         if self._scheme.is_of_rows(own.shape[1]):
             return as_engines_compute(own, self._scheme, self._dtype)
         pieces = [own]

@@ -64,7 +64,8 @@ class GroupedExperts(MegatronModule):
         return output
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
-        config, weights = self.config, weights[:, None]
+        config = self.config
+        weights = weights[:, None]
         if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
             if hidden.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
@@ -143,7 +144,8 @@ class StackedLinear(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """One tensor [all experts, out, in] in the checkpoint: any expert layout loads what any other saved."""
-        key, before = f"{prefix}weight", len(sharded_offsets)
+        key = f"{prefix}weight"
+        before = len(sharded_offsets)
         replica_id = (0, 0, self.replica)
 
         def shards(

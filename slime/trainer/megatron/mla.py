@@ -109,7 +109,8 @@ class PackedMLASelfAttention(MLASelfAttention):
         self, query_latent: Tensor, latent: Tensor, key_position: Tensor, sequences: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key [T, heads, qk_head_dim + qk_pos_emb_head_dim], value [T, heads, v_head_dim]."""
-        config, heads = self.config, self.num_attention_heads_per_partition
+        config = self.config
+        heads = self.num_attention_heads_per_partition
         assert sequences.rotary is not None
         cos, sin = sequences.rotary
         up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
@@ -128,7 +129,8 @@ class PackedMLASelfAttention(MLASelfAttention):
         """[T, heads, v_head_dim]. Most kernels want one head size: zeros behind the shorter ones change nothing."""
         if not self.core_attention.one_head_size:
             return self.core_attention(query, key, value, sequences)
-        own, common = value.size(-1), max(query.size(-1), value.size(-1))
+        own = value.size(-1)
+        common = max(query.size(-1), value.size(-1))
         query, key, value = (F.pad(x, (0, common - x.size(-1))) if x.size(-1) < common else x
                              for x in (query, key, value))  # fmt: skip
         return self.core_attention(query, key, value, sequences)[..., :own]

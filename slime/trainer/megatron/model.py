@@ -94,7 +94,8 @@ class PolicyModel(GPTModel):
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
-        rows, weight = self.predicting_rows(hidden, batch), self.output_weight()
+        rows = self.predicting_rows(hidden, batch)
+        weight = self.output_weight()
         logits = None
         if with_logits:
             logits = (rows @ weight[: self.vocab_shard().size].t()).float() / temperature
@@ -242,7 +243,8 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
         # its default, False, means "not FP8" but is compared with None
         megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-        per_block, layers = config.recompute_num_layers or 1, len(chunk.decoder.layers)
+        per_block = config.recompute_num_layers or 1
+        layers = len(chunk.decoder.layers)
         if layers % per_block:
             raise UserError(
                 f"--recompute-num-layers {per_block} does not fit this model",

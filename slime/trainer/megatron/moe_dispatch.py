@@ -127,7 +127,8 @@ def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
     mine = everyones.view(-1, place.num_experts)[:, first : first + place.num_local]
     to_rank = counts.view(place.expert_ranks, place.num_local).sum(dim=1)
     both = torch.cat([to_rank, mine.sum(dim=1)]).tolist()  # the one wait: the exchange needs its sizes on the host
-    per_rank, arrived = both[: place.expert_ranks], both[place.expert_ranks :]
+    per_rank = both[: place.expert_ranks]
+    arrived = both[place.expert_ranks :]
     sent = [size for size in per_rank for _ in range(place.shards)]
     if place.shards > 1:
         slots = torch.cat([run for run in slots.split(per_rank) for _ in range(place.shards)])

@@ -173,7 +173,8 @@ def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dic
     if statistics:
         table = torch.stack([torch.cat([s.tokens_per_expert, torch.stack([s.balance, s.z])]) for s in statistics])
         dist.all_reduce(table, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        tokens, losses = table[:, :-2], table[:, -2:] / gradient_scale
+        tokens = table[:, :-2]
+        losses = table[:, -2:] / gradient_scale
         sums[0] = len(statistics)
         sums[1], sums[2] = tokens.amax(dim=1).sum(), tokens.mean(dim=1).sum()
         sums[3:] = losses.sum(dim=0)

@@ -172,7 +172,8 @@ class Router(TopKRouter):
         step (global_aux_loss: Qiu et al., arXiv:2501.11873, section 3), which a pass before the step has counted. A
         group of tokens weighs as many of the step's tokens as it has. Only aux_loss depends on how samples are packed.
         """
-        experts, topk = logits.size(1), self.topk
+        experts = logits.size(1)
+        topk = self.topk
         scores = normalised_scores(logits, self.config)
         if self.balance_type == "global_aux_loss":
             counts = self.statistics.step_counts
@@ -182,9 +183,11 @@ class Router(TopKRouter):
             return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
         chosen = scores.detach().topk(topk, dim=1).indices
         if self.balance_type == "seq_aux_loss":
-            sequence, groups = self._mine(routing.sequence), max(routing.num_sequences, 1)
+            sequence = self._mine(routing.sequence)
+            groups = max(routing.num_sequences, 1)
         else:
-            sequence, groups = torch.zeros(len(scores), dtype=torch.long, device=scores.device), 1
+            sequence = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+            groups = 1
         numbers = (sequence[:, None] * experts + chosen).flatten()
         counts = torch.zeros(groups * experts, device=scores.device)
         counts.index_add_(0, numbers, copies.repeat_interleave(topk))

@@ -233,7 +233,8 @@ class HostStates:
     """
 
     def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES) -> None:
-        self.inner, self.bucket_bytes = inner, bucket_bytes
+        self.inner = inner
+        self.bucket_bytes = bucket_bytes
         self._step = inner.step
         self._buffers: dict[tuple[int, str], Tensor] = {}
         """Host copies by parameter and name; kept, because pinning memory anew costs more than the copy."""
@@ -281,7 +282,8 @@ class HostStates:
                 moments = 2 * parameter.numel() * 4
                 if bucket and size + moments > self.bucket_bytes:
                     yield bucket
-                    bucket, size = [], 0
+                    bucket = []
+                    size = 0
                 bucket.append((index, parameter))
                 size += moments
         if bucket:

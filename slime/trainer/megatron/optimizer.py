@@ -49,7 +49,8 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
         UserError: an expression that matches no parameter of the model would silently do nothing; nothing is left to
             train.
     """
-    only, frozen_names = config.train.only_train_params_name_list, config.train.freeze_params_name_list
+    only = config.train.only_train_params_name_list
+    frozen_names = config.train.freeze_params_name_list
     patterns = [*only, *frozen_names]
     if not patterns:
         return
@@ -184,7 +185,8 @@ def is_distributed(config: Config) -> bool:
 
 def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
-    megatron, dtype = config.megatron, chunks[0].module.config.params_dtype
+    megatron = config.megatron
+    dtype = chunks[0].module.config.params_dtype
     optimizer_config = OptimizerConfig(
         **{
             "optimizer": megatron.optimizer_name,
@@ -216,7 +218,8 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
-                group["fused"], group["foreach"] = True, False
+                group["fused"] = True
+                group["foreach"] = False
         if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
             _move_states_to_host(inner)
     chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
@@ -261,7 +264,8 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
 
     With ``--num-epoch`` the length of the run is known only once the prompts are counted: see `set_run_length`.
     """
-    megatron, batch = config.megatron, config.train.global_batch_size
+    megatron = config.megatron
+    batch = config.train.global_batch_size
     warmup, decay, total = _schedule_lengths(config, config.rollout.num_rollout)
     wsd = megatron.lr_wsd_decay_iters
     return OptimizerParamScheduler(
@@ -287,7 +291,9 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
 def set_run_length(scheduler: OptimizerParamScheduler, config: Config, num_rollout: int) -> None:
     """Stretch the schedule to a run of ``num_rollout`` rollouts."""
     warmup, decay, total = _schedule_lengths(config, num_rollout)
-    scheduler.lr_warmup_steps, scheduler.lr_decay_steps, scheduler.wd_incr_steps = warmup, decay, total
+    scheduler.lr_warmup_steps = warmup
+    scheduler.lr_decay_steps = decay
+    scheduler.wd_incr_steps = total
     scheduler.step(0)  # the rates of the present step, by the new lengths
 
 
@@ -297,7 +303,8 @@ def _schedule_lengths(config: Config, num_rollout: int | None) -> tuple[int, int
     Raises:
         UserError: the warm-up is longer than the decay.
     """
-    megatron, batch = config.megatron, config.train.global_batch_size
+    megatron = config.megatron
+    batch = config.train.global_batch_size
     rollouts = _ENDLESS if num_rollout is None else max(num_rollout, 1)
     total = rollouts * config.train.num_steps_per_rollout * batch
     decay = megatron.lr_decay_samples or (megatron.lr_decay_iters or 0) * batch or total

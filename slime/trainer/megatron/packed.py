@@ -171,7 +171,8 @@ def pack(
             raise ValueError(f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} in all")
     stream = _lay_out(samples, tokens, responses, options)
     targets = torch.cat([_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))])
-    num_tokens, place = stream.tokens.numel(), options.context
+    num_tokens = stream.tokens.numel()
+    place = options.context
     sequences = _describe(stream.branches, options)
     if place.size > 1:
         split = ContextSplit.of(place, stream.rows)
@@ -209,8 +210,10 @@ class _Stream:
     def stripe(self, split: ContextSplit) -> _Stream:
         """What a rank of a context-parallel group holds of it."""
         place = split.place
-        tokens, positions = place.stripe(self.tokens), place.stripe(self.positions)
-        origins, copies = place.stripe(self.origins), place.stripe(self.copies)
+        tokens = place.stripe(self.tokens)
+        positions = place.stripe(self.positions)
+        origins = place.stripe(self.origins)
+        copies = place.stripe(self.copies)
         return _Stream(tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches)
 
 
@@ -332,7 +335,8 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
     for length in lengths:
         starts.append(starts[-1] + length)
     blocks: list[Block] = []
-    gather, padding = [], []
+    gather = []
+    padding = []
     for members in _blocks_by_length(lengths):
         longest = max(lengths[i] for i in members)
         sizes = torch.tensor([lengths[i] for i in members])[:, None]
@@ -341,7 +345,8 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
         blocks.append(_block([branches[i] for i in members], longest))
         gather.append((begins + torch.minimum(offsets, sizes - 1)).reshape(-1))
         padding.append((offsets >= sizes).reshape(-1))
-    all_cells, is_padding = torch.cat(gather), torch.cat(padding)
+    all_cells = torch.cat(gather)
+    is_padding = torch.cat(padding)
     real = torch.nonzero(~is_padding)[:, 0]
     cells = torch.empty(starts[-1], dtype=torch.long)
     cells[all_cells[real]] = real

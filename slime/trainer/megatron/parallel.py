@@ -50,7 +50,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
     """
     chosen = device.select_gpu(rank_info.local_rank)
     megatron = config.megatron
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tensor = megatron.tensor_model_parallel_size
+    pipeline = megatron.pipeline_model_parallel_size
     model_parallel = tensor * pipeline * megatron.context_parallel_size
     if rank_info.world_size % model_parallel:
         raise UserError(
@@ -97,7 +98,8 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
     """What the ranks meet at: held by rank 0, or by torchrun where that has started the ranks."""
-    address, port = info.master_addr, info.master_port
+    address = info.master_addr
+    port = info.master_port
     if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(address, port, info.world_size, is_master=False, timeout=timeout)
     else:

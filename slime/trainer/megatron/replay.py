@@ -138,7 +138,8 @@ class RoutingGuide:
         return found.clamp(max=max(len(lengths) - 1, 0))
 
     def _set_choices(self, micro_batch: PackedMicroBatch, batch: TrainBatch, which: Pass) -> None:
-        routing, key = micro_batch.sequences.routing, tuple(micro_batch.samples)
+        routing = micro_batch.sequences.routing
+        key = tuple(micro_batch.samples)
         assert routing is not None
         if self.source == "engine":
             self._take_from_engine(routing, micro_batch, batch)
@@ -185,7 +186,8 @@ class RoutingGuide:
                 fix="let the generate function set sample.rollout_routed_experts (the built-in one does where the "
                 "engine returns them), or use --use-routing-replay",
             )
-        given, expected = batch.routed_experts[sample], batch.tokens[sample].numel() - 1
+        given = batch.routed_experts[sample]
+        expected = batch.tokens[sample].numel() - 1
         experts = given
         if given.numel() == 0 or (given.dim() == 2 and given.shape[1] == self.num_layers * self.topk):
             experts = given.reshape(-1, self.num_layers, self.topk)

@@ -21,7 +21,8 @@ class RotaryAngles:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: int64 [T] → (cos, sin), each [T, 1, dim / 2]."""
         angles = positions.float()[:, None] * self.inverse[None, :]
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
         return cos.to(self.dtype)[:, None, :], sin.to(self.dtype)[:, None, :]
 
 
@@ -54,10 +55,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """
     half = cos.size(-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = (slice(0, half), slice(half, 2 * half))
+    first = slice(0, half)
+    second = slice(half, 2 * half)
     if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    x1, x2 = x[..., first], x[..., second]
+        first = slice(0, 2 * half, 2)
+        second = slice(1, 2 * half, 2)
+    x1 = x[..., first]
+    x2 = x[..., second]
     out[..., first] = (x1 * cos).addcmul_(x2, sin, value=-1)
     out[..., second] = (x2 * cos).addcmul_(x1, sin)
     if x.size(-1) > 2 * half:
