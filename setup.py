@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: recipes/ and examples/ go into the wheel, where `slime init` finds them, and the
-links of README.md are absolute in the package's description."""
+"""What pyproject.toml cannot say: recipes/ and examples/ go into the wheel, where `slime init`
+finds them, and the links of README.md are absolute in the package's description."""
 
 from __future__ import annotations
 

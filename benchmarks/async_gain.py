@@ -1,15 +1,18 @@
-"""What asynchronous training brings where answers have a long tail: steps per hour, age of samples, time to a reward.
+"""What asynchronous training brings where answers have a long tail: steps per hour, age of samples,
+time to a reward.
 
     python -m benchmarks.async_gain                      # CPU, five minutes
-    python -m benchmarks.async_gain --lengths docs/measurements/lengths-gsm8k-h200.json --tokens-per-second 500
+    python -m benchmarks.async_gain --lengths docs/measurements/lengths-gsm8k-h200.json
+    --tokens-per-second 500
 
-The loop, engine, trainer and pushes are real, with a tiny model from random weights and the share of one digit as its
-reward. What a large model would take is slept: an answer decodes for so long as its drawn length says, a training step
-for --train-seconds. Lengths are log-normal (median 1,000 tokens, so that the longest of 64 is about eight times that)
-and grow by a half during the run, or those of a run that was recorded, step by step (--lengths: a JSON list of lists,
-from whose beginning it goes on at its end), at --tokens-per-second for each of 64 slots. All runs are of one process,
-one after the other, with the same seed; every second ratio is against lock step. The pace is that while as many
-rollouts are under way as may be (`benchmarks.pace`).
+The loop, engine, trainer and pushes are real, with a tiny model from random weights and the share
+of one digit as its reward. What a large model would take is slept: an answer decodes for so long as
+its drawn length says, a training step for --train-seconds. Lengths are log-normal (median 1,000
+tokens, so that the longest of 64 is about eight times that) and grow by a half during the run, or
+those of a run that was recorded, step by step (--lengths: a JSON list of lists, from whose
+beginning it goes on at its end), at --tokens-per-second for each of 64 slots. All runs are of one
+process, one after the other, with the same seed; every second ratio is against lock step. The pace
+is that while as many rollouts are under way as may be (`benchmarks.pace`).
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ MODES: dict[str, tuple[int, bool]] = {
 def recorded() -> list[int]:
     """Of all samples of the recorded run, in order; [] without one."""
     path = os.environ.get("SLIME_BENCH_LENGTHS")
-    return [length for step in json.loads(Path(path).read_text()) for length in step] if path else []
+    return (
+        [length for step in json.loads(Path(path).read_text()) for length in step] if path else []
+    )
 
 
 def length_of(index: int) -> int:
@@ -65,7 +70,8 @@ def length_of(index: int) -> int:
 
 
 async def generate_slowly(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """--custom-generate-function-path: a few real tokens, and the time that many would have taken."""
+    """--custom-generate-function-path: a few real tokens, and the time that many would have
+    taken."""
     from slime.rollout.generate import generate
 
     assert sample.index is not None
@@ -76,7 +82,9 @@ async def generate_slowly(args: Any, sample: Sample, sampling_params: dict[str, 
     return sample
 
 
-def train_slowly(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def train_slowly(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
     """--custom-megatron-before-train-step-hook-path."""
     time.sleep(float(os.environ["SLIME_BENCH_TRAIN"]))
 
@@ -94,11 +102,33 @@ def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
     own = ["--async-buffer-size", str(ahead)] if ahead else []
     own += ["--update-weights-in-flight"] if in_flight else []
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl")]
-    words += ["--input-key", "prompt", "--label-key", "label", "--rollout-shuffle", "--rollout-max-response-len", "6"]
-    words += ["--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES), "--seed", str(seed)]
+    words += [
+        "--input-key",
+        "prompt",
+        "--label-key",
+        "label",
+        "--rollout-shuffle",
+        "--rollout-max-response-len",
+        "6",
+    ]
+    words += [
+        "--rollout-batch-size",
+        str(PROMPTS),
+        "--n-samples-per-prompt",
+        str(SAMPLES),
+        "--seed",
+        str(seed),
+    ]
     words += ["--num-steps-per-rollout", "1", "--num-rollout", str(num_rollouts(steps, ahead))]
     words += ["--lr", "3e-3", "--fp32", "--use-tis"]
-    words += ["--lr-decay-style", "constant", "--no-journal", "--rollout-num-gpus", "1", "--no-colocate"]
+    words += [
+        "--lr-decay-style",
+        "constant",
+        "--no-journal",
+        "--rollout-num-gpus",
+        "1",
+        "--no-colocate",
+    ]
     words += ["--custom-generate-function-path", "benchmarks.async_gain.generate_slowly"]
     words += ["--custom-megatron-before-train-step-hook-path", "benchmarks.async_gain.train_slowly"]
     words += ["--custom-rm-path", "benchmarks.async_gain.digit_share", "--rollout-seed", str(seed)]
@@ -110,7 +140,12 @@ def run(name: str, folder: Path, steps: int, seed: int) -> list[dict[str, Any]]:
 
 
 def row_of(
-    rows: list[dict[str, Any]], num_steps: int, ahead: int, rate: float, train_seconds: float, target: float
+    rows: list[dict[str, Any]],
+    num_steps: int,
+    ahead: int,
+    rate: float,
+    train_seconds: float,
+    target: float,
 ) -> dict[str, float]:
     """What came of a mode."""
     steps = [row for row in rows if "rollout/raw_reward" in row]
@@ -120,7 +155,9 @@ def row_of(
     begin = steps[0]["time"] - steps[0]["perf/step_time"]
     rewards = [row["rollout/raw_reward"] for row in steps]
     smooth = [statistics.mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
-    reached = next((row["time"] - begin for row, mean in zip(steps, smooth) if mean >= target), math.nan)
+    reached = next(
+        (row["time"] - begin for row, mean in zip(steps, smooth) if mean >= target), math.nan
+    )
     answers = PROMPTS * SAMPLES
     drawn = range((measured[0]["step"] - 1) * answers, measured[-1]["step"] * answers)
     decoded = sum(length_of(i) for i in drawn) / rate
@@ -135,7 +172,9 @@ def row_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens-per-second", type=float, default=2000.0)
@@ -171,7 +210,11 @@ def main() -> None:
     for mode, row in found.items():
         pace = row["steps per hour"] / base["steps per hour"] if base else math.nan
         faster = base["seconds to the reward"] / row["seconds to the reward"] if base else math.nan
-        print(f"| {mode} | " + " | ".join(f"{row[n]:.3g}" for n in names) + f" | {pace:.2f} × | {faster:.2f} × |")
+        print(
+            f"| {mode} | "
+            + " | ".join(f"{row[n]:.3g}" for n in names)
+            + f" | {pace:.2f} × | {faster:.2f} × |"
+        )
 
 
 if __name__ == "__main__":

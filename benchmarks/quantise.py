@@ -1,10 +1,11 @@
-"""How fast `slime convert` quantises, and how much memory it takes beside the files that are mapped.
+"""How fast `slime convert` quantises, and how much memory it takes beside the files that are
+mapped.
 
-    python benchmarks/quantise.py                        # 0.6B parameters in 4 shards, on this machine's cores
-    python benchmarks/quantise.py --layers 8 --shards 8
+    python benchmarks/quantise.py                        # 0.6B parameters in 4 shards, on this
+    machine's cores python benchmarks/quantise.py --layers 8 --shards 8
 
-Random weights of Qwen3-0.6B's shape are written once; each conversion runs in a process of its own, whose anonymous
-memory is looked at every 20 ms.
+Random weights of Qwen3-0.6B's shape are written once; each conversion runs in a process of its own,
+whose anonymous memory is looked at every 20 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--shards", type=int, default=4)
     options = parser.parse_args()
@@ -45,16 +48,21 @@ def main() -> None:
         plain = Path(folder) / "plain"
         largest = write(plain, options.layers, options.shards)
         print(f"{options.layers} layers in {options.shards} shards of up to {largest / 1e6:.0f} MB")
-        idle = measured("--help")[1]  # the command's own imports are more than this, and are the same for all
+        idle = measured("--help")[
+            1
+        ]  # the command's own imports are more than this, and are the same for all
         for number, (title, words) in enumerate(COMMANDS.items()):
             target = Path(folder) / str(number)
-            seconds, peak = measured(*words, "--hf_model_path", str(plain), "--save_path", str(target))
+            seconds, peak = measured(
+                *words, "--hf_model_path", str(plain), "--save_path", str(target)
+            )
             size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
             back, peak_back = measured(
                 "quantised-to-hf", "--hf_model_path", str(target), "--save_path", f"{target}-back"
             )
             print(
-                f"{title:32}  {seconds:5.1f} s, {size / 1e6:6.0f} MB, peak {(peak - idle) / 1e6:4.0f} MB"
+                f"{title:32}  {seconds:5.1f} s, {size / 1e6:6.0f} MB, peak "
+                f"{(peak - idle) / 1e6:4.0f} MB"
                 f"    and back {back:5.1f} s, peak {(peak_back - idle) / 1e6:4.0f} MB"
             )
 
@@ -70,7 +78,9 @@ def write(directory: Path, layers: int, shards: int) -> int:
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
-        save_file({name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in part}, directory / file)
+        save_file(
+            {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in part}, directory / file
+        )
         where |= {name: file for name, _ in part}
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return max(path.stat().st_size for path in directory.glob("*.safetensors"))
@@ -80,10 +90,14 @@ def measured(*words: str) -> tuple[float, int]:
     """Seconds, and the largest anonymous memory in bytes, of a `slime convert`."""
     started = time.perf_counter()
     peak = 0
-    child = subprocess.Popen([sys.executable, "-m", "slime", "convert", *words], stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "slime", "convert", *words], stdout=subprocess.DEVNULL
+    )
     while child.poll() is None:
         lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
-        peak = max([peak, *(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))])
+        peak = max(
+            [peak, *(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))]
+        )
         time.sleep(0.02)
     if child.returncode:
         raise SystemExit(f"slime convert {words[0]} ended with {child.returncode}")

@@ -1,13 +1,16 @@
-"""What quantised rollouts cost a toy in learning, and what mends it: seeds × formats × corrections, on the CPU.
+"""What quantised rollouts cost a toy in learning, and what mends it: seeds × formats × corrections,
+on the CPU.
 
-    python -m benchmarks.quantised_learning outputs/quantised             # 33 runs of 15 steps, some minutes
-    python -m benchmarks.quantised_learning outputs/quantised --picture docs/images/quantised-learning.svg
+    python -m benchmarks.quantised_learning outputs/quantised             # 33 runs of 15 steps,
+    some minutes python -m benchmarks.quantised_learning outputs/quantised --picture
+    docs/images/quantised-learning.svg
 
-Trainer and pushes are in this process, an embedded engine for each format in one of its own; there is no Ray, so that a
-run takes seconds. The task is the tests' (`tests.support.toy`): from random weights, a seed's own, a small Llama learns
-to say one digit, 4 prompts with 4 answers of 8 tokens a step. All of its Linear layers are quantised, the output layer
-too, which is the one that learns: harder than any recommended list. A run that is there already is not made again, so
-that a call that was ended goes on.
+Trainer and pushes are in this process, an embedded engine for each format in one of its own; there
+is no Ray, so that a run takes seconds. The task is the tests' (`tests.support.toy`): from random
+weights, a seed's own, a small Llama learns to say one digit, 4 prompts with 4 answers of 8 tokens a
+step. All of its Linear layers are quantised, the output layer too, which is the one that learns:
+harder than any recommended list. A run that is there already is not made again, so that a call that
+was ended goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ Found = dict[tuple[str, str], list[Rows]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
@@ -60,17 +65,23 @@ def table(found: Found) -> str:
     for (kind, name), runs in found.items():
         ends = [statistics.fmean(row["reward"] for row in rows[-3:]) for rows in runs]
         apart = statistics.fmean(row["apart"] for rows in runs for row in rows)
-        lines.append(f"| {kind} | {name} | {statistics.fmean(ends):.2f} | {min(ends):.2f} | {apart:.4f} |")
+        lines.append(
+            f"| {kind} | {name} | {statistics.fmean(ends):.2f} | {min(ends):.2f} | {apart:.4f} |"
+        )
     return "\n".join(lines)
 
 
 def _of_format(folder: Path, kind: str, seeds: int, steps: int, found: Found) -> None:
-    """All runs with engines of one kind, which are one server: each run begins with a push of its own weights."""
+    """All runs with engines of one kind, which are one server: each run begins with a push of its
+    own weights."""
     from slime.processes.host import free_port
     from tests.support.contract_servers import embedded_argv, running
 
     wanted = [
-        (name, seed) for name in CORRECTIONS for seed in range(seeds) if (kind, name) != ("bf16", "fake-quantised")
+        (name, seed)
+        for name in CORRECTIONS
+        for seed in range(seeds)
+        if (kind, name) != ("bf16", "fake-quantised")
     ]
     places = {seed: _models(folder / "models", seed) for seed in range(seeds)}
     port = free_port()
@@ -105,7 +116,12 @@ def _models(folder: Path, seed: int) -> dict[str, Path]:
 
 
 def _run(
-    server: Any, models: Mapping[str, Path], kind: str, seed: int, steps: int, correction: Mapping[str, Any]
+    server: Any,
+    models: Mapping[str, Path],
+    kind: str,
+    seed: int,
+    steps: int,
+    correction: Mapping[str, Any],
 ) -> Rows:
     """Mean reward, and how far apart trainer and engine are, of each step."""
     from slime.config import make_config
@@ -147,11 +163,15 @@ def _batch(server: Any, step: int) -> Any:
     from tests.support.toy import DIGIT, VOCABULARY
 
     sums = [f"{(step * _PROMPTS + number) % 10}+{number}=" for number in range(_PROMPTS)]
-    prompts = [[VOCABULARY[character] for character in text] for text in sums for _ in range(_ANSWERS)]
+    prompts = [
+        [VOCABULARY[character] for character in text] for text in sums for _ in range(_ANSWERS)
+    ]
     count = len(prompts)
 
     def answer(prompt: list[int]) -> tuple[list[int], list[float]]:
-        said = server.generate(prompt, temperature=1.0, max_new_tokens=_LENGTH)["meta_info"]["output_token_logprobs"]
+        said = server.generate(prompt, temperature=1.0, max_new_tokens=_LENGTH)["meta_info"][
+            "output_token_logprobs"
+        ]
         return [entry[1] for entry in said], [entry[0] for entry in said]
 
     with ThreadPoolExecutor(count) as pool:
@@ -178,14 +198,20 @@ def _batch(server: Any, step: int) -> Any:
 
 
 def _picture(found: Found) -> str:
-    """The mean reward of the seeds by step: each kind of engine as it is, and INT4 with each correction."""
+    """The mean reward of the seeds by step: each kind of engine as it is, and INT4 with each
+    correction."""
     from tools.plot_runs import picture
 
     curves = []
     for (kind, name), runs in found.items():
         if kind == "INT4" or name == "none":
-            by_step: list[Sequence[float]] = list(zip(*([row["reward"] for row in rows] for rows in runs)))
-            points = [(float(number + 1), statistics.fmean(values)) for number, values in enumerate(by_step)]
+            by_step: list[Sequence[float]] = list(
+                zip(*([row["reward"] for row in rows] for rows in runs))
+            )
+            points = [
+                (float(number + 1), statistics.fmean(values))
+                for number, values in enumerate(by_step)
+            ]
             curves.append((kind if name == "none" else f"{kind}, {name}", points))
     return picture(curves, "reward", "Share of the digit by step, mean of the seeds")
 

@@ -1,12 +1,15 @@
-"""Samples per second of a rollout's own process: generate, reward, filter, conversion, in front of an instant engine.
+"""Samples per second of a rollout's own process: generate, reward, filter, conversion, in front of
+an instant engine.
 
-    python -m benchmarks.rollout_load                        # rounds of 2,000 samples, all in flight at once
-    python -m benchmarks.rollout_load --rounds 50 --memory   # 100,000 samples, and what the process holds after each
-    python -m benchmarks.rollout_load --profile              # where the time goes
+    python -m benchmarks.rollout_load                        # rounds of 2,000 samples, all in
+    flight at once python -m benchmarks.rollout_load --rounds 50 --memory   # 100,000 samples, and
+    what the process holds after each python -m benchmarks.rollout_load --profile              #
+    where the time goes
 
-Two processes: one is the rollout as a run has it (`RolloutLoop` with its client, rewards, filter and trace, then
-`to_train_batches`), the other plays router and engine and answers at once, with tokens of its own. What a sample costs
-the rollout's process in CPU time is said beside: other programs on the machine change it less.
+Two processes: one is the rollout as a run has it (`RolloutLoop` with its client, rewards, filter
+and trace, then `to_train_batches`), the other plays router and engine and answers at once, with
+tokens of its own. What a sample costs the rollout's process in CPU time is said beside: other
+programs on the machine change it less.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ from tests.support.bpe_tokenizers import bpe_tokenizer
 ME = "benchmarks.rollout_load."
 
 
-# -- the other process: an engine ------------------------------------------------------------------------------------
+# -- the other process: an engine
+# ------------------------------------------------------------------------------------
 
 
 class InstantEngine(asyncio.Protocol):
-    """Answers each POST with the same tokens, as soon as it is there; whatever else is asked, with 404."""
+    """Answers each POST with the same tokens, as soon as it is there; whatever else is asked, with
+    404."""
 
     answer = b""
 
@@ -64,34 +69,53 @@ class InstantEngine(asyncio.Protocol):
             self._transport.write(self.answer if head.startswith(b"post /generate") else _NOTHING)
 
 
-_NOTHING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}"
+_NOTHING = (
+    b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}"
+)
 
 
 def play(pipe: Connection, new_tokens: int, end: int) -> None:
     tokens = [100 + i % 200 for i in range(new_tokens - 1)] + [end]
-    meta: dict[str, Any] = {"finish_reason": {"type": "stop"}, "weight_version": "1", "completion_tokens": new_tokens}
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "1",
+        "completion_tokens": new_tokens,
+    }
     meta |= {"prompt_tokens": 100, "cached_tokens": 64, "e2e_latency": 0.01}
-    meta["output_token_logprobs"] = [[-0.5 - 1e-6 * i, token, None] for i, token in enumerate(tokens)]
-    body = orjson.dumps({"text": "The answer is 42. " * (new_tokens // 8), "output_ids": tokens, "meta_info": meta})
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    meta["output_token_logprobs"] = [
+        [-0.5 - 1e-6 * i, token, None] for i, token in enumerate(tokens)
+    ]
+    body = orjson.dumps(
+        {"text": "The answer is 42. " * (new_tokens // 8), "output_ids": tokens, "meta_info": meta}
+    )
+    head = (
+        f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     InstantEngine.answer = head.encode() + body
 
     async def run() -> None:
-        server = await asyncio.get_running_loop().create_server(InstantEngine, "127.0.0.1", 0, backlog=8192)
+        server = await asyncio.get_running_loop().create_server(
+            InstantEngine, "127.0.0.1", 0, backlog=8192
+        )
         pipe.send(server.sockets[0].getsockname()[1])
         await asyncio.to_thread(pipe.recv)
 
     asyncio.run(run())
 
 
-# -- this process: the rollout ---------------------------------------------------------------------------------------
+# -- this process: the rollout
+# ---------------------------------------------------------------------------------------
 
 
 class Prompts(DataSource):
     """Prompts that are tokens already, as those of a data set are once it is read."""
 
     def __init__(self, group_size: int, prompt_tokens: int) -> None:
-        self._group_size, self._tokens, self._drawn = group_size, list(range(10, 10 + prompt_tokens)), 0
+        self._group_size, self._tokens, self._drawn = (
+            group_size,
+            list(range(10, 10 + prompt_tokens)),
+            0,
+        )
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         first = self._drawn
@@ -102,7 +126,11 @@ class Prompts(DataSource):
         index = number * self._group_size
         return [
             Sample(
-                group_index=number, index=index + i, tokens=list(self._tokens), prompt="What is 6 times 7?", label="42"
+                group_index=number,
+                index=index + i,
+                tokens=list(self._tokens),
+                prompt="What is 6 times 7?",
+                label="42",
             )
             for i in range(self._group_size)
         ]
@@ -152,7 +180,9 @@ async def one_round(loop: RolloutLoop, number: int) -> tuple[float, float, float
     generated = time.process_time() - cpu
     groups: list[Group] = output.samples
     batches = to_train_batches(groups, loop.config, TrainLayout(), number)
-    assert sum(len(batch.tokens) for batch in batches) == sum(len(group.samples) for group in groups)
+    assert sum(len(batch.tokens) for batch in batches) == sum(
+        len(group.samples) for group in groups
+    )
     return time.perf_counter() - began, time.process_time() - cpu, generated
 
 
@@ -160,7 +190,9 @@ async def measure(args: argparse.Namespace) -> None:
     tokenizer: Any = load_tokenizer(args.model) if args.model else bpe_tokenizer()
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    context.Process(target=play, args=(there, args.new_tokens, tokenizer.eos_token_id), daemon=True).start()
+    context.Process(
+        target=play, args=(there, args.new_tokens, tokenizer.eos_token_id), daemon=True
+    ).start()
     url = f"http://127.0.0.1:{await asyncio.to_thread(here.recv)}"
     config = configuration(args)
     process = psutil.Process()
@@ -186,7 +218,10 @@ async def measure(args: argparse.Namespace) -> None:
             rates.append(args.in_flight / seconds)
             costs.append(1e3 * cpu / args.in_flight)
     profile.disable()
-    print(f"medians of {args.rounds}: {statistics.median(rates):.0f} samples/s, {statistics.median(costs):.3f} ms")
+    print(
+        f"medians of {args.rounds}: {statistics.median(rates):.0f} samples/s, "
+        f"{statistics.median(costs):.3f} ms"
+    )
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
     here.send(None)
@@ -194,14 +229,20 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="directory of another tokenizer than one of 376 tokens")
-    parser.add_argument("--in-flight", type=int, default=2000, help="samples of a round, all at once")
+    parser.add_argument(
+        "--in-flight", type=int, default=2000, help="samples of a round, all at once"
+    )
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--reward", choices=("built-in", "sync", "async"), default="built-in")
-    parser.add_argument("--own-generate", action="store_true", help="a generate function of the user's around ours")
+    parser.add_argument(
+        "--own-generate", action="store_true", help="a generate function of the user's around ours"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--profile", action="store_true")

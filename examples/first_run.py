@@ -1,4 +1,5 @@
-"""From a model and a reward to a better model: python examples/first_run.py path/to/model [steps]"""
+"""From a model and a reward to a better model: python examples/first_run.py path/to/model
+[steps]"""
 
 import random
 import sys

@@ -1,7 +1,9 @@
-"""A model for an example, made on the spot: a Qwen3 of a hundred thousand parameters that has seen some conversations.
+"""A model for an example, made on the spot: a Qwen3 of a hundred thousand parameters that has seen
+some conversations.
 
-It is taught what answers look like, not which of them are good: that is what the example's run is for. `write_model`
-takes five seconds or so on one core. Words are tokens, numbers are spelt in digits, and tags (<calc>) are words.
+It is taught what answers look like, not which of them are good: that is what the example's run is
+for. `write_model` takes five seconds or so on one core. Words are tokens, numbers are spelt in
+digits, and tags (<calc>) are words.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def answer(*turns: str) -> Chat:
         >>> [message["role"] for message in answer("<calc>2 * 3</calc>", "6", "6")]
         ['assistant', 'tool', 'assistant']
     """
-    return [{"role": ("assistant", "tool")[number % 2], "content": content} for number, content in enumerate(turns)]
+    return [
+        {"role": ("assistant", "tool")[number % 2], "content": content}
+        for number, content in enumerate(turns)
+    ]
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -49,9 +54,14 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_model(
-    folder: Path, lesson: Callable[[random.Random], Chat], steps: int = 100, seed: int = 0, template: str = TEMPLATE
+    folder: Path,
+    lesson: Callable[[random.Random], Chat],
+    steps: int = 100,
+    seed: int = 0,
+    template: str = TEMPLATE,
 ) -> None:
-    """A Hugging Face directory of a model that speaks as in ``lesson``, which makes one conversation at a time.
+    """A Hugging Face directory of a model that speaks as in ``lesson``, which makes one
+    conversation at a time.
 
     Args:
         steps: of 64 conversations each, in which the words of the assistant are learned.
@@ -79,12 +89,16 @@ def write_model(
     )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
-    for layer in model.model.layers:  # what is looked at is copied, from the first step on: where to look is learned
+    for layer in (
+        model.model.layers
+    ):  # what is looked at is copied, from the first step on: where to look is learned
         torch.nn.init.eye_(layer.self_attn.v_proj.weight)
         torch.nn.init.eye_(layer.self_attn.o_proj.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
+        optimizer.param_groups[0]["lr"] = 5e-3 * min(
+            1.0, (step + 1) / 20, 2 * (steps - step) / steps
+        )
         tokens, labels = _batch(tokenizer, chats[step * BATCH :][:BATCH])
         model(input_ids=torch.tensor(tokens), labels=torch.tensor(labels)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,18 +117,22 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> Any:
     split = pre_tokenizers.Split(Regex(r"</?\w+>|[A-Za-z]+|[\s\S]"), behavior="isolated")
     words = {word for text in set(texts) for word, _ in split.pre_tokenize_str(text)}
     special = [PAD, UNKNOWN, END, *(f"<{role}>" for role in ROLES)]
-    vocabulary = {word: number for number, word in enumerate([*special, *sorted(words - set(special))])}
+    vocabulary = {
+        word: number for number, word in enumerate([*special, *sorted(words - set(special))])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+    )
     fast.add_special_tokens({"additional_special_tokens": special[3:]})
     fast.chat_template = template
     return fast
 
 
 def _batch(tokenizer: Any, chats: list[Chat]) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens and labels, padded at the right. Learned is what the assistant says to the last words of the user; other
-    labels are -100."""
+    """Tokens and labels, padded at the right. Learned is what the assistant says to the last words
+    of the user; other labels are -100."""
     tokens = []
     labels = []
     for chat in chats:

@@ -1,7 +1,9 @@
-"""A small world for the demo: sums, a character tokenizer, and a Qwen3-architecture model of 0.4 million parameters.
+"""A small world for the demo: sums, a character tokenizer, and a Qwen3-architecture model of 0.4
+million parameters.
 
-The task: "37+5=" → "42". The demonstrations for SFT are sloppy on purpose: three digits in ten are any. So SFT
-teaches what an answer looks like and roughly what it says; only the reward of GRPO tells right from wrong.
+The task: "37+5=" → "42". The demonstrations for SFT are sloppy on purpose: three digits in ten are
+any. So SFT teaches what an answer looks like and roughly what it says; only the reward of GRPO
+tells right from wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def write_data(folder: Path, seed: int, num_demonstrations: int, wrong_digits: f
     with open(folder / "sft.jsonl", "w") as out:
         for _ in range(num_demonstrations):
             a, b = rng.choice(train)
-            digits = [rng.choice(CHARACTERS[:10]) if rng.random() < wrong_digits else d for d in f"{a + b:02d}"]
+            digits = [
+                rng.choice(CHARACTERS[:10]) if rng.random() < wrong_digits else d
+                for d in f"{a + b:02d}"
+            ]
             out.write(json.dumps({"prompt": f"{a:02d}+{b}=", "label": "".join(digits)}) + "\n")
     for name, pairs in (("train", train), ("test", test)):
         with open(folder / f"{name}.jsonl", "w") as out:
@@ -55,7 +60,9 @@ def write_model(folder: Path, seed: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token="<unk>"
+    )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = Qwen3Config(
         vocab_size=32,

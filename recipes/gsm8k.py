@@ -1,4 +1,5 @@
-"""Reward for GSM8K: the last number of the response against the number behind "####" of the reference answer."""
+"""Reward for GSM8K: the last number of the response against the number behind "####" of the
+reference answer."""
 
 from __future__ import annotations
 

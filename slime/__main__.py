@@ -1,6 +1,7 @@
 """The `slime` command: `slime train …`, `slime flags …`; `python -m slime` is the same.
 
-Each subcommand is imported only when it is called, so that `--help` takes a moment and needs no torch.
+Each subcommand is imported only when it is called, so that `--help` takes a moment and needs no
+torch.
 """
 
 from __future__ import annotations
@@ -27,15 +28,27 @@ from slime.processes.owner import leave_what_hangs, something_hangs
 from slime.redact import redact_text
 
 _FULL = "the disk is full", "free disk space, or write somewhere else"
-_READ_ONLY = "a file system has become read-only", "look at dmesg for errors of the disk, and mount it writable again"
-_DENIED = "a file is not for this user", "let this user read and write it (chmod, chown), or call slime as its owner"
+_READ_ONLY = (
+    "a file system has become read-only",
+    "look at dmesg for errors of the disk, and mount it writable again",
+)
+_DENIED = (
+    "a file is not for this user",
+    "let this user read and write it (chmod, chown), or call slime as its owner",
+)
 #: What the disk may say → in words, and what to do about it.
-_OF_THE_DISK = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: _READ_ONLY, errno.EACCES: _DENIED}
+_OF_THE_DISK = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: _READ_ONLY,
+    errno.EACCES: _DENIED,
+}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: ``function(argv)`` in ``module`` may return an exit status; ``entry`` marks a training loop."""
+    """A subcommand: ``function(argv)`` in ``module`` may return an exit status; ``entry`` marks a
+    training loop."""
 
     module: str
     function: str
@@ -45,29 +58,70 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "init": Command("slime.cli.init", "main", "copy the recipes and examples into a folder"),
-    "train": Command("slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"),
+    "train": Command(
+        "slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"
+    ),
     "train-async": Command(
-        "slime.cli.train", "main_async", "the same with rollouts generated ahead of training", "train_async"
+        "slime.cli.train",
+        "main_async",
+        "the same with rollouts generated ahead of training",
+        "train_async",
     ),
-    "doctor": Command("slime.cli.doctor", "main", "look at a run's flags, machine, model and data before it starts"),
+    "doctor": Command(
+        "slime.cli.doctor",
+        "main",
+        "look at a run's flags, machine, model and data before it starts",
+    ),
     "align": Command(
-        "slime.cli.align", "main", "where trainer and engine part, when log-probs differ, and why: ranked"
+        "slime.cli.align",
+        "main",
+        "where trainer and engine part, when log-probs differ, and why: ranked",
     ),
-    "resume": Command("slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"),
-    "chat": Command("slime.cli.chat", "main", "talk to a model in the terminal: a run's newest, or any directory"),
+    "resume": Command(
+        "slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"
+    ),
+    "chat": Command(
+        "slime.cli.chat",
+        "main",
+        "talk to a model in the terminal: a run's newest, or any directory",
+    ),
     "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),
-    "engines": Command("slime.cli.engines", "main", "the engines of a running run; let one join or leave"),
-    "export": Command("slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"),
-    "push": Command("slime.cli.push", "main", "upload a model to the hub, with a card that says how it was trained"),
-    "flags": Command("slime.cli.flags", "main", "look a flag up: what it is, needs and serves, and its value in a run"),
-    "reward": Command("slime.cli.reward", "main", "run a reward function on data, without training"),
-    "report": Command("slime.cli.report", "main", "write report.html of a run folder, or compare several"),
-    "watch": Command("slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"),
-    "explain": Command(
-        "slime.cli.explain", "main", "why a run ended, or goes wrong: cause and remedies, from its folder"
+    "engines": Command(
+        "slime.cli.engines", "main", "the engines of a running run; let one join or leave"
     ),
-    "bundle": Command("slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"),
-    "convert": Command("slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"),
+    "export": Command(
+        "slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"
+    ),
+    "push": Command(
+        "slime.cli.push",
+        "main",
+        "upload a model to the hub, with a card that says how it was trained",
+    ),
+    "flags": Command(
+        "slime.cli.flags",
+        "main",
+        "look a flag up: what it is, needs and serves, and its value in a run",
+    ),
+    "reward": Command(
+        "slime.cli.reward", "main", "run a reward function on data, without training"
+    ),
+    "report": Command(
+        "slime.cli.report", "main", "write report.html of a run folder, or compare several"
+    ),
+    "watch": Command(
+        "slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"
+    ),
+    "explain": Command(
+        "slime.cli.explain",
+        "main",
+        "why a run ended, or goes wrong: cause and remedies, from its folder",
+    ),
+    "bundle": Command(
+        "slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"
+    ),
+    "convert": Command(
+        "slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"
+    ),
 }
 
 _VERSION = "version"
@@ -80,7 +134,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str) -> None:
-    """What `train.py` and the scripts in `tools/` do: one subcommand with this process's arguments, then exit."""
+    """What `train.py` and the scripts in `tools/` do: one subcommand with this process's arguments,
+    then exit."""
     sys.exit(main([name, *sys.argv[1:]]))
 
 
@@ -118,14 +173,18 @@ def _dispatch(words: list[str]) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once until the run takes the signal over (`slime.run.stopping`). Libraries that are
-    being imported swallow a KeyboardInterrupt, and nothing is there yet that would have to be closed."""
+    """Ctrl-C ends the process at once until the run takes the signal over (`slime.run.stopping`).
+    Libraries that are being imported swallow a KeyboardInterrupt, and nothing is there yet that
+    would have to be closed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    is_ours = threading.current_thread() is threading.main_thread() and os.environ.get("SLIME_DEBUG") != "1"
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and os.environ.get("SLIME_DEBUG") != "1"
+    )
     before = signal.getsignal(signal.SIGINT)
     if not is_ours or before is not signal.default_int_handler:
         yield
@@ -146,11 +205,13 @@ def _usage() -> str:
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run ``action()`` and turn its end into an exit status: the one place where errors become text.
+    """Run ``action()`` and turn its end into an exit status: the one place where errors become
+    text.
 
-    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1, and gives 2 (1 for a
-    `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly; a package that slime imports
-    and that is not installed gives 2. Everything else is a defect, keeps its traceback and gives 1.
+    A `UserError` is printed in its few lines, with a traceback only when SLIME_DEBUG=1, and gives 2
+    (1 for a `RunFailed`); Ctrl-C gives 130; a closed pipe (``slime flags | head``) ends quietly; a
+    package that slime imports and that is not installed gives 2. Everything else is a defect, keeps
+    its traceback and gives 1.
     """
     sys.excepthook = _show
     try:
@@ -169,7 +230,11 @@ def guarded(action: Callable[[], int]) -> int:
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A traceback without secrets, in place of Python's."""
-    print(redact_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(
+        redact_text("".join(traceback.format_exception(kind, error, trace))),
+        end="",
+        file=sys.stderr,
+    )
 
 
 def _status_of(action: Callable[[], int]) -> int:
@@ -179,10 +244,15 @@ def _status_of(action: Callable[[], int]) -> int:
         if os.environ.get("SLIME_DEBUG") == "1":
             raise
         # a UserError of a Ray actor arrives as a subclass whose str() is the remote traceback
-        print("error: " + redact_text("\n".join([UserError.__str__(error), *_notes(error)])), file=sys.stderr)
+        print(
+            "error: " + redact_text("\n".join([UserError.__str__(error), *_notes(error)])),
+            file=sys.stderr,
+        )
         return error.exit_status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet too
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that the flush at exit is quiet too
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _OF_THE_DISK or os.environ.get("SLIME_DEBUG") == "1":
@@ -205,11 +275,14 @@ def _status_of(action: Callable[[], int]) -> int:
 
 
 def _not_installed(error: ModuleNotFoundError) -> UserError | None:
-    """What to say of an import of slime's own that this Python has no package for; None: it is something else's."""
+    """What to say of an import of slime's own that this Python has no package for; None: it is
+    something else's."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     package = Path(__file__).parent
     name = (error.name or "").partition(".")[0]
-    if isinstance(error, importlib.metadata.PackageNotFoundError):  # asked for its version, from within the library
+    if isinstance(
+        error, importlib.metadata.PackageNotFoundError
+    ):  # asked for its version, from within the library
         files = [file for file in files if "importlib" not in file.parts]
     if name in ("", package.name) or not files or package not in files[-1].parents:
         return None
@@ -218,11 +291,14 @@ def _not_installed(error: ModuleNotFoundError) -> UserError | None:
     if (package.parent / "pyproject.toml").is_file():
         what = f"-e {package.parent}"
     fix = f"in a virtual environment: pip install {what}"
-    if (environment / "bin" / "activate").is_file() and Path(sys.prefix).resolve() != environment.resolve():
+    if (environment / "bin" / "activate").is_file() and Path(
+        sys.prefix
+    ).resolve() != environment.resolve():
         fix = f". {environment}/bin/activate"  # which make has filled
     return UserError(
         f"the module {name} is not installed for {sys.executable}",
-        why="slime imports it, and was not installed for this Python, or not with all that it needs",
+        why="slime imports it, and was not installed for this Python, or not with all that it "
+        "needs",
         fix=fix,
     )
 

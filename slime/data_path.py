@@ -1,4 +1,5 @@
-"""How data is named: ``path[:split][@[start:stop]]``, where the path is a file, a folder, or a name on the hub."""
+"""How data is named: ``path[:split][@[start:stop]]``, where the path is a file, a folder, or a name
+on the hub."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ def split_slice(path: str) -> tuple[str, slice]:
     match = _SLICE.match(path)
     if match is None:
         if path.endswith("]") and "@[" in path:
-            raise UserError(f"'{path}' has a slice that cannot be read", fix="write it as path@[start:stop]")
+            raise UserError(
+                f"'{path}' has a slice that cannot be read", fix="write it as path@[start:stop]"
+            )
         return path, slice(None)
     start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
     return match["path"], slice(start, stop)
 
 
 def split_name(path: str) -> tuple[str, str | None]:
-    """Separate a path without slice from the split of a data set. A file or folder of the whole name wins.
+    """Separate a path without slice from the split of a data set. A file or folder of the whole
+    name wins.
 
     Example:
         >>> split_name("openai/gsm8k/main:test"), split_name("train.jsonl")
@@ -52,7 +56,8 @@ def split_name(path: str) -> tuple[str, str | None]:
 
 
 def row_suffix(path: str) -> str:
-    """The end of a file name that tells how its rows are read, without that of a compression; "" for others.
+    """The end of a file name that tells how its rows are read, without that of a compression; ""
+    for others.
 
     Example:
         >>> row_suffix("train.jsonl.gz"), row_suffix("train.parquet"), row_suffix("notes.txt")

@@ -1,4 +1,5 @@
-"""Where the documentation is on the web. Messages name a page by its URL: an installed package has no docs folder."""
+"""Where the documentation is on the web. Messages name a page by its URL: an installed package has
+no docs folder."""
 
 from __future__ import annotations
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit status 2.
+    """A mistake or condition the user can mend. Shown in a few lines without a traceback; exit
+    status 2.
 
-    Notes (``error.add_note``) are shown below, e.g. where the crash folder is. ``errors`` has the parts of one that
-    `several` made.
+    Notes (``error.add_note``) are shown below, e.g. where the crash folder is. ``errors`` has the
+    parts of one that `several` made.
 
     Args:
         what: the fact, with the user's own values in it ("no column 'question' in train.jsonl").
@@ -57,16 +58,22 @@ def several(errors: Sequence[UserError]) -> UserError:
     for number, error in enumerate(distinct, 1):
         first, *rest = UserError.__str__(error).splitlines()
         notes = getattr(error, "__notes__", ())
-        lines += [f"  {number}. {first}", *(f"   {line}" for line in rest), *(f"     {line}" for line in notes)]
+        lines += [
+            f"  {number}. {first}",
+            *(f"   {line}" for line in rest),
+            *(f"     {line}" for line in notes),
+        ]
     told = UserError("\n".join(lines))
     told.errors = tuple(distinct)
     return told
 
 
 class RunFailed(UserError):
-    """A run that cannot go on although nobody asked for anything wrong: a process of it died or does not answer.
+    """A run that cannot go on although nobody asked for anything wrong: a process of it died or
+    does not answer.
 
-    Shown like any `UserError`, but the exit status is 1: the same command may succeed when it is tried again.
+    Shown like any `UserError`, but the exit status is 1: the same command may succeed when it is
+    tried again.
     """
 
     exit_status = 1

@@ -25,7 +25,8 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
 
     Args:
         value: anything.
-        max_text: cut strings to this many characters (0: never), with a mark that says how many were cut.
+        max_text: cut strings to this many characters (0: never), with a mark that says how many
+            were cut.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -40,7 +41,9 @@ def json_safe(value: Any, max_text: int = 0, _depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else None
     if _depth < _MAX_DEPTH:
         if isinstance(value, dict):
-            return {str(json_safe(str(k))): json_safe(v, max_text, _depth + 1) for k, v in value.items()}
+            return {
+                str(json_safe(str(k))): json_safe(v, max_text, _depth + 1) for k, v in value.items()
+            }
         if isinstance(value, (list, tuple, set, frozenset)):
             return [json_safe(item, max_text, _depth + 1) for item in value]
     return json_safe(repr(value), max_text or 200)
@@ -53,8 +56,9 @@ def dump_line(value: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` at the end of the block: readers see the file whole or not
-    at all, also when we are killed half-way. Folders are made; an exception leaves ``path`` as it was.
+    """A path to write to, which takes the place of ``path`` at the end of the block: readers see
+    the file whole or not at all, also when we are killed half-way. Folders are made; an exception
+    leaves ``path`` as it was.
 
     Args:
         durable: also when the power is cut: it is on the disk when the block ends.
@@ -82,7 +86,8 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> No
         unfinished.write_bytes(content)
 
 
-#: Larger files are told apart by their size and so many pieces of them; so is what comes behind so much of data.
+#: Larger files are told apart by their size and so many pieces of them; so is what comes behind so
+#: much of data.
 _WHOLE_BYTES = 16 << 20
 _DATA_BYTES = 1 << 30
 _PIECES = 64
@@ -90,7 +95,8 @@ _PIECE_BYTES = 1 << 16
 
 
 def content_fingerprint(path: Path, *, whole: bool = False) -> str:
-    """A text that changes with the content of a file, or of a folder's files; "" where there is nothing.
+    """A text that changes with the content of a file, or of a folder's files; "" where there is
+    nothing.
 
     Args:
         whole: read large files to their end, too, a gigabyte in all.
@@ -164,8 +170,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file; [] when it cannot be read. Lines that are no object are left out: one that is
-    being written, or was cut by a crash."""
+    """The JSON objects of a JSONL file; [] when it cannot be read. Lines that are no object are
+    left out: one that is being written, or was cut by a crash."""
     rows = []
     try:
         content = read_plain(path)
@@ -191,8 +197,8 @@ def entries_of(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def left_behind(path: Path) -> Iterator[bool]:
-    """Whether a file or folder of this user's is one whose owner kept it locked (``flock``) and has died. If so it is
-    locked here as long as the block lasts."""
+    """Whether a file or folder of this user's is one whose owner kept it locked (``flock``) and has
+    died. If so it is locked here as long as the block lasts."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:  # another user's, a link, or gone in the meantime

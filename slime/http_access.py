@@ -1,8 +1,9 @@
 """Who may ask a server of ours: the Host and Origin headers, keys, and which routes are open.
 
-Everybody on the host can reach a server on loopback, and so can every page in the user's browser. `foreign` refuses
-pages from another origin, and those whose own name leads to this host (DNS rebinding). Where `slime watch` listens on
-other addresses, it asks for a token. Engines ask for a key (`slime.engines.keys`).
+Everybody on the host can reach a server on loopback, and so can every page in the user's browser.
+`foreign` refuses pages from another origin, and those whose own name leads to this host (DNS
+rebinding). Where `slime watch` listens on other addresses, it asks for a token. Engines ask for a
+key (`slime.engines.keys`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from aiohttp.typedefs import Middleware
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TOKEN_HEADER = "X-Slime-Token"
-#: Nothing from elsewhere, nothing inline: text that gets into the page can never run, nor load anything.
+#: Nothing from elsewhere, nothing inline: text that gets into the page can never run, nor load
+#: anything.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
+    "data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -87,12 +90,16 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
             place = ""
         if not is_loopback(name) and (on_loopback or place.lower() != host.lower()):
             return f"it answers no page of another origin ({origin[:100]})"
-    if headers.get("Sec-Fetch-Site") == "cross-site" and headers.get("Sec-Fetch-Mode") != "navigate":
+    if (
+        headers.get("Sec-Fetch-Site") == "cross-site"
+        and headers.get("Sec-Fetch-Mode") != "navigate"
+    ):
         return "it answers no page of another site"
     return ""
 
 
-#: What `slime serve` answers unless its control routes are asked for: generation, and what tells of the model.
+#: What `slime serve` answers unless its control routes are asked for: generation, and what tells of
+#: the model.
 _INFERENCE = frozenset(
     (
         *(
@@ -106,15 +113,38 @@ _INFERENCE = frozenset(
             "/detokenize",
             "/get_load",
         ),
-        *("/encode", "/classify", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/invocations"),
-        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"),
-        *("/v1/classify", "/v1/messages", "/v1/messages/count_tokens", "/v1/tokenize", "/v1/detokenize", "/v1/loads"),
+        *(
+            "/encode",
+            "/classify",
+            "/model_info",
+            "/get_model_info",
+            "/server_info",
+            "/get_server_info",
+            "/invocations",
+        ),
+        *(
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/embeddings",
+            "/v1/rerank",
+            "/v1/score",
+            "/v1/responses",
+        ),
+        *(
+            "/v1/classify",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/tokenize",
+            "/v1/detokenize",
+            "/v1/loads",
+        ),
     )
 )
 
 
 def is_inference(path: str) -> bool:
-    """Whether a route only generates or tells; all others may change what a server does, or its weights.
+    """Whether a route only generates or tells; all others may change what a server does, or its
+    weights.
 
     Example:
         >>> is_inference("/v1/models/sums"), is_inference("/flush_cache"), is_inference("/update_weights_from_disk")
@@ -140,7 +170,10 @@ class EngineAccess:
         if told := foreign(headers, on_loopback=self.on_loopback):
             return f"forbidden: {told}"
         if self.inference_only and not is_inference(path):
-            return f"{path} is closed: it steers the server, or there is no such route (slime serve --control-routes)"
+            return (
+                f"{path} is closed: it steers the server, or there is no such route (slime serve "
+                "--control-routes)"
+            )
         return ""
 
 
@@ -154,7 +187,10 @@ class AsgiGuard:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         refused = ""
         if scope["type"] in ("http", "websocket"):
-            names = {name.decode("latin-1").title(): value.decode("latin-1") for name, value in scope["headers"]}
+            names = {
+                name.decode("latin-1").title(): value.decode("latin-1")
+                for name, value in scope["headers"]
+            }
             refused = self._access.refusal(scope["path"], names)
         if not refused:
             await self._app(scope, receive, send)
@@ -162,7 +198,10 @@ class AsgiGuard:
             await send({"type": "websocket.close", "code": 1008})
         else:
             body = orjson.dumps({"error": {"message": refused, "type": "forbidden", "code": 403}})
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ]
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
@@ -194,18 +233,26 @@ def guard(token: str | None, cookie: str) -> Middleware:
             return await handler(request)
         given = request.query.get("token")
         if given is not None and request.path == "/" and _same(given, token):
-            found = web.Response(status=302, headers={"Location": "/"})  # so that the token leaves the address bar
+            found = web.Response(
+                status=302, headers={"Location": "/"}
+            )  # so that the token leaves the address bar
             found.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
             return found
         if not any(_same(word, token) for word in _words(request, cookie)):
-            raise web.HTTPUnauthorized(text="open the address that `slime watch` printed, with its token\n")
+            raise web.HTTPUnauthorized(
+                text="open the address that `slime watch` printed, with its token\n"
+            )
         return await handler(request)
 
     return check
 
 
 def _words(request: web.Request, cookie: str) -> list[str]:
-    words = (request.cookies.get(cookie), request.headers.get(TOKEN_HEADER), request.query.get("token"))
+    words = (
+        request.cookies.get(cookie),
+        request.headers.get(TOKEN_HEADER),
+        request.query.get("token"),
+    )
     return [word for word in words if word]
 
 

@@ -1,7 +1,7 @@
 """The Hugging Face hub: models and data sets by name, and uploads.
 
-``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` mean what they mean to huggingface_hub, which does the
-work. A folder of the name, on this machine, always wins.
+``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` mean what they mean to
+huggingface_hub, which does the work. A folder of the name, on this machine, always wins.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-#: Seconds for the hub's first answer; of later ones huggingface_hub takes care (HF_HUB_DOWNLOAD_TIMEOUT).
+#: Seconds for the hub's first answer; of later ones huggingface_hub takes care
+#: (HF_HUB_DOWNLOAD_TIMEOUT).
 FIRST_ANSWER_SECONDS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether ``path`` can only be a name on the hub: org/name, of which nothing is here, not even the folder org.
+    """Whether ``path`` can only be a name on the hub: org/name, of which nothing is here, not even
+    the folder org.
 
     Example:
         >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"), is_hub_name("data/train.jsonl")
@@ -63,7 +65,8 @@ def shown_path(path: str) -> str:
 
 
 def dataset_name(path: str) -> str | None:
-    """The data set of the hub that is named by ``org/name[/inside][:split][@[a:b]]``; None for a path on this machine.
+    """The data set of the hub that is named by ``org/name[/inside][:split][@[a:b]]``; None for a
+    path on this machine.
 
     Example:
         >>> dataset_name("openai/gsm8k/main:test@[:100]"), dataset_name("train.jsonl")
@@ -99,7 +102,9 @@ def fetch_model(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    return _fetch(name, "model", partial(snapshot_download, name, allow_patterns=list(_MODEL_FILES)))
+    return _fetch(
+        name, "model", partial(snapshot_download, name, allow_patterns=list(_MODEL_FILES))
+    )
 
 
 def fetch_dataset(name: str) -> Path:
@@ -125,8 +130,8 @@ def _downloaded(name: str) -> Path | None:
 
 
 def is_there(name: str, kind: str) -> bool:
-    """Whether a copy of a model ("model") or data set ("dataset") is on this machine; nothing is downloaded. False: the
-    hub has it.
+    """Whether a copy of a model ("model") or data set ("dataset") is on this machine; nothing is
+    downloaded. False: the hub has it.
 
     Raises:
         UserError: as `fetch_model`.
@@ -162,13 +167,15 @@ def _not_here(name: str, kind: str, why: str) -> UserError:
     return UserError(
         f"'{name}' is no folder here, and the {kind} of that name was not downloaded before",
         why=why,
-        fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a network, "
+        fix="pass a local path, or set HF_ENDPOINT to a hub that can be reached; where there is a "
+        "network, "
         f"`hf download {name}` makes a folder to copy",
     )
 
 
 def _why_not_reached() -> str | None:
-    """Why the hub gives no answer, found within seconds (its own client tries for minutes); None: it does."""
+    """Why the hub gives no answer, found within seconds (its own client tries for minutes); None:
+    it does."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -179,7 +186,11 @@ def _why_not_reached() -> str | None:
         return None  # an answer, if not a page
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return None if isinstance(reason, ssl.SSLError) else f"{constants.ENDPOINT} gives no answer: {reason}"
+        return (
+            None
+            if isinstance(reason, ssl.SSLError)
+            else f"{constants.ENDPOINT} gives no answer: {reason}"
+        )
     return None
 
 
@@ -187,7 +198,12 @@ def _why_not_reached() -> str | None:
 def _said_to_people(name: str) -> Iterator[None]:
     """What the hub refuses, as a `UserError`."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     hub = constants.ENDPOINT
     try:
@@ -204,9 +220,13 @@ def _said_to_people(name: str) -> Iterator[None]:
             fix="check the spelling; a local path is taken as it is",
         ) from error
     except HFValidationError as error:
-        raise UserError(f"'{name}' is no name of the hub", why=str(error).splitlines()[0], fix="org/name") from error
+        raise UserError(
+            f"'{name}' is no name of the hub", why=str(error).splitlines()[0], fix="org/name"
+        ) from error
     except HfHubHTTPError as error:
-        raise UserError(f"{hub} refused '{name}'", why=str(error).strip().splitlines()[0]) from error
+        raise UserError(
+            f"{hub} refused '{name}'", why=str(error).strip().splitlines()[0]
+        ) from error
 
 
 def hub_token(repo: str) -> str:
@@ -222,13 +242,15 @@ def hub_token(repo: str) -> str:
         raise UserError(
             f"there is no token to write to {repo} with",
             why="neither HF_TOKEN nor a login of `hf auth login`",
-            fix="make one that may write, on the hub under Settings, Access Tokens, and set HF_TOKEN",
+            fix="make one that may write, on the hub under Settings, Access Tokens, and set "
+            "HF_TOKEN",
         )
     return token
 
 
 def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, message: str) -> str:
-    """Make ``repo`` where it is not there, and put the folder's files and ``files`` into it as one commit.
+    """Make ``repo`` where it is not there, and put the folder's files and ``files`` into it as one
+    commit.
 
     Returns:
         The address of the model's page.
@@ -239,7 +261,9 @@ def upload(repo: str, folder: Path, files: dict[str, bytes], *, private: bool, m
 
     api = HfApi(token=hub_token(repo), library_name="slime-rl")
     if why_not := _why_not_reached():
-        raise UserError(f"nothing can be uploaded to {repo}", why=why_not, fix="set HF_ENDPOINT, or try again")
+        raise UserError(
+            f"nothing can be uploaded to {repo}", why=why_not, fix="set HF_ENDPOINT, or try again"
+        )
     with _said_to_people(repo):
         url = api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]

@@ -2,7 +2,8 @@
 
     12:03:04.512 INFO    trainer 0  weights.sync: version 7 pushed in 0.18 s
 
-Modules take ``logger = get_logger(__name__)`` at import; each process calls `setup_logging` or `log_to_file_only` once.
+Modules take ``logger = get_logger(__name__)`` at import; each process calls `setup_logging` or
+`log_to_file_only` once.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from slime.redact import Redacting, redact_text, remember
 _ROOT = "slime"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MOST_UNTOLD = 100
-#: Warnings that the driver has not said yet, in a process without a terminal; and keys of what was said once.
+#: Warnings that the driver has not said yet, in a process without a terminal; and keys of what was
+#: said once.
 _untold: list[str] = []
 _said: set[str] = set()
 
 
 class _ProcessFormatter(logging.Formatter):
-    """Adds the process role, shortens ``slime.weights.sync`` to ``weights.sync``, and hides secrets."""
+    """Adds the process role, shortens ``slime.weights.sync`` to ``weights.sync``, and hides
+    secrets."""
 
     def __init__(self, role: str, with_date: bool) -> None:
         date = "%Y-%m-%d " if with_date else ""
         super().__init__(
-            "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s  %(short_name)s: %(message)s", date + "%H:%M:%S"
+            "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s  %(short_name)s: %(message)s",
+            date + "%H:%M:%S",
         )
         self._role = role
 
@@ -43,7 +47,8 @@ class _ProcessFormatter(logging.Formatter):
 
 
 class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is now, so that lines appear above a live display instead of through it."""
+    """Writes to whatever `sys.stderr` is now, so that lines appear above a live display instead of
+    through it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -54,12 +59,16 @@ class _CurrentStderrHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A standard logger below ``slime``: pass ``__name__``, or a bare topic ("rewards" becomes "slime.rewards")."""
-    return logging.getLogger(name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}")
+    """A standard logger below ``slime``: pass ``__name__``, or a bare topic ("rewards" becomes
+    "slime.rewards")."""
+    return logging.getLogger(
+        name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}"
+    )
 
 
 def tell(logger: logging.Logger, text: str, *args: object, once: str = "") -> None:
-    """A warning that the user is to meet on the terminal: the driver says it for processes without one, see `untold`.
+    """A warning that the user is to meet on the terminal: the driver says it for processes without
+    one, see `untold`.
 
     Args:
         text, args: as `logging` takes them.
@@ -82,7 +91,8 @@ def untold() -> list[str]:
 
 
 def log_level(level: str | None = None) -> int:
-    """The numeric level: DEBUG when ``SLIME_DEBUG`` is set (to anything but 0), else `level`, else INFO.
+    """The numeric level: DEBUG when ``SLIME_DEBUG`` is set (to anything but 0), else `level`, else
+    INFO.
 
     Raises:
         UserError: no such level.
@@ -91,13 +101,15 @@ def log_level(level: str | None = None) -> int:
         return logging.DEBUG
     name = (level or "INFO").upper()
     if name not in _LEVELS:
-        raise UserError(f"--log-level {level}: no such level", fix=f"use one of {', '.join(_LEVELS)}")
+        raise UserError(
+            f"--log-level {level}: no such level", fix=f"use one of {', '.join(_LEVELS)}"
+        )
     return int(logging.getLevelName(name))
 
 
 def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settings: Any) -> None:
-    """`setup_logging` for processes without a terminal: what they and the libraries and user code in them print
-    goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included.
+    """`setup_logging` for processes without a terminal: what they and the libraries and user code
+    in them print goes to ``<log_dir>/<role>.log`` too, a fatal signal's traceback included.
 
     Args:
         settings: what is secret in them, and in the environment, is hidden in all that is printed.
@@ -120,15 +132,21 @@ def log_to_file_only(role: str, log_dir: Path, level: str | None = None, *settin
 
 
 def setup_logging(
-    role: str, level: str | None = None, log_dir: str | Path | None = None, *, with_date: bool = False
+    role: str,
+    level: str | None = None,
+    log_dir: str | Path | None = None,
+    *,
+    with_date: bool = False,
 ) -> None:
-    """Send this process's slime logs to stderr and, when `log_dir` is given, to ``<log_dir>/<role>.log``.
+    """Send this process's slime logs to stderr and, when `log_dir` is given, to
+    ``<log_dir>/<role>.log``.
 
-    Calling it again replaces what an earlier call set up. Only the ``slime`` loggers are touched: the root logger
-    belongs to the program that embeds us.
+    Calling it again replaces what an earlier call set up. Only the ``slime`` loggers are touched:
+    the root logger belongs to the program that embeds us.
 
     Args:
-        role: what this process is: "driver", "rollout", "trainer 0", "engine 1". Shown in each line.
+        role: what this process is: "driver", "rollout", "trainer 0", "engine 1". Shown in each
+            line.
         level: name of the level, see `log_level`.
         log_dir: the run folder's ``logs/``; created if missing.
         with_date: lines on stderr begin with the date; those in files always do.

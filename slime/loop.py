@@ -1,20 +1,24 @@
-"""The loop: generate, train, save, push the weights, evaluate. `session` owns these verbs; this file has their order.
+"""The loop: generate, train, save, push the weights, evaluate. `session` owns these verbs; this
+file has their order.
 
 Lock step (``slime train``, --async-buffer-size 0): nothing is generated while the trainer trains.
 
-    generate │ 0 │       │ 1 │       │ 2 │ …      rollout k is generated with what rollout k - 1 has taught
-    train        │ 0 │       │ 1 │       │ 2 │
-    push             ▲           ▲
+    generate │ 0 │       │ 1 │       │ 2 │ …      rollout k is generated with what rollout k - 1 has
+    taught train        │ 0 │       │ 1 │       │ 2 │ push             ▲           ▲
 
-Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts are generated ahead of the trainer.
+Asynchronous (``slime train-async``, --async-buffer-size N): up to N rollouts are generated ahead of
+the trainer.
 
-    generate │ 0 │ 1 │ 2 │ 3 │ …                  rollout k is generated with the weights of the last push
-    train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained on
-    push             ▲   ▲   ▲                    between two generations, every --update-weights-interval rollouts;
-                                                  or in the midst of them: --update-weights-in-flight
+    generate │ 0 │ 1 │ 2 │ 3 │ …                  rollout k is generated with the weights of the
+    last push train        │ 0 │ 1 │ 2 │ …                  while rollout k - N … k - 1 is trained
+    on push             ▲   ▲   ▲                    between two generations, every
+    --update-weights-interval rollouts;
+                                                  or in the midst of them:
+                                                  --update-weights-in-flight
 
-With --max-staleness a rollout whose samples would be too old by the time they are trained on begins after a push. An
-evaluation is waited for in lock step; otherwise it goes on beside the next steps, until the next push or save.
+With --max-staleness a rollout whose samples would be too old by the time they are trained on begins
+after a push. An evaluation is waited for in lock step; otherwise it goes on beside the next steps,
+until the next push or save.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def train(session: Session) -> None:
-    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run. With --max-restarts, what
-    has been lost with trainer ranks since the newest checkpoint is done again.
+    """Train on ``session.schedule.rollout_ids``, in order; a rollout is one step of the run. With
+    --max-restarts, what has been lost with trainer ranks since the newest checkpoint is done again.
 
     Raises:
         StopRequested: between two steps, after a SIGTERM.
@@ -68,7 +72,8 @@ def train_on(session: Session) -> None:
         saves = session.saving.is_due(rollout_id)
         pushes = schedule.pushes(rollout_id)
         if saves or pushes:
-            session.finish_evaluation()  # all of one version, and not lost to whoever goes on from the checkpoint
+            # all of one version, and not lost to whoever goes on from the checkpoint
+            session.finish_evaluation()
         if saves:
             session.save(rollout_id)
         if pushes:

@@ -1,9 +1,10 @@
-"""Paths that name the rollout, ``dumps/{rollout_id:04d}.pt``: checked at launch, filled in by who writes, and found
-again by who reads.
+"""Paths that name the rollout, ``dumps/{rollout_id:04d}.pt``: checked at launch, filled in by who
+writes, and found again by who reads.
 
-The fields are those of `str.format`: ``{rollout_id}`` with any format of integers, ``{{`` and ``}}`` for braces that
-are meant. An evaluation stands among the rollouts as ``eval_`` and the number of the rollout that was trained on before
-it, in the same format; one before any training is ``eval_start``.
+The fields are those of `str.format`: ``{rollout_id}`` with any format of integers, ``{{`` and
+``}}`` for braces that are meant. An evaluation stands among the rollouts as ``eval_`` and the
+number of the rollout that was trained on before it, in the same format; one before any training is
+``eval_start``.
 
 >>> [str(fill("dumps/{rollout_id:04d}.pt", id)) for id in (12, Evaluation(12), Evaluation(None))]
 ['dumps/0012.pt', 'dumps/eval_0012.pt', 'dumps/eval_start.pt']
@@ -61,7 +62,9 @@ def fill(pattern: str, rollout_id: int | Evaluation, step_id: int = 0, role: str
     return Path(pattern.format(**{ROLLOUT: rollout_id, RANK: 0, "step_id": step_id, "role": role}))
 
 
-def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_rollout: int = 1) -> None:
+def check(
+    pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_rollout: int = 1
+) -> None:
     """Refuse what cannot be filled in, and what gives two of the run's rollouts the same path.
 
     Args:
@@ -76,7 +79,11 @@ def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_
     fix = "write it like {rollout_id} or {rollout_id:04d}, and {{ and }} for braces that are meant"
     try:
         unknown = [name for name in _fields(pattern) if name not in fields]
-        paths = [] if unknown else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MOST_COMPARED)))]
+        paths = (
+            []
+            if unknown
+            else [str(fill(pattern, i)) for i in range(max(1, min(num_rollout, _MOST_COMPARED)))]
+        )
         why = f"; there is no {{{unknown[0]}}}" if unknown else ""
         if not unknown:
             fill(pattern, Evaluation(0))
@@ -90,7 +97,8 @@ def check(pattern: str, option: str, *, fields: Sequence[str] = (ROLLOUT,), num_
         raise UserError(
             f"{option} {pattern} has no {{rollout_id}} in it"
             if len(set(paths)) == 1
-            else f"{option} {pattern} gives rollouts {paths.index(paths[same])} and {same} the same file",
+            else f"{option} {pattern} gives rollouts {paths.index(paths[same])} and {same} the "
+            "same file",
             why="one would write over the other",
             fix="put {rollout_id} into the name, e.g. dump_{rollout_id}.pt",
         )
@@ -150,11 +158,11 @@ def fixed_folder(pattern: str) -> Path:
 
 
 def found(pattern: str) -> list[tuple[Path, int | None]]:
-    """The paths of rollouts that are there, in the order of rollouts; None: the pattern names none. Those of
-    evaluations are not among them.
+    """The paths of rollouts that are there, in the order of rollouts; None: the pattern names none.
+    Those of evaluations are not among them.
 
-    A name counts where the pattern gives just that name for the number that was read from it, so that every format of
-    integers is found again.
+    A name counts where the pattern gives just that name for the number that was read from it, so
+    that every format of integers is found again.
     """
     pattern = str(Path(pattern))
     wanted = ""
@@ -169,13 +177,16 @@ def found(pattern: str) -> list[tuple[Path, int | None]]:
         if match is None or not match.groups():
             there += [] if match is None else [(path, None)]
             continue
-        number = next((i for i in _numbers(match.group(1)) if str(fill(pattern, i)) == str(path)), None)
+        number = next(
+            (i for i in _numbers(match.group(1)) if str(fill(pattern, i)) == str(path)), None
+        )
         there += [] if number is None else [(path, number)]
     return sorted(there, key=lambda entry: (entry[1] or 0, entry[0]))
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """What a text may mean as a number: in decimal with signs, fill characters or separators, or in another base."""
+    """What a text may mean as a number: in decimal with signs, fill characters or separators, or in
+    another base."""
     if digits := re.sub(r"\D", "", text):
         yield int(digits)
     for base in (16, 8, 2):

@@ -57,15 +57,22 @@ class PlacementPlan:
         rollout = cluster.rollout_num_gpus
         per_engine = cluster.rollout_num_gpus_per_engine
         trainer_text = (
-            f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node {cluster.actor_num_gpus_per_node}"
+            f"actor_num_nodes {cluster.actor_num_nodes} x actor_num_gpus_per_node "
+            f"{cluster.actor_num_gpus_per_node}"
         )
-        if not needs_engines(config) and config.debug.debug_rollout_only:  # answers are made ready, and that is all
-            return PlacementPlan(0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one")
+        if (
+            not needs_engines(config) and config.debug.debug_rollout_only
+        ):  # answers are made ready, and that is all
+            return PlacementPlan(
+                0, 0, per_engine, 0, 1, "no trainer and no engine: one slot, as Ray wants one"
+            )
         if not needs_engines(config):
             return PlacementPlan(train, 0, per_engine, 0, train, trainer_text)
         external = len(config.engine.rollout_external_engine_addrs)
         if config.debug.debug_rollout_only:
-            return PlacementPlan(0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}", external)
+            return PlacementPlan(
+                0, rollout, per_engine, 0, rollout, f"rollout_num_gpus {rollout}", external
+            )
         if cluster.colocate:
             total = max(train, rollout)
             offset = 0
@@ -74,11 +81,14 @@ class PlacementPlan:
             total = train + rollout
             offset = train
             formula = f"{trainer_text} + rollout_num_gpus {rollout}"
-        return PlacementPlan(train, rollout, per_engine, offset, total, f"{formula} = {total}", external)
+        return PlacementPlan(
+            train, rollout, per_engine, offset, total, f"{formula} = {total}", external
+        )
 
 
 def joined_cluster(config: Config) -> str | None:
-    """Address of the Ray cluster that the run joins; None: it starts one of its own on this host."""
+    """Address of the Ray cluster that the run joins; None: it starts one of its own on this
+    host."""
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     return None if address == "local" else address
 

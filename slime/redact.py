@@ -1,11 +1,13 @@
-"""What is secret, in one place: by the name of a value, by where it stands in a text, or by its own shape.
+"""What is secret, in one place: by the name of a value, by where it stands in a text, or by its own
+shape.
 
     structures (config.json, W&B's config)          redacted(value, name)
     texts (logs, tracebacks, error messages)        redact_text(text)
     command lines                                   redact_argv(argv)
 
-Everything that writes goes through one of them. Names are judged by their words: ``judge_api_key``, ``apiKey``,
-``X-Api-Key`` and ``HF_TOKEN`` are secret; ``label_key``, ``eos_token`` and ``max_tokens_per_gpu`` are not.
+Everything that writes goes through one of them. Names are judged by their words: ``judge_api_key``,
+``apiKey``, ``X-Api-Key`` and ``HF_TOKEN`` are secret; ``label_key``, ``eos_token`` and
+``max_tokens_per_gpu`` are not.
 """
 
 from __future__ import annotations
@@ -20,37 +22,224 @@ from urllib.parse import quote
 
 HIDDEN = "•••"
 
-# -- names ---------------------------------------------------------------------------------------------------
+# -- names
+# ---------------------------------------------------------------------------------------------------
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 #: Last words of names whose values are secret, whatever they look like.
 _STRONG = (
-    *("password", "passwd", "passphrase", "passcode", "secret", "secrets", "credential", "credentials", "pwd"),
-    *("apikey", "apikeys", "authtoken", "accesstoken", "secretkey", "accesskey", "privatekey", "sshpass"),
+    *(
+        "password",
+        "passwd",
+        "passphrase",
+        "passcode",
+        "secret",
+        "secrets",
+        "credential",
+        "credentials",
+        "pwd",
+    ),
+    *(
+        "apikey",
+        "apikeys",
+        "authtoken",
+        "accesstoken",
+        "secretkey",
+        "accesskey",
+        "privatekey",
+        "sshpass",
+    ),
     *("authorization", "bearer", "cookie", "cookies"),
 )
 _STRONG_ENDS = ("password", "passwd", "apikey", "secret")
-#: Before "key" and "keys": what locks or signs something. Other lower-case names of keys are judged by `_COLUMNS`.
+#: Before "key" and "keys": what locks or signs something. Other lower-case names of keys are judged
+#: by `_COLUMNS`.
 _LOCKS = (
-    *("api", "access", "secret", "private", "auth", "signing", "encryption", "ssh", "license", "account", "shared"),
-    *("wandb", "hf", "openai", "anthropic", "subscription", "master", "admin", "service", "deploy", "storage"),
+    *(
+        "api",
+        "access",
+        "secret",
+        "private",
+        "auth",
+        "signing",
+        "encryption",
+        "ssh",
+        "license",
+        "account",
+        "shared",
+    ),
+    *(
+        "wandb",
+        "hf",
+        "openai",
+        "anthropic",
+        "subscription",
+        "master",
+        "admin",
+        "service",
+        "deploy",
+        "storage",
+    ),
 )
 #: Before "key": what names a column, a field or a place.
 _COLUMNS = (
-    *("input", "label", "metadata", "tool", "tools", "reward", "multimodal", "eval", "prompt", "answer", "question"),
-    *("response", "target", "output", "solution", "truth", "text", "image", "video", "audio", "message", "messages"),
-    *("content", "role", "group", "sort", "order", "index", "id", "primary", "foreign", "partition", "unique", "row"),
-    *("column", "field", "lookup", "cache", "dict", "json", "data", "dataset", "map", "hash", "shard", "route", "task"),
-    *("routing", "run", "sample", "score", "metric", "feature", "name", "join", "query", "value", "source", "category"),
-    *("domain", "difficulty", "rubric", "filter", "split", "log", "state", "step", "time", "date", "test", "weight"),
-    *("by", "config", "env", "attention", "head", "kv", "qk", "public", "hot", "problem", "completion", "chosen"),
-    *("rejected", "solution", "reference", "system", "user", "assistant", "session", "batch", "rollout", "turn"),
+    *(
+        "input",
+        "label",
+        "metadata",
+        "tool",
+        "tools",
+        "reward",
+        "multimodal",
+        "eval",
+        "prompt",
+        "answer",
+        "question",
+    ),
+    *(
+        "response",
+        "target",
+        "output",
+        "solution",
+        "truth",
+        "text",
+        "image",
+        "video",
+        "audio",
+        "message",
+        "messages",
+    ),
+    *(
+        "content",
+        "role",
+        "group",
+        "sort",
+        "order",
+        "index",
+        "id",
+        "primary",
+        "foreign",
+        "partition",
+        "unique",
+        "row",
+    ),
+    *(
+        "column",
+        "field",
+        "lookup",
+        "cache",
+        "dict",
+        "json",
+        "data",
+        "dataset",
+        "map",
+        "hash",
+        "shard",
+        "route",
+        "task",
+    ),
+    *(
+        "routing",
+        "run",
+        "sample",
+        "score",
+        "metric",
+        "feature",
+        "name",
+        "join",
+        "query",
+        "value",
+        "source",
+        "category",
+    ),
+    *(
+        "domain",
+        "difficulty",
+        "rubric",
+        "filter",
+        "split",
+        "log",
+        "state",
+        "step",
+        "time",
+        "date",
+        "test",
+        "weight",
+    ),
+    *(
+        "by",
+        "config",
+        "env",
+        "attention",
+        "head",
+        "kv",
+        "qk",
+        "public",
+        "hot",
+        "problem",
+        "completion",
+        "chosen",
+    ),
+    *(
+        "rejected",
+        "solution",
+        "reference",
+        "system",
+        "user",
+        "assistant",
+        "session",
+        "batch",
+        "rollout",
+        "turn",
+    ),
 )
 #: Before "token": those of a vocabulary, and counts of them.
 _VOCABULARY = (
-    *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "start", "end", "begin"),
-    *("first", "last", "next", "new", "per", "special", "cached", "think", "prefix", "suffix", "middle", "fim"),
-    *("decoder", "draft", "eot", "eom", "eod", "newline", "every", "each", "by", "single", "one", "added", "input"),
+    *(
+        "bos",
+        "eos",
+        "pad",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "image",
+        "video",
+        "audio",
+        "stop",
+        "start",
+        "end",
+        "begin",
+    ),
+    *(
+        "first",
+        "last",
+        "next",
+        "new",
+        "per",
+        "special",
+        "cached",
+        "think",
+        "prefix",
+        "suffix",
+        "middle",
+        "fim",
+    ),
+    *(
+        "decoder",
+        "draft",
+        "eot",
+        "eom",
+        "eod",
+        "newline",
+        "every",
+        "each",
+        "by",
+        "single",
+        "one",
+        "added",
+        "input",
+    ),
     *("output", "time", "cost", "tool", "turn", "prompt", "response", "extra", "nul", "null"),
 )
 #: Before "token" and "tokens": what lets someone in.
@@ -69,14 +258,29 @@ _TICKETS = (
     "id",
 )
 #: Before "pass", which is also a pass over data.
-_LOGINS = ("db", "database", "smtp", "mail", "mysql", "pg", "redis", "ftp", "proxy", "http", "login", "admin", "user")
+_LOGINS = (
+    "db",
+    "database",
+    "smtp",
+    "mail",
+    "mysql",
+    "pg",
+    "redis",
+    "ftp",
+    "proxy",
+    "http",
+    "login",
+    "admin",
+    "user",
+)
 _DIRECTORIES = ("PWD", "OLDPWD")
 #: The grade of "key" alone, which may be anything.
 _BARE = -1
 
 
 def is_secret(name: str) -> bool:
-    """Whether a flag, a YAML key, an environment variable, a header or a field of this name holds a secret.
+    """Whether a flag, a YAML key, an environment variable, a header or a field of this name holds a
+    secret.
 
     Example:
         >>> [is_secret(name) for name in ("--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password")]
@@ -89,13 +293,17 @@ def is_secret(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _grade(name: str) -> int:
-    """2: secret whatever its value is; 1: if the value is a text that may be one; `_BARE`: if it is random; 0: no."""
+    """2: secret whatever its value is; 1: if the value is a text that may be one; `_BARE`: if it is
+    random; 0: no."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or name in _DIRECTORIES:
         return 0
     last = words[-1]
     before = words[-2] if len(words) > 1 else ""
-    if last == "id" and words[-3:-1] == ["access", "key"]:  # the half of AWS's that names the account
+    if last == "id" and words[-3:-1] == [
+        "access",
+        "key",
+    ]:  # the half of AWS's that names the account
         return 2
     if last in _STRONG or last.endswith(_STRONG_ENDS):
         return 2
@@ -118,7 +326,9 @@ def _grade(name: str) -> int:
 #: What stands where a key would, and is none.
 #: Files of keys and credentials are named in the clear.
 _PATH = re.compile(r"(?:~|\.{0,2})/[\w./-]+\.\w{2,5}")
-_NO_VALUES = frozenset(("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no"))
+_NO_VALUES = frozenset(
+    ("", "none", "null", "empty", "true", "false", "auto", "basic", "bearer", "token", "yes", "no")
+)
 
 
 def _hides(grade: int, value: Any) -> bool:
@@ -137,7 +347,8 @@ def _hides(grade: int, value: Any) -> bool:
     return not (plain.startswith("<") or (plain.isdecimal() and len(plain) < 8))
 
 
-# -- texts ---------------------------------------------------------------------------------------------------
+# -- texts
+# ---------------------------------------------------------------------------------------------------
 
 #: Shorter values are words that stand in every log ("1", "true", "none").
 _LEAST = 6
@@ -148,7 +359,8 @@ _PRIVATE_KEY = re.compile(
     r"(?P<after>-----END [A-Z ]{0,30}PRIVATE KEY)",
     re.S,
 )
-#: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google, Slack, JWTs.
+#: What a key looks like by itself: those of the hub, W&B, OpenAI and the like, GitHub, AWS, Google,
+#: Slack, JWTs.
 _SHAPES = re.compile(
     r"(?P<before>(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/\d+/|api\.telegram\.org/bot)?)"
     r"(?P<secret>(?<=services/)[\w/-]{12,}|(?<=webhooks/)[\w/-]{12,}|(?<=\.org/bot)\d+:[\w-]{12,}"
@@ -176,8 +388,8 @@ class _Hider:
     """Replaces secrets, and keeps what they were.
 
     Args:
-        is_log: any value of a name that says so is hidden. In settings, where a mistake changes a run that goes on, a
-            text that only contains such a name must look random, too.
+        is_log: any value of a name that says so is hidden. In settings, where a mistake changes a
+            run that goes on, a text that only contains such a name must look random, too.
     """
 
     def __init__(self, is_log: bool) -> None:
@@ -198,7 +410,9 @@ class _Hider:
             below = 2 if grade == 2 else 0
             return {key: self.value(inner, str(key), below) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            if all(isinstance(item, str) for item in value) and any(item.startswith("--") for item in value):
+            if all(isinstance(item, str) for item in value) and any(
+                item.startswith("--") for item in value
+            ):
                 return type(value)(self.argv(list(value)))
             return type(value)(self.value(item, name, inherited) for item in value)
         if _hides(grade, value):
@@ -228,7 +442,9 @@ class _Hider:
             if isinstance(inner, dict | list):
                 shown = self.value(inner, flag)
                 return word if shown == inner else json.dumps(shown, ensure_ascii=False)
-            if flag == "--train-env-vars":  # written in another way: what its names are is not known
+            if (
+                flag == "--train-env-vars"
+            ):  # written in another way: what its names are is not known
                 self.found.add(word)
                 return HIDDEN
         return str(self.value(word, flag))
@@ -244,7 +460,11 @@ class _Hider:
     def _in_query(self, match: re.Match[str]) -> str:
         words = [word.lower() for word in _WORDS.findall(match["name"])] or [""]
         grade = 2 if words[-1] in _QUERY_NAMES else _grade(match["name"])
-        return self._hide(match) if _hides(grade, match["secret"]) and HIDDEN not in match["secret"] else match[0]
+        return (
+            self._hide(match)
+            if _hides(grade, match["secret"]) and HIDDEN not in match["secret"]
+            else match[0]
+        )
 
     def _named(self, match: re.Match[str]) -> str:
         name = match["name"]
@@ -255,7 +475,12 @@ class _Hider:
             return match[0]
         if between.isspace() and not name.startswith("--"):  # "a token of …" is prose
             return match[0]
-        is_clear = grade == 1 and name.lower().endswith("token") and "_" not in name and "-" not in name.strip("-")
+        is_clear = (
+            grade == 1
+            and name.lower().endswith("token")
+            and "_" not in name
+            and "-" not in name.strip("-")
+        )
         if (is_clear or not (self._is_log or grade == 2)) and not _looks_random(value):
             return match[0]
         return self._hide(match)
@@ -265,7 +490,8 @@ def _looks_random(value: str) -> bool:
     return len(value) >= 8 and any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
 
 
-# -- what others call ----------------------------------------------------------------------------------------
+# -- what others call
+# ----------------------------------------------------------------------------------------
 
 
 def redacted(value: Any, name: str = "") -> Any:
@@ -276,7 +502,8 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Example:
         >>> redacted({"judge": {"api_key": "abc", "url": "https://me:pw@host/v1?sig=12ab&n=3"}, "label_key": "answer"})
-        {'judge': {'api_key': '•••', 'url': 'https://me:•••@host/v1?sig=•••&n=3'}, 'label_key': 'answer'}
+        {'judge': {'api_key': '•••', 'url': 'https://me:•••@host/v1?sig=•••&n=3'}, 'label_key':
+        'answer'}
     """
     return _Hider(is_log=False).value(value, name)
 
@@ -292,8 +519,8 @@ def redact_argv(argv: list[str]) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text that can be written: secrets that this process knows (`remember`), what looks like one, and what is called
-    one are hidden.
+    """A text that can be written: secrets that this process knows (`remember`), what looks like
+    one, and what is called one are hidden.
 
     Args:
         secrets: further values that must not be in it, wherever they stand.
@@ -324,7 +551,8 @@ _known: set[str] = set()
 
 
 def remember(*values: Any) -> None:
-    """Hide from now on, in every text of this process, what is secret in these settings and in the environment."""
+    """Hide from now on, in every text of this process, what is secret in these settings and in the
+    environment."""
     for value in (*values, dict(os.environ)):
         _known.update(secrets_in(value))
 
@@ -339,7 +567,8 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _shapes(secret: str) -> Iterable[str]:
-    """A secret as texts have it: plain, in JSON, as Python writes it, in a URL, and in the lines of a longer text."""
+    """A secret as texts have it: plain, in JSON, as Python writes it, in a URL, and in the lines of
+    a longer text."""
     yield secret
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1]

@@ -1,4 +1,5 @@
-"""What tests of several folders share: toy models, one local Ray, and ``run(*flags)``, a driver in this process."""
+"""What tests of several folders share: toy models, one local Ray, and ``run(*flags)``, a driver in
+this process."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch counts the cores: threads of processes that share the cores wait for each other in busy loops.
+# Before torch counts the cores: threads of processes that share the cores wait for each other in
+# busy loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # also the threads of tests that ask for several
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # also the threads of tests that ask for several
 
 import hypothesis
 import pytest
@@ -21,15 +25,16 @@ from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
 
-#: How long an example takes says more of the machine than of the code. The same examples in each `make test`: a change
-#: fails by what it does. `make test-full` draws others.
+#: How long an example takes says more of the machine than of the code. The same examples in each
+#: `make test`: a change fails by what it does. `make test-full` draws others.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests stay to the end, and each look of the collector's at them takes half a second."""
+    """Thousands of tests stay to the end, and each look of the collector's at them takes half a
+    second."""
     settle()
 
 
@@ -41,7 +46,8 @@ def hold(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start_held(hold: Path) -> Iterator[StartHeld]:
-    """``start_held(flags, run folder, script)``: a driver that obeys ``hold``, killed at the end if need be."""
+    """``start_held(flags, run folder, script)``: a driver that obeys ``hold``, killed at the end if
+    need be."""
     drivers: list[Driver] = []
 
     def begin(flags: list[str], path: Path, script: str = "train.py", **environment: str) -> Driver:
@@ -79,22 +85,52 @@ def ray_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run(ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``run(name, *flags, driver=…, model=…)``: run a driver to its end on the toy world; flags override its own.
+def run(
+    ray_here: None, models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """``run(name, *flags, driver=…, model=…)``: run a driver to its end on the toy world; flags
+    override its own.
 
     Runs of one name share a run folder, so that a second one may resume the first.
     """
     outputs = tmp_path_factory.mktemp("outputs")
 
-    def run_driver(name: str, *flags: object, driver: str = "train", model: str = "qwen3") -> RunResult:
+    def run_driver(
+        name: str, *flags: object, driver: str = "train", model: str = "qwen3"
+    ) -> RunResult:
         from slime.cli import train
 
         precision = [] if "--bf16" in flags else ["--fp32"]
         path = outputs / name
         base = ["--hf-checkpoint", models[model], "--prompt-data", data, "--input-key", "prompt"]
-        base += ["--label-key", "label", *precision, "--seed", 1, "--rollout-seed", 1, "--lr", "1e-2"]
-        base += ["--lr-decay-style", "constant", "--weight-decay", 0, "--rollout-max-context-len", 32]
-        base += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 1024, "--output-dir", outputs, "--run-name", name]
+        base += [
+            "--label-key",
+            "label",
+            *precision,
+            "--seed",
+            1,
+            "--rollout-seed",
+            1,
+            "--lr",
+            "1e-2",
+        ]
+        base += [
+            "--lr-decay-style",
+            "constant",
+            "--weight-decay",
+            0,
+            "--rollout-max-context-len",
+            32,
+        ]
+        base += [
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu",
+            1024,
+            "--output-dir",
+            outputs,
+            "--run-name",
+            name,
+        ]
         main = {"train": train.main, "train_async": train.main_async}[driver]
         main([str(word) for word in (*base, *flags)])
         lines = (path / "metrics.jsonl").read_text().splitlines()
@@ -112,11 +148,18 @@ def outputs(run: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def deterministic(outputs: Path) -> Callable[[str], list[object]]:
-    """``deterministic(name)``: flags of a run whose samples can be compared with another run's, bit for bit."""
+    """``deterministic(name)``: flags of a run whose samples can be compared with another run's, bit
+    for bit."""
 
     def flags(name: str) -> list[object]:
         dumps = outputs / name / "dumps" / "{rollout_id}.pt"
-        return [*GRPO, "--deterministic-rollout", "--rollout-shuffle", "--save-debug-rollout-data", dumps]
+        return [
+            *GRPO,
+            "--deterministic-rollout",
+            "--rollout-shuffle",
+            "--save-debug-rollout-data",
+            dumps,
+        ]
 
     return flags
 
@@ -124,19 +167,26 @@ def deterministic(outputs: Path) -> Callable[[str], list[object]]:
 @pytest.fixture(scope="session")
 def resumable(outputs: Path) -> Callable[[str], list[object]]:
     """``resumable(name)``: --load and --save with the same directory, in the run folder."""
-    return lambda name: ["--load", outputs / name / "checkpoints", "--save", outputs / name / "checkpoints"]
+    return lambda name: [
+        "--load",
+        outputs / name / "checkpoints",
+        "--save",
+        outputs / name / "checkpoints",
+    ]
 
 
 @pytest.fixture(scope="session")
 def unbroken(run: Run, deterministic: Any, resumable: Any) -> RunResult:
-    """Six rollouts in one go, colocated, every second one saved: what other runs are compared with."""
+    """Six rollouts in one go, colocated, every second one saved: what other runs are compared
+    with."""
     flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2]
     return run("unbroken", *deterministic("unbroken"), *resumable("unbroken"), *flags)
 
 
 @pytest.fixture(scope="session")
 def first_half(run: Run, deterministic: Any, resumable: Any) -> RunResult:
-    """The same with three rollouts, in another folder; only the newest checkpoint is kept, and copied aside."""
+    """The same with three rollouts, in another folder; only the newest checkpoint is kept, and
+    copied aside."""
     flags = ["--colocate", "--num-rollout", 3, "--save-interval", 1, "--save-retain", 1]
     result = run("resumed", *deterministic("resumed"), *resumable("resumed"), *flags)
     shutil.copytree(result.path / "checkpoints", result.path.parent / "checkpoints-of-first-half")
@@ -145,7 +195,8 @@ def first_half(run: Run, deterministic: Any, resumable: Any) -> RunResult:
 
 @pytest.fixture(scope="module")
 def sglang_stand_in() -> Iterator[None]:
-    """For each test of a module that names it in its ``pytestmark``, SGLang is "installed" in this process."""
+    """For each test of a module that names it in its ``pytestmark``, SGLang is "installed" in this
+    process."""
     from tests.support.sglang_servers import sglang_installed
 
     with sglang_installed():

@@ -4,8 +4,8 @@ python tools/changed_tests.py                   # what they are, against main; n
 python tools/changed_tests.py --seconds 60      # run them; what was not reached is named
 python tools/changed_tests.py --against HEAD~3
 
-A test is near when few imports lie between it and a changed file. Files that are no modules (data, pages) concern the
-modules that name them.
+A test is near when few imports lie between it and a changed file. Files that are no modules (data,
+pages) concern the modules that name them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,23 @@ ALWAYS = ("tests/unit/test_architecture.py", "tests/unit/test_docs.py")
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="main", help="branch or commit that the working tree is compared with")
-    parser.add_argument("--seconds", type=float, help="run the tests, and begin no other one after so many seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--against", default="main", help="branch or commit that the working tree is compared with"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="run the tests, and begin no other one after so many seconds"
+    )
     chosen = parser.parse_args(words)
     changed = changed_files(ROOT, chosen.against)
     tests = nearest(ROOT, changed)
-    elsewhere = [f for f in changed if Path(f).name.startswith("test_") and f not in tests and (ROOT / f).exists()]
+    elsewhere = [
+        f
+        for f in changed
+        if Path(f).name.startswith("test_") and f not in tests and (ROOT / f).exists()
+    ]
     if chosen.seconds is None:
         print(*tests, sep="\n")
         return 0
@@ -47,7 +57,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def changed_files(root: Path, against: str) -> list[str]:
-    """Paths that differ from where this branch left ``against``: committed, not committed, new, deleted.
+    """Paths that differ from where this branch left ``against``: committed, not committed, new,
+    deleted.
 
     Raises:
         SystemExit: there is no such commit.
@@ -61,13 +72,16 @@ def changed_files(root: Path, against: str) -> list[str]:
 
     [base] = git("merge-base", against, "HEAD")
     return sorted(
-        {*git("diff", "--name-only", "--no-renames", base), *git("ls-files", "--others", "--exclude-standard")}
+        {
+            *git("diff", "--name-only", "--no-renames", base),
+            *git("ls-files", "--others", "--exclude-standard"),
+        }
     )
 
 
 def nearest(root: Path, changed: Iterable[str]) -> list[str]:
-    """Test files that import, over however many modules, one of the changed files; the nearest first, and of two
-    equally near ones first the one that depends on less."""
+    """Test files that import, over however many modules, one of the changed files; the nearest
+    first, and of two equally near ones first the one that depends on less."""
     changed = list(changed)
     return ImportGraph(root, changed).nearest(changed)
 
@@ -87,7 +101,8 @@ class ImportGraph:
         }
         names = {_module(file): file for file in [*self._sources, *also] if file.endswith(".py")}
         self._imports = {
-            file: {names[name] for name in _imported(text, names)} - {file} for file, text in self._sources.items()
+            file: {names[name] for name in _imported(text, names)} - {file}
+            for file, text in self._sources.items()
         }
         self._importers: dict[str, set[str]] = {}
         for file, targets in self._imports.items():
@@ -100,7 +115,11 @@ class ImportGraph:
         start = set()
         for file in changed:
             is_module = file.endswith(".py")
-            start |= {file} if is_module else {f for f, text in self._sources.items() if Path(file).name in text}
+            start |= (
+                {file}
+                if is_module
+                else {f for f, text in self._sources.items() if Path(file).name in text}
+            )
         distance = _distances(start, self._importers)
         tests = [f for f in distance if f in self._sources and Path(f).match(f"{TESTS}/test_*.py")]
         return sorted(tests, key=lambda file: (distance[file], self._size(file), file))
@@ -135,14 +154,19 @@ def _module(file: str) -> str:
 
 
 def _imported(text: str, names: dict[str, str]) -> set[str]:
-    """Modules among ``names`` that a source imports, or names in a string, as patches and processes do."""
+    """Modules among ``names`` that a source imports, or names in a string, as patches and processes
+    do."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             words = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             words = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("slime."):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("slime.")
+        ):
             words = [node.value]
         else:
             continue
@@ -178,7 +202,10 @@ def _run(files: list[str], seconds: float) -> int:
     status = pytest.main(["-m", "not slow and not full and not gpu", *files], plugins=[budget])
     unreached = list(dict.fromkeys(test.partition("::")[0] for test in budget.left))
     if unreached:
-        print(f"\n{len(budget.left)} tests were not reached in {seconds:.0f} s: make test runs them. They are in")
+        print(
+            f"\n{len(budget.left)} tests were not reached in {seconds:.0f} s: make test runs "
+            "them. They are in"
+        )
         print(*unreached, sep="\n")
         return int(budget.has_failed)  # pytest's status says that it was stopped, and nothing else
     return int(status)

@@ -1,9 +1,11 @@
 """Write the generated pages of docs/, or with --check fail when one of them is stale.
 
-python tools/make_docs.py            docs/flags.md from the flag tables, docs/hooks.md from slime/user_code/hooks.py,
-                                     docs/troubles.md from slime/diagnosis/, docs/import-paths.md from
-                                     slime/compat/import_paths.py, the tables of docs/coming-from.md from
-                                     slime/config/other_systems.py and the flag tables
+python tools/make_docs.py            docs/flags.md from the flag tables, docs/hooks.md from
+slime/user_code/hooks.py,
+                                     docs/troubles.md from slime/diagnosis/, docs/import-paths.md
+                                     from slime/compat/import_paths.py, the tables of
+                                     docs/coming-from.md from slime/config/other_systems.py and the
+                                     flag tables
 """
 
 from __future__ import annotations
@@ -154,9 +156,15 @@ def paths_page() -> str:
         for name, target in names.items():
             mark = " *replaceable*" if target in targets else ""
             parts.append(f"| `{module}.{name}` | `{target.replace(':', '.')}`{mark} |")
-    parts += ["", "## What is not\n", "Importing one of these is an `ImportError` that says the same.\n"]
+    parts += [
+        "",
+        "## What is not\n",
+        "Importing one of these is an `ImportError` that says the same.\n",
+    ]
     parts += ["| import | use |", "|---|---|"]
-    parts += [f"| `{old.replace(':', '.')}` | {_with_code(use)} |" for old, use in NO_COUNTERPART.items()]
+    parts += [
+        f"| `{old.replace(':', '.')}` | {_with_code(use)} |" for old, use in NO_COUNTERPART.items()
+    ]
     return "\n".join([*parts, ""])
 
 
@@ -165,14 +173,17 @@ _FLAGS_END = "<!-- end of the generated table -->"
 
 
 def coming_from_page(page: str) -> str:
-    """docs/coming-from.md with its tables made anew: the names of other systems from `slime.config.other_systems`, and
-    the reference system's flags from the flag tables."""
+    """docs/coming-from.md with its tables made anew: the names of other systems from
+    `slime.config.other_systems`, and the reference system's flags from the flag tables."""
     from slime.config.other_systems import TRL, VERL, table
 
     for system, rows in (("TRL", TRL), ("verl", VERL)):
         whole = table(rows, system)
         page = re.sub(
-            rf"^\| {system} \| here \|\n(\|.*\n)*", lambda _, text=whole: f"{text}\n", page, flags=re.MULTILINE
+            rf"^\| {system} \| here \|\n(\|.*\n)*",
+            lambda _, text=whole: f"{text}\n",
+            page,
+            flags=re.MULTILINE,
         )
     before, _, rest = page.partition(_FLAGS_BEGIN)
     _, _, after = rest.partition(_FLAGS_END)
@@ -201,11 +212,17 @@ def _difference(name: str, found: Spelling) -> str:
     if meta.no_effect:
         return f"| `--{name}` | no effect | {_with_code(meta.no_effect)} |"
     remarks = [f"`{value}` is refused: {reason}" for value, reason in meta.refused_values.items()]
-    remarks += [f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in meta.instead.items()]
+    remarks += [
+        f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in meta.instead.items()
+    ]
     if remarks:
         return f"| `--{name}` | same but for a value | {_with_code('; '.join(remarks))} |"
     is_same = found.negated or found.spec.dest == name.replace("-", "_")
-    return "" if is_same else f"| `--{name}` | renamed | is `{found.spec.option}`; the old name is accepted |"
+    return (
+        ""
+        if is_same
+        else f"| `--{name}` | renamed | is `{found.spec.option}`; the old name is accepted |"
+    )
 
 
 def _read_page(name: str) -> str:
@@ -219,7 +236,8 @@ def flags_page() -> str:
 
 
 def hooks_page(source: str, example: str) -> str:
-    """docs/hooks.md from the texts of slime/user_code/hooks.py and of the example of several turns."""
+    """docs/hooks.md from the texts of slime/user_code/hooks.py and of the example of several
+    turns."""
     from slime.samples.sample_fields import FROZEN
 
     tree = ast.parse(source)
@@ -233,13 +251,16 @@ def hooks_page(source: str, example: str) -> str:
     parts += [_hook_section(flags, classes[protocol]) for protocol, flags in flags_of.items()]
     parts.append(_TURNS.format(code=example))
     parts.append(
-        _returns_section([classes[name] for name in classes if name.startswith(("RolloutFn", "DynamicFilterO"))])
+        _returns_section(
+            [classes[name] for name in classes if name.startswith(("RolloutFn", "DynamicFilterO"))]
+        )
     )
     return "\n".join(parts)
 
 
 def troubles_page() -> str:
-    """docs/troubles.md from the records of what `slime doctor`, `slime explain` and `slime align` look for."""
+    """docs/troubles.md from the records of what `slime doctor`, `slime explain` and `slime align`
+    look for."""
     from slime.diagnosis import explain
     from slime.diagnosis.align.causes import CAUSES
     from slime.diagnosis.troubles import SECTIONS, TROUBLES
@@ -247,7 +268,10 @@ def troubles_page() -> str:
     in_a_run = tuple(trouble for trouble in explain.TROUBLES if trouble.name not in TROUBLES)
     parts = [_TROUBLES_HEAD]
     apart = tuple(cause.trouble for cause in CAUSES)
-    others = {"In a run (`slime explain`)": in_a_run, "Trainer and engine differ (`slime align`)": apart}
+    others = {
+        "In a run (`slime explain`)": in_a_run,
+        "Trainer and engine differ (`slime align`)": apart,
+    }
     for section, troubles in {**SECTIONS, **others}.items():
         parts += [
             f"## {section}\n",
@@ -272,13 +296,21 @@ def _with_relative_links(text: str) -> str:
     """A page whose links to other pages also work in a clone: messages name pages by URL."""
     from slime.documentation import DOCS_URL
 
-    return re.sub(rf"(?<!\]\()(?<![`/\w])(?:{re.escape(DOCS_URL)}|docs)/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
+    return re.sub(
+        rf"(?<!\]\()(?<![`/\w])(?:{re.escape(DOCS_URL)}|docs)/([\w-]+\.md)(#[\w-]+)?",
+        r"[\1](\1\2)",
+        text,
+    )
 
 
 def _hook_table(tree: ast.Module) -> list[tuple[str, str]]:
     """(flag, Protocol) pairs of the ``HOOKS`` dict."""
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "HOOKS":
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == "HOOKS"
+        ):
             assert isinstance(node.value, ast.Dict)
             return [
                 (ast.literal_eval(key), ast.unparse(value))
@@ -291,7 +323,9 @@ def _hook_table(tree: ast.Module) -> list[tuple[str, str]]:
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
     """``def name(...)`` as a user would write it: without self and the positional-only mark."""
     arguments = function.args
-    arguments.args = arguments.posonlyargs[1:] + arguments.args if arguments.posonlyargs else arguments.args[1:]
+    arguments.args = (
+        arguments.posonlyargs[1:] + arguments.args if arguments.posonlyargs else arguments.args[1:]
+    )
     arguments.posonlyargs = []
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
     line = f"def {name}({ast.unparse(arguments)}){returns}"
@@ -303,7 +337,8 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> s
 
 
 def _body(docstring: str | None) -> str:
-    """A docstring as Markdown: double backticks become single ones, indented examples become code blocks."""
+    """A docstring as Markdown: double backticks become single ones, indented examples become code
+    blocks."""
     lines = []
     in_code = False
     for line in inspect.cleandoc(docstring or "").replace("``", "`").splitlines():
@@ -311,7 +346,11 @@ def _body(docstring: str | None) -> str:
         if is_code != in_code:
             lines.append("```python" if is_code else "```")
             in_code = is_code
-        lines.append(line.strip().removeprefix(">>> ").removeprefix("... ") if not is_code else line.strip()[4:])
+        lines.append(
+            line.strip().removeprefix(">>> ").removeprefix("... ")
+            if not is_code
+            else line.strip()[4:]
+        )
     return "\n".join(lines + (["```"] if in_code else []))
 
 
@@ -332,7 +371,9 @@ def _data_source_section(source: ast.ClassDef) -> str:
         lines += [f"# {doc[0].replace('``', '')}"] if doc else []
         lines.append(_signature(method, method.name))
     code = "\n".join(lines)
-    return f"## `--data-source-path`\n\n{_body(ast.get_docstring(source))}\n\n```python\n{code}\n```\n"
+    return (
+        f"## `--data-source-path`\n\n{_body(ast.get_docstring(source))}\n\n```python\n{code}\n```\n"
+    )
 
 
 def _returns_section(classes: list[ast.ClassDef]) -> str:
@@ -350,7 +391,9 @@ PAGES: dict[str, Callable[[], str]] = {
         (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
         (ROOT / "examples" / "search" / "rollout.py").read_text(encoding="utf-8"),
     ),
-    "docs/coming-from.md": lambda: coming_from_page((ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")),
+    "docs/coming-from.md": lambda: coming_from_page(
+        (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    ),
     "docs/troubles.md": troubles_page,
     "docs/import-paths.md": paths_page,
 }
@@ -358,7 +401,9 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when a page is stale"
+    )
     check = parser.parse_args(argv).check
     texts = {name: _with_relative_links(page()) for name, page in PAGES.items()}
     stale = [name for name, text in texts.items() if _read(ROOT / name) != text]

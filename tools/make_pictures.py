@@ -1,13 +1,14 @@
 """The pictures of a run in docs/images, made anew; behind `make demo`:
 
     python tools/make_pictures.py all outputs/<run>           # the three below
-    python tools/make_pictures.py console                     # console.svg: the live table over a recorded run
-    python tools/make_pictures.py chat outputs/<run>          # chat.svg: a conversation with its model, held for it
-    python tools/make_pictures.py report outputs/<run>        # report.png: the first screen of its report.html
-    python tools/make_pictures.py watch TOY SMOLLM2 AGENT     # watch*.png: slime watch over three run folders
+    python tools/make_pictures.py console                     # console.svg: the live table over a
+    recorded run python tools/make_pictures.py chat outputs/<run>          # chat.svg: a
+    conversation with its model, held for it python tools/make_pictures.py report outputs/<run>
+    # report.png: the first screen of its report.html python tools/make_pictures.py watch TOY
+    SMOLLM2 AGENT     # watch*.png: slime watch over three run folders
 
-The .png need Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a window of 1280 × 915
-and take the picture by hand.
+The .png need Chromium (``apt-get install chromium``) and Pillow; elsewhere open the report in a
+window of 1280 × 915 and take the picture by hand.
 """
 
 from __future__ import annotations
@@ -49,11 +50,18 @@ _PROMPT = "\n> "
 
 def terminal_svg(content: RenderableType, title: str) -> str:
     """What a terminal would show, as an SVG that loads no font from elsewhere."""
-    console = Console(file=io.StringIO(), record=True, width=_COLUMNS, force_terminal=True, color_system="truecolor")
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=_COLUMNS,
+        force_terminal=True,
+        color_system="truecolor",
+    )
     console.print(content)
     text = console.export_svg(title=title, unique_id="terminal")
     return re.sub(r"\s*@font-face \{.*?\}", "", text, flags=re.DOTALL).replace(
-        "font-family: Fira Code, monospace", "font-family: ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
+        "font-family: Fira Code, monospace",
+        "font-family: ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace",
     )
 
 
@@ -61,7 +69,9 @@ def console_svg(recorded: Path = RECORDED) -> str:
     """The live table in the middle of a recorded run, while it generates."""
     rows = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
     now = 0.0
-    sink = ConsoleSink("demo/grpo", rows[-1]["step"], Console(file=io.StringIO()), clock=lambda: now)
+    sink = ConsoleSink(
+        "demo/grpo", rows[-1]["step"], Console(file=io.StringIO()), clock=lambda: now
+    )
     for row in rows[:_STEPS_SHOWN]:
         sink.log(row["step"], {name: value for name, value in row.items() if name != "step"})
     sink.phase_changed("rollout")
@@ -80,14 +90,18 @@ def report_png(run_dir: Path, picture: Path) -> None:
     from tests.support.browser import NAMES, chromium
 
     if chromium() is None:
-        sys.exit(f"none of {', '.join(NAMES)} is installed; open {run_dir}/report.html and take the picture by hand")
+        sys.exit(
+            f"none of {', '.join(NAMES)} is installed; open {run_dir}/report.html and take the "
+            "picture by hand"
+        )
     with tempfile.TemporaryDirectory() as folder:
         page = write_report(run_dir, Path(folder) / "report.html")
         asyncio.run(_photograph({picture: (page.as_uri(), *_WINDOW, False)}))
 
 
 async def _photograph(pictures: dict[Path, tuple[str, int, int, bool]]) -> None:
-    """Picture → address, width and height of the window, whether it is dark; in a browser of its own each."""
+    """Picture → address, width and height of the window, whether it is dark; in a browser of its
+    own each."""
     from PIL import Image
 
     from tests.support.browser import tab
@@ -103,7 +117,8 @@ async def _photograph(pictures: dict[Path, tuple[str, int, int, bool]]) -> None:
 
 
 def held(command: Sequence[str], questions: Sequence[str], seconds: float = _SECONDS) -> str:
-    """What a terminal shows while someone types ``questions`` into ``command``, each at a prompt, and leaves.
+    """What a terminal shows while someone types ``questions`` into ``command``, each at a prompt,
+    and leaves.
 
     Args:
         seconds: of silence, after which the command is killed.
@@ -151,7 +166,8 @@ def chat_svg(run_dir: Path) -> str:
     return terminal_svg(Text.from_ansi(typed + held(command, QUESTIONS)), "slime chat")
 
 
-#: Picture → which of the three runs, the address after #, width and height of the window, whether it is dark.
+#: Picture → which of the three runs, the address after #, width and height of the window, whether
+#: it is dark.
 WATCHED = {
     "watch": (0, "smooth=0.8", 1400, 900, False),
     "watch-samples": (1, "view=samples&sort=spread", 1400, 620, False),
@@ -180,7 +196,9 @@ def watch_pngs(folders: Sequence[Path]) -> None:
         listener = bind("127.0.0.1", 0)
         await web.SockSite(runner, listener).start()
         place = f"http://127.0.0.1:{listener.getsockname()[1]}/#"
-        newest = {watch.path: f"{watch.key}.{watch.stages()[-1].name}" for watch, _ in runs.all().values()}
+        newest = {
+            watch.path: f"{watch.key}.{watch.stages()[-1].name}" for watch, _ in runs.all().values()
+        }
         shots = {
             IMAGES / f"{name}.png": (f"{place}runs={newest[folders[which]]}&{shown}", *rest)
             for name, (which, shown, *rest) in WATCHED.items()
@@ -192,9 +210,13 @@ def watch_pngs(folders: Sequence[Path]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("picture", choices=["all", "console", "chat", "report", "watch"])
-    parser.add_argument("run", nargs="*", type=Path, help="run folders: none for the console, which is recorded")
+    parser.add_argument(
+        "run", nargs="*", type=Path, help="run folders: none for the console, which is recorded"
+    )
     options = parser.parse_args(argv)
     if len(options.run) != {"console": 0, "watch": 3}.get(options.picture, 1):
         parser.error(f"{options.picture} takes another number of run folders; see above")
@@ -206,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
         if name == "report":
             report_png(options.run[0], picture)
         else:
-            picture.write_text(console_svg() if name == "console" else chat_svg(options.run[0]), encoding="utf-8")
+            picture.write_text(
+                console_svg() if name == "console" else chat_svg(options.run[0]), encoding="utf-8"
+            )
         print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
     return 0
 

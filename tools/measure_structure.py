@@ -1,4 +1,5 @@
-"""How the code is built, in numbers: the tables of docs/architecture.md. Run it in the repository's root.
+"""How the code is built, in numbers: the tables of docs/architecture.md. Run it in the repository's
+root.
 
 python tools/measure_structure.py
 """
@@ -23,12 +24,17 @@ def main() -> None:
     print(f"| files, lines under `slime/` | {len(lines)}, {thousands(sum(lines.values()))} |")
     print(f"| longest import chain from the loop | {len(chain)} |")
     print(f"| files in circles | {len(in_circles(imports))} |")
-    print(f"| files imported by exactly one other | {sum(count == 1 for count in importers.values())} |")
+    print(
+        "| files imported by exactly one other | "
+        f"{sum(count == 1 for count in importers.values())} |"
+    )
     print("\n| package | files, lines |\n|---|--:|")
     packages: dict[str, list[int]] = {}
     for path, count in lines.items():
         inside = path.relative_to(PACKAGE).parts
-        packages.setdefault(inside[0] if len(inside) > 1 else "beside the packages", []).append(count)
+        packages.setdefault(inside[0] if len(inside) > 1 else "beside the packages", []).append(
+            count
+        )
     for name, counts in packages.items():
         print(f"| `{name}` | {len(counts)}, {thousands(sum(counts))} |")
     print("\n" + " → ".join(chain))

@@ -1,22 +1,27 @@
-"""`make mutation`: change one thing in the code at a time, and see whether the nearest tests notice.
+"""`make mutation`: change one thing in the code at a time, and see whether the nearest tests
+notice.
 
-python tools/mutation_test.py                             # all: an hour on a core; ended and called again it goes on
-python tools/mutation_test.py --named                     # only the patches of tools/mutations.toml
-python tools/mutation_test.py --only 'slime/samples/*'    # only files like this
-python tools/mutation_test.py --list                      # show the mutations; run nothing
-python tools/mutation_test.py --show-tests FILE           # the test files that a mutation of FILE runs
+python tools/mutation_test.py                             # all: an hour on a core; ended and called
+again it goes on python tools/mutation_test.py --named                     # only the patches of
+tools/mutations.toml python tools/mutation_test.py --only 'slime/samples/*'    # only files like
+this python tools/mutation_test.py --list                      # show the mutations; run nothing
+python tools/mutation_test.py --show-tests FILE           # the test files that a mutation of FILE
+runs
 
-A mutation is killed when a test fails, or when a test hangs that passes otherwise; it survives when none does. Patches
-with a name are listed in tools/mutations.toml, as are mutations that change no result, with the reason. The others are
-drawn by a seed, a budget per part of the code, one per function first. The draw ranks each candidate by a hash of its
-own text, so a change elsewhere does not draw others.
+A mutation is killed when a test fails, or when a test hangs that passes otherwise; it survives when
+none does. Patches with a name are listed in tools/mutations.toml, as are mutations that change no
+result, with the reason. The others are drawn by a seed, a budget per part of the code, one per
+function first. The draw ranks each candidate by a hash of its own text, so a change elsewhere does
+not draw others.
 
-One process imports the libraries, and forks a child per mutation, which imports the changed code and the tests from a
-copy of the working tree. The working tree is never written to, but for the report.
+One process imports the libraries, and forks a child per mutation, which imports the changed code
+and the tests from a copy of the working tree. The working tree is never written to, but for the
+report.
 
-Why no library: mutmut 3 rewrites whole functions into trampolines, which processes started by a test do not see and
-`inspect.getsource` breaks; cosmic-ray starts a Python of its own per mutation (25 s of imports here), has no operator
-that drops a statement, a factor or a bound, and mutates type hints.
+Why no library: mutmut 3 rewrites whole functions into trampolines, which processes started by a
+test do not see and `inspect.getsource` breaks; cosmic-ray starts a Python of its own per mutation
+(25 s of imports here), has no operator that drops a statement, a factor or a bound, and mutates
+type hints.
 """
 
 from __future__ import annotations
@@ -63,7 +68,8 @@ GRACE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the code: its files, how many mutations are drawn there, and tests that run before the nearest."""
+    """A part of the code: its files, how many mutations are drawn there, and tests that run before
+    the nearest."""
 
     name: str
     files: tuple[str, ...]
@@ -75,9 +81,17 @@ PARTS = (
     Part("algorithms", ("slime/algorithms/*.py",), 18),
     Part("samples", ("slime/samples/*.py",), 18),
     Part(
-        "trainer", ("slime/trainer/*.py",), 14, ("tests/unit/test_train_loss.py", "tests/unit/test_rollout_metrics.py")
+        "trainer",
+        ("slime/trainer/*.py",),
+        14,
+        ("tests/unit/test_train_loss.py", "tests/unit/test_rollout_metrics.py"),
     ),
-    Part("trainer/megatron", ("slime/trainer/megatron/*.py",), 16, ("tests/unit/test_train_numerics.py",)),
+    Part(
+        "trainer/megatron",
+        ("slime/trainer/megatron/*.py",),
+        16,
+        ("tests/unit/test_train_numerics.py",),
+    ),
     Part("weights", ("slime/weights/*.py",), 14),
     Part("journal", ("slime/rollout/journal.py", "slime/run/ancestry.py"), 12),
     Part("schedule", ("slime/run/schedule.py",), 8),
@@ -121,7 +135,8 @@ _LIBRARIES = (
 )  # fmt: skip
 
 
-# -- what is changed -------------------------------------------------------------------------------------------------
+# -- what is changed
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +184,8 @@ def candidates(part: str, file: str, text: str) -> list[Mutation]:
 
 
 class _Finder:
-    """Walks the functions of a module and proposes changes of expressions and statements that compute."""
+    """Walks the functions of a module and proposes changes of expressions and statements that
+    compute."""
 
     def __init__(self, part: str, file: str, text: str) -> None:
         self._part = part
@@ -183,7 +199,9 @@ class _Finder:
         self._of_one_type = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                types = [ast.unparse(a.annotation) for a in node.args.args if a.annotation is not None]
+                types = [
+                    ast.unparse(a.annotation) for a in node.args.args if a.annotation is not None
+                ]
                 if len(types) >= 2 and types[0] == types[1]:
                     self._of_one_type.add(node.name)
 
@@ -195,13 +213,18 @@ class _Finder:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from self._bodies(node.body, f"{inside}{node.name}.")
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in _NOT_MUTATED:
+            elif (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name not in _NOT_MUTATED
+            ):
                 name = f"{inside}{node.name}"
                 for statement in node.body:
                     yield from self._statement(statement, name)
 
     def _statement(self, node: ast.stmt, name: str) -> Iterator[Mutation]:
-        if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal):
+        if isinstance(
+            node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal
+        ):
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return
@@ -229,18 +252,28 @@ class _Finder:
                 yield from self._expression(child, name)
 
     def _dropped(self, node: ast.stmt, name: str) -> Iterator[Mutation]:
-        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not self._is_talk(node.value)
+        is_call = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and not self._is_talk(node.value)
+        )
         is_update = isinstance(node, ast.AugAssign) or (
             isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
         )
         if is_call or is_update or isinstance(node, ast.Continue | ast.Break):
             yield self._mutation(node, name, "drop statement", "pass")
         if isinstance(node, ast.AugAssign):
-            swapped = {ast.Add: "-=", ast.Sub: "+=", ast.Mult: "/=", ast.Div: "*="}.get(type(node.op))
+            swapped = {ast.Add: "-=", ast.Sub: "+=", ast.Mult: "/=", ast.Div: "*="}.get(
+                type(node.op)
+            )
             if swapped and not self._is_text(node.value):
                 words = f"{self._text(node.target)} {swapped} {self._text(node.value)}"
                 yield self._mutation(node, name, "swap operator", words)
-        if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+        if (
+            isinstance(node, ast.Return)
+            and node.value is not None
+            and not isinstance(node.value, ast.Constant)
+        ):
             yield self._mutation(node, name, "return None", "return None")
 
     def _negated(self, test: ast.expr, name: str) -> Iterator[Mutation]:
@@ -263,7 +296,9 @@ class _Finder:
             values = [f"({self._text(value)})" for value in node.values]
             yield self._mutation(node, name, "and ↔ or", f"({word.join(values)})")
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
-            if isinstance(node.operand, ast.Constant):  # often the last dimension, which has a second name
+            if isinstance(
+                node.operand, ast.Constant
+            ):  # often the last dimension, which has a second name
                 yield self._mutation(node, name, "change constant", "0")
                 return
             yield self._mutation(node, name, "drop sign or not", f"({self._text(node.operand)})")
@@ -314,9 +349,15 @@ class _Finder:
         if isinstance(value, bool):
             yield self._mutation(node, name, "change constant", str(not value))
         elif isinstance(value, int):
-            yield self._mutation(node, name, "change constant", {0: "1", 1: "0"}.get(value, str(value + 1)))
-        elif isinstance(value, float) and not 0 < abs(value) < 1e-4:  # those keep from dividing by zero
-            yield self._mutation(node, name, "change constant", {0.0: "1.0", 1.0: "0.0"}.get(value, str(value * 2)))
+            yield self._mutation(
+                node, name, "change constant", {0: "1", 1: "0"}.get(value, str(value + 1))
+            )
+        elif (
+            isinstance(value, float) and not 0 < abs(value) < 1e-4
+        ):  # those keep from dividing by zero
+            yield self._mutation(
+                node, name, "change constant", {0.0: "1.0", 1.0: "0.0"}.get(value, str(value * 2))
+            )
 
     def _call(self, node: ast.Call, name: str) -> Iterator[Mutation]:
         function = node.func
@@ -325,18 +366,37 @@ class _Finder:
             other = "max" if function.id == "min" else "min"
             yield self._mutation(function, name, "min ↔ max", other)
             if len(node.args) == 2:
-                yield self._mutation(node, name, "drop bound", words[isinstance(node.args[0], ast.Constant)])
+                yield self._mutation(
+                    node, name, "drop bound", words[isinstance(node.args[0], ast.Constant)]
+                )
         if isinstance(function, ast.Attribute):
             if function.attr in _DROPPED_CALLS:
-                of_module = isinstance(function.value, ast.Name) and function.value.id in ("torch", "math", "F")
-                yield self._mutation(node, name, "drop call", words[0] if of_module else self._text(function.value))
-            others = {"argmax": "argmin", "maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max"}
+                of_module = isinstance(function.value, ast.Name) and function.value.id in (
+                    "torch",
+                    "math",
+                    "F",
+                )
+                yield self._mutation(
+                    node, name, "drop call", words[0] if of_module else self._text(function.value)
+                )
+            others = {
+                "argmax": "argmin",
+                "maximum": "minimum",
+                "minimum": "maximum",
+                "max": "min",
+                "min": "max",
+            }
             if function.attr in others:
                 yield self._mutation(
-                    function, name, "min ↔ max", f"{self._text(function.value)}.{others[function.attr]}"
+                    function,
+                    name,
+                    "min ↔ max",
+                    f"{self._text(function.value)}.{others[function.attr]}",
                 )
         if len(words) >= 2 and words[0] != words[1] and self._first_two_have_one_type(function):
-            swapped = ", ".join([words[1], words[0], *words[2:], *(self._text(k) for k in node.keywords)])
+            swapped = ", ".join(
+                [words[1], words[0], *words[2:], *(self._text(k) for k in node.keywords)]
+            )
             yield self._mutation(node, name, "swap arguments", f"{self._text(function)}({swapped})")
 
     def _first_two_have_one_type(self, function: ast.expr) -> bool:
@@ -345,7 +405,9 @@ class _Finder:
 
     def _mutation(self, node: ast.AST, name: str, operator: str, after: str) -> Mutation:
         start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
-        return Mutation(self._part, self._file, name, operator, node.lineno, start, self._text(node), after)  # type: ignore[attr-defined]
+        return Mutation(
+            self._part, self._file, name, operator, node.lineno, start, self._text(node), after
+        )  # type: ignore[attr-defined]
 
     def _text(self, node: ast.AST) -> str:
         start = self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -354,7 +416,9 @@ class _Finder:
 
     def _operand(self, node: ast.AST) -> str:
         """Its text, in parentheses where another operator beside it could bind more tightly."""
-        is_one = isinstance(node, ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript)
+        is_one = isinstance(
+            node, ast.Name | ast.Attribute | ast.Constant | ast.Call | ast.Subscript
+        )
         return self._text(node) if is_one else f"({self._text(node)})"
 
     def _is_gpu(self, node: ast.expr) -> bool:
@@ -371,14 +435,17 @@ class _Finder:
     @staticmethod
     def _is_text(node: ast.expr) -> bool:
         texts = (ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.ListComp)
-        return isinstance(node, texts) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+        return isinstance(node, texts) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        )
 
     @staticmethod
     def _only_raises(body: Sequence[ast.stmt]) -> bool:
         return isinstance(body[-1], ast.Raise)
 
 
-# -- which of them ---------------------------------------------------------------------------------------------------
+# -- which of them
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -387,8 +454,8 @@ class Cases:
 
     Attributes:
         named: patches that tests have to notice.
-        equivalent: (file, function, line before, line after) → the reason why no result changes; without lines it is
-            said of all mutations of the function.
+        equivalent: (file, function, line before, line after) → the reason why no result changes;
+            without lines it is said of all mutations of the function.
     """
 
     named: list[Mutation]
@@ -409,17 +476,32 @@ def read_cases(root: Path) -> Cases:
     named = []
     stale = []
     for row in table.get("named", []):
-        text = (root / row["file"]).read_text(encoding="utf-8") if (root / row["file"]).exists() else ""
+        text = (
+            (root / row["file"]).read_text(encoding="utf-8")
+            if (root / row["file"]).exists()
+            else ""
+        )
         count = text.count(row["before"])
         if count != 1:
-            stale.append(f"[[named]] {row['name']}: {row['file']} has its text {count} times: {row['before']}")
+            stale.append(
+                f"[[named]] {row['name']}: {row['file']} has its text {count} times: "
+                f"{row['before']}"
+            )
             continue
         at = text.index(row["before"])
         line = text[:at].count("\n") + 1
         start = len(text[:at].encode())
         named.append(
             Mutation(
-                _part_of(row["file"]), row["file"], "", "patch", line, start, row["before"], row["after"], row["name"]
+                _part_of(row["file"]),
+                row["file"],
+                "",
+                "patch",
+                line,
+                start,
+                row["before"],
+                row["after"],
+                row["name"],
             )
         )
     equivalent = {}
@@ -438,7 +520,11 @@ def _keys(root: Path, file: str) -> set[tuple[str, str, str, str]]:
         return set()
     text = (root / file).read_text(encoding="utf-8")
     found = candidates("", file, text)
-    return {key for m in found for key in ((file, m.function, "", ""), (file, m.function, *m.lines(text)))}
+    return {
+        key
+        for m in found
+        for key in ((file, m.function, "", ""), (file, m.function, *m.lines(text)))
+    }
 
 
 def _part_of(file: str) -> str:
@@ -446,11 +532,15 @@ def _part_of(file: str) -> str:
 
 
 def _is_in(file: str, part: Part) -> bool:
-    return any(fnmatch.fnmatch(file, pattern) and file.count("/") == pattern.count("/") for pattern in part.files)
+    return any(
+        fnmatch.fnmatch(file, pattern) and file.count("/") == pattern.count("/")
+        for pattern in part.files
+    )
 
 
 def draw(root: Path, cases: Cases, seed: int) -> list[Mutation]:
-    """The drawn mutations of all parts: one per function first, then further ones up to the budget."""
+    """The drawn mutations of all parts: one per function first, then further ones up to the
+    budget."""
     chosen: list[Mutation] = []
     for part in PARTS:
         files = sorted({file for pattern in part.files for file in root.glob(pattern)})
@@ -464,11 +554,16 @@ def draw(root: Path, cases: Cases, seed: int) -> list[Mutation]:
             for mutation in candidates(part.name, file, text):
                 lines = mutation.lines(text)
                 of_function = (file, mutation.function, "", "")
-                if of_function in cases.equivalent or (file, mutation.function, *lines) in cases.equivalent:
+                if (
+                    of_function in cases.equivalent
+                    or (file, mutation.function, *lines) in cases.equivalent
+                ):
                     continue
                 words = (file, mutation.function, mutation.operator, *lines)
                 seen[words] += 1
-                digest = hashlib.sha256("|".join([str(seed), *words, str(seen[words])]).encode()).hexdigest()
+                digest = hashlib.sha256(
+                    "|".join([str(seed), *words, str(seen[words])]).encode()
+                ).hexdigest()
                 # each function returns something, and that nothing comes back is noticed at once
                 if mutation.operator != "return None" or int(digest[-1], 16) == 0:
                     found.append((digest, mutation))
@@ -484,7 +579,8 @@ def draw(root: Path, cases: Cases, seed: int) -> list[Mutation]:
     return chosen
 
 
-# -- running tests ---------------------------------------------------------------------------------------------------
+# -- running tests
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -492,10 +588,11 @@ class Result:
     """What became of a mutation.
 
     Attributes:
-        outcome: "killed"; "timed out", where a test hangs; "survived"; "undecided", where the time was over before all
-            tests had run.
+        outcome: "killed"; "timed out", where a test hangs; "survived"; "undecided", where the time
+            was over before all tests had run.
         test: what noticed it.
-        source, tests: fingerprints of the changed file and of the test's, by which a result is known again.
+        source, tests: fingerprints of the changed file and of the test's, by which a result is
+            known again.
     """
 
     part: str
@@ -526,7 +623,8 @@ class _Outcome:
 
 
 class _Recorder:
-    """A pytest plugin that writes each outcome down, and begins no test after the end of the time."""
+    """A pytest plugin that writes each outcome down, and begins no test after the end of the
+    time."""
 
     def __init__(self, path: Path, seconds: float, skipped: frozenset[str]) -> None:
         self._path = path
@@ -557,7 +655,8 @@ class _Recorder:
 
 
 class Workshop:
-    """A copy of the working tree in which one file at a time is changed and tests are run by forked children."""
+    """A copy of the working tree in which one file at a time is changed and tests are run by forked
+    children."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.tree = folder / "tree"
@@ -565,7 +664,11 @@ class Workshop:
         self._output = folder / "output.txt"
         self._changes = 0
         listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "ls-files", "-co", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for name in listed.stdout.splitlines():
             if (root / name).is_file():
@@ -576,7 +679,10 @@ class Workshop:
     def warm_up(self, names: Iterable[str]) -> None:
         """Import libraries, and modules of the copy, once for all children."""
         elsewhere = (self._root, self._root / "tools")
-        sys.path[:] = [str(self.tree), *(p for p in sys.path if p and Path(p).resolve() not in elsewhere)]
+        sys.path[:] = [
+            str(self.tree),
+            *(p for p in sys.path if p and Path(p).resolve() not in elsewhere),
+        ]
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -589,7 +695,8 @@ class Workshop:
         stamp = path.stat().st_mtime_ns
         self._changes += 1
         path.write_text(mutation.apply(before.decode()), encoding="utf-8")
-        # bytecode is known by the second in which its source was written: each change has one of its own
+        # bytecode is known by the second in which its source was written: each change has one of
+        # its own
         os.utime(path, ns=(stamp, stamp + self._changes * 1_000_000_000))
         try:
             yield
@@ -598,7 +705,11 @@ class Workshop:
             os.utime(path, ns=(stamp, stamp))
 
     def run(
-        self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str], changed: Iterable[str] = ()
+        self,
+        runs: Sequence[Sequence[str]],
+        seconds: float,
+        skipped: frozenset[str],
+        changed: Iterable[str] = (),
     ) -> _Outcome:
         """Run tests in a child: one pytest per entry, up to the first in which a test fails.
 
@@ -626,7 +737,8 @@ class Workshop:
         return outcome
 
     def _enter(self, changed: Iterable[str]) -> None:
-        """Let this process and those that it starts import from the copy, and what has changed anew."""
+        """Let this process and those that it starts import from the copy, and what has changed
+        anew."""
         os.chdir(self.tree)
         os.environ["PYTHONPATH"] = str(self.tree)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -638,7 +750,11 @@ class Workshop:
                 vars(sys.modules.get(package, argparse)).pop(leaf, None)
 
     def _child(
-        self, runs: Sequence[Sequence[str]], seconds: float, skipped: frozenset[str], changed: Iterable[str]
+        self,
+        runs: Sequence[Sequence[str]],
+        seconds: float,
+        skipped: frozenset[str],
+        changed: Iterable[str],
     ) -> None:
         status = 3
         try:
@@ -677,7 +793,8 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _start_fork_server() -> None:
-    """Fork the server from which tests fork trainer ranks, instead of starting it: it has the libraries already.
+    """Fork the server from which tests fork trainer ranks, instead of starting it: it has the
+    libraries already.
 
     It is forked before a test runs, so that ranks inherit nothing of a trainer in this process.
     """
@@ -706,7 +823,9 @@ def _start_fork_server() -> None:
 class Judge:
     """Runs the tests of mutations. A test counts only while it passes on the code as it is."""
 
-    def __init__(self, shop: Workshop, surroundings: Mapping[str, Surroundings], seconds: float) -> None:
+    def __init__(
+        self, shop: Workshop, surroundings: Mapping[str, Surroundings], seconds: float
+    ) -> None:
         self._shop = shop
         self._surroundings = surroundings
         self._seconds = seconds
@@ -714,11 +833,14 @@ class Judge:
         self._unsound: set[str] = set()
 
     def verdict(self, mutation: Mutation) -> tuple[str, str]:
-        """(outcome, test that noticed it), as long as `check` finds nothing wrong with that test."""
+        """(outcome, test that noticed it), as long as `check` finds nothing wrong with that
+        test."""
         with self._shop.changed(mutation):
             around = self._surroundings[mutation.file]
             runs = [[test] for test in around.tests]
-            outcome = self._shop.run(runs, self._seconds, frozenset(self._unsound), around.dependent)
+            outcome = self._shop.run(
+                runs, self._seconds, frozenset(self._unsound), around.dependent
+            )
         if outcome.hangs:
             return "timed out", outcome.begun
         if outcome.failed:
@@ -731,7 +853,11 @@ class Judge:
 
     def check(self, tests: Iterable[str]) -> set[str]:
         """Those among tests that fail, or hang, without a mutation, too."""
-        new = [test for test in dict.fromkeys(tests) if "::" in test and test not in self._sound | self._unsound]
+        new = [
+            test
+            for test in dict.fromkeys(tests)
+            if "::" in test and test not in self._sound | self._unsound
+        ]
         while new:
             outcome = self._shop.run([new], CHECK_SECONDS, frozenset(self._unsound))
             bad = {*outcome.failed, outcome.begun} if outcome.hangs else set(outcome.failed)
@@ -769,7 +895,9 @@ def surroundings(root: Path, files: Iterable[str]) -> dict[str, Surroundings]:
 
     def modules(files: Iterable[str]) -> set[str]:
         paths = (Path(file).with_suffix("") for file in files)
-        names = (".".join(path.parent.parts if path.name == "__init__" else path.parts) for path in paths)
+        names = (
+            ".".join(path.parent.parts if path.name == "__init__" else path.parts) for path in paths
+        )
         return {name for name in names if name.startswith(("slime.", "tests.support."))}
 
     graph = ImportGraph(root)
@@ -777,23 +905,36 @@ def surroundings(root: Path, files: Iterable[str]) -> dict[str, Surroundings]:
     for file in files:
         first = [test for part in PARTS if _is_in(file, part) for test in part.tests]
         tests = list(dict.fromkeys([*first, *graph.nearest([file])]))[:MOST_FILES]
-        found[file] = Surroundings(tests, modules(graph.imported(tests)), modules(graph.importers(file)))
+        found[file] = Surroundings(
+            tests, modules(graph.imported(tests)), modules(graph.importers(file))
+        )
     return found
 
 
-# -- the whole -------------------------------------------------------------------------------------------------------
+# -- the whole
+# -------------------------------------------------------------------------------------------------------
 
 
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--named", action="store_true", help="only the patches of the table")
-    parser.add_argument("--only", default="*", help="only mutations of files like this, or patches with such a name")
+    parser.add_argument(
+        "--only", default="*", help="only mutations of files like this, or patches with such a name"
+    )
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
-    parser.add_argument("--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other mutation after so long")
+    parser.add_argument(
+        "--seconds", type=float, help=f"of tests per mutation; {MOST_SECONDS:g} when left out"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no other mutation after so long"
+    )
     parser.add_argument("--again", action="store_true", help="run also what has been killed before")
-    parser.add_argument("--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs")
+    parser.add_argument(
+        "--show-tests", metavar="FILE", help="the test files that a mutation of FILE runs"
+    )
     parser.add_argument("--json", type=Path, help="write the results here, too")
     chosen = parser.parse_args(words)
     if chosen.show_tests:
@@ -805,7 +946,11 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
         print(error, file=sys.stderr)
         return 2
     mutations = cases.named if chosen.named else [*cases.named, *draw(root, cases, chosen.seed)]
-    mutations = [m for m in mutations if fnmatch.fnmatch(m.file, chosen.only) or fnmatch.fnmatch(m.name, chosen.only)]
+    mutations = [
+        m
+        for m in mutations
+        if fnmatch.fnmatch(m.file, chosen.only) or fnmatch.fnmatch(m.name, chosen.only)
+    ]
     if chosen.list:
         for mutation in mutations:
             print(_described(root, mutation))
@@ -814,10 +959,14 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
         limits = _Limits(chosen.seconds or MOST_SECONDS, time.monotonic() + 60 * chosen.minutes)
         results = _run_all(root, mutations, Path(folder), chosen.again, limits)
     if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
+        chosen.json.write_text(
+            json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8"
+        )
     print(_table(results))
     if chosen.only == "*" and not chosen.named:
-        (root / REPORT).write_text(page(_commit(root), mutations, results, cases, chosen.seed), encoding="utf-8")
+        (root / REPORT).write_text(
+            page(_commit(root), mutations, results, cases, chosen.seed), encoding="utf-8"
+        )
         print(f"wrote {REPORT}")
     return int(len(results) < len(mutations) or not is_good(results))
 
@@ -830,9 +979,14 @@ class _Limits:
     end: float
 
 
-def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: bool, limits: _Limits) -> list[Result]:
+def _run_all(
+    root: Path, mutations: Sequence[Mutation], folder: Path, again: bool, limits: _Limits
+) -> list[Result]:
     """What became of the mutations, without those that the time did not suffice for."""
-    texts = {file: (root / file).read_text(encoding="utf-8") for file in {mutation.file for mutation in mutations}}
+    texts = {
+        file: (root / file).read_text(encoding="utf-8")
+        for file in {mutation.file for mutation in mutations}
+    }
     known = {} if again else _known(root)
     results: dict[Mutation, Result] = {}
     survivors: dict[Mutation, Result] = {}
@@ -846,18 +1000,26 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
     if left and time.monotonic() < limits.end:
         around = surroundings(root, {mutation.file for mutation in left})
         shop = Workshop(root, folder)
-        shop.warm_up([*_LIBRARIES, *sorted(set().union(*(each.needed for each in around.values())))])
+        shop.warm_up(
+            [*_LIBRARIES, *sorted(set().union(*(each.needed for each in around.values())))]
+        )
         judge = Judge(shop, around, limits.seconds)
     while left and time.monotonic() < limits.end:
         batch = left[:10]
         left = left[10:]
         found = {}
         for mutation in batch:
-            print(f"[{len(results) + len(found) + 1}/{len(mutations)}] {_described(root, mutation)}", flush=True)
+            print(
+                f"[{len(results) + len(found) + 1}/{len(mutations)}] {_described(root, mutation)}",
+                flush=True,
+            )
             start = time.monotonic()
             outcome, test = judge.verdict(mutation)
             taken = round(time.monotonic() - start, 1)
-            print(f"    {outcome} by {test} ({taken} s)" if test else f"    {outcome} ({taken} s)", flush=True)
+            print(
+                f"    {outcome} by {test} ({taken} s)" if test else f"    {outcome} ({taken} s)",
+                flush=True,
+            )
             found[mutation] = _result(root, mutation, texts[mutation.file], outcome, test, taken)
         bad = judge.check(result.test for result in found.values())
         left = [*(mutation for mutation, result in found.items() if result.test in bad), *left]
@@ -868,7 +1030,9 @@ def _run_all(root: Path, mutations: Sequence[Mutation], folder: Path, again: boo
     return [results[mutation] for mutation in mutations if mutation in results]
 
 
-def _result(root: Path, mutation: Mutation, text: str, outcome: str, test: str, seconds: float) -> Result:
+def _result(
+    root: Path, mutation: Mutation, text: str, outcome: str, test: str, seconds: float
+) -> Result:
     before, after = mutation.lines(text)
     source = _fingerprint(mutation.apply(text))
     return Result(
@@ -886,7 +1050,11 @@ def _keep(root: Path, results: Iterable[Result]) -> None:
 def _known(root: Path) -> dict[tuple[str, str], Result]:
     """(Name, changed source) → the last result."""
     path = root / RESULTS
-    rows = [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = (
+        [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
     return {(row.name, row.source): row for row in rows}
 
 
@@ -921,44 +1089,66 @@ def _table(results: Sequence[Result]) -> str:
         for row in ("listed by name" if result.name else result.part, "all"):
             rows[row][result.outcome] += 1
     order = ["listed by name", *(part.name for part in PARTS), "all"]
-    lines = ["| part | mutations | killed | timed out | survived | undecided |", "|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| part | mutations | killed | timed out | survived | undecided |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for name in [name for name in order if name in rows]:
         count = rows[name]
-        values = (count.total(), *(count[kind] for kind in ("killed", "timed out", "survived", "undecided")))
+        values = (
+            count.total(),
+            *(count[kind] for kind in ("killed", "timed out", "survived", "undecided")),
+        )
         lines.append(f"| {name} | " + " | ".join(map(str, values)) + " |")
     return "\n".join(lines)
 
 
 def _commit(root: Path) -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+    )
     return done.stdout.strip() or "no commit"
 
 
-def page(commit: str, mutations: Sequence[Mutation], results: Sequence[Result], cases: Cases, seed: int) -> str:
+def page(
+    commit: str, mutations: Sequence[Mutation], results: Sequence[Result], cases: Cases, seed: int
+) -> str:
     """The report."""
     drawn = [result for result in results if not result.name]
     named = [result for result in results if result.name]
     survivors = [result for result in results if result.outcome not in _NOTICED]
     missing = len(mutations) - len(results)
-    noticed = {kind: sum(r.outcome in _NOTICED for r in rows) for kind, rows in (("drawn", drawn), ("named", named))}
+    noticed = {
+        kind: sum(r.outcome in _NOTICED for r in rows)
+        for kind, rows in (("drawn", drawn), ("named", named))
+    }
     lines = [
         "# Results of mutation testing",
         "",
-        f"Written by `make mutation` at commit {commit}; run until {time.strftime('%Y-%m-%d')} with Python "
+        f"Written by `make mutation` at commit {commit}; run until {time.strftime('%Y-%m-%d')} "
+        "with Python "
         f"{platform.python_version()}, seed {seed}.",
         "Each mutation changes one expression or statement and runs the tests nearest to it; see",
         "[tests/README.md](../tests/README.md#mutation-testing).",
         "",
-        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and {noticed['named']} of {len(named)} "
+        f"**Tests notice {noticed['drawn']} of {len(drawn)} drawn mutations and "
+        f"{noticed['named']} of {len(named)} "
         "listed by name.**",
         *([f"{missing} more are drawn or listed and were not run."] if missing else []),
-        f"`tools/mutations.toml` sets {len(cases.equivalent)} mutations or functions aside that change no result.",
+        f"`tools/mutations.toml` sets {len(cases.equivalent)} mutations or functions aside that "
+        "change no result.",
         "",
         _table(results),
         "",
         "## Survived or undecided",
         "",
-        *([f"- `{r.file}`, `{r.function or r.name}`: `{r.before}` → `{r.after}`" for r in survivors] or ["None."]),
+        *(
+            [
+                f"- `{r.file}`, `{r.function or r.name}`: `{r.before}` → `{r.after}`"
+                for r in survivors
+            ]
+            or ["None."]
+        ),
         "",
         "## Listed by name",
         "",

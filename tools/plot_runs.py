@@ -1,11 +1,13 @@
-"""One metric of several runs as a picture (SVG), for documents and for looking at runs side by side.
+"""One metric of several runs as a picture (SVG), for documents and for looking at runs side by
+side.
 
-    python tools/plot_runs.py eval/sums curves.svg "colocated=outputs/a/metrics.jsonl" "async=outputs/b/metrics.jsonl"
-    python tools/plot_runs.py rollout/raw_reward reward.svg "with KL=outputs/a/metrics.jsonl" "without=…" --title Reward
-    python tools/plot_runs.py eval/sums both.svg "held out=a/metrics.jsonl" "reward=a/metrics.jsonl#rollout/raw_reward"
+    python tools/plot_runs.py eval/sums curves.svg "colocated=outputs/a/metrics.jsonl"
+    "async=outputs/b/metrics.jsonl" python tools/plot_runs.py rollout/raw_reward reward.svg "with
+    KL=outputs/a/metrics.jsonl" "without=…" --title Reward python tools/plot_runs.py eval/sums
+    both.svg "held out=a/metrics.jsonl" "reward=a/metrics.jsonl#rollout/raw_reward"
 
-A run is its name and its metrics.jsonl, behind # a metric of its own; rows without the metric are left out, and the
-steps are those of the rows.
+A run is its name and its metrics.jsonl, behind # a metric of its own; rows without the metric are
+left out, and the steps are those of the rows.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ def read_points(path: Path, metric: str) -> Points:
     Raises:
         ValueError: no row has it; names some that are there.
     """
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    points = [(float(row["step"]), float(row[metric])) for row in rows if row.get(metric) is not None]
+    rows = [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
+    points = [
+        (float(row["step"]), float(row[metric])) for row in rows if row.get(metric) is not None
+    ]
     if not points:
         known = sorted({key for row in rows for key in row if "/" in key})
         raise ValueError(f"{path} has no {metric}; it has {', '.join(known[:12]) or 'no metrics'}")
@@ -52,7 +58,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """
     span = max(high - low, 1e-6 * max(abs(low), abs(high)), 1e-9)  # of a flat line, too
     power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= most - 1)
+    step = next(
+        factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= most - 1
+    )
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]
@@ -72,19 +80,25 @@ def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
         return round(_LEFT + inner[0] * right, 1), round(HEIGHT - _BOTTOM - inner[1] * above, 1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="13">',
-        f'<title>{escape(title)}</title><rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
+        f'<title>{escape(title)}</title><rect width="{WIDTH}" height="{HEIGHT}" rx="8" '
+        'fill="#ffffff"/>',
         f'<text x="{_LEFT}" y="24" font-weight="600" fill="#1f2328">{escape(title)}</text>',
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle" fill="#57606a">step</text>',
     ]
     for value in up:
         x, y = place(across[0], value)
         parts.append(f'<path d="M{x} {y}H{WIDTH - _RIGHT}" stroke="#e3e6ea"/>')
-        parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end" fill="#57606a">{value:g}</text>')
+        parts.append(
+            f'<text x="{x - 8}" y="{y + 4}" text-anchor="end" fill="#57606a">{value:g}</text>'
+        )
     for value in across:
         x, y = place(value, up[0])
-        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle" fill="#57606a">{value:g}</text>')
+        parts.append(
+            f'<text x="{x}" y="{y + 18}" text-anchor="middle" fill="#57606a">{value:g}</text>'
+        )
     left = float(_LEFT)
     for (name, points), colour in zip(runs, _COLOURS, strict=False):
         line = " ".join(f"{x},{y}" for x, y in (place(*point) for point in points))
@@ -99,7 +113,9 @@ def picture(runs: Sequence[tuple[str, Points]], metric: str, title: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metric", help="for example eval/sums, rollout/raw_reward, train/grad_norm")
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", nargs="+", metavar="NAME=FILE[#METRIC]")

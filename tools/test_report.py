@@ -1,12 +1,15 @@
-"""`make test-full`: run every test but those that need a GPU, and record the result in docs/test-report.md.
+"""`make test-full`: run every test but those that need a GPU, and record the result in
+docs/test-report.md.
 
-python tools/test_report.py                          # all of them: hours; called again it goes on where it ended
-python tools/test_report.py tests/unit --minutes 5   # some files or folders, each file for so long at most
-python tools/test_report.py --jobs 8                 # so many files at a time: one per two cores
-python tools/test_report.py --again                  # forget what was run at this commit
+python tools/test_report.py                          # all of them: hours; called again it goes on
+where it ended python tools/test_report.py tests/unit --minutes 5   # some files or folders, each
+file for so long at most python tools/test_report.py --jobs 8                 # so many files at a
+time: one per two cores python tools/test_report.py --again                  # forget what was run
+at this commit
 
-Each file is a process of its own, so that one that crashes or hangs costs its own results alone. Every test's outcome
-is written down as it comes, and the report after every file: a run that is killed leaves a true one.
+Each file is a process of its own, so that one that crashes or hangs costs its own results alone.
+Every test's outcome is written down as it comes, and the report after every file: a run that is
+killed leaves a true one.
 """
 
 from __future__ import annotations
@@ -60,14 +63,22 @@ class FileResult:
 
 
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", default=["tests"], help="test files, or folders of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="*", default=["tests"], help="test files, or folders of them"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="longest time of a file")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time")
-    parser.add_argument("--again", action="store_true", help="run also what has a result at this commit")
+    parser.add_argument(
+        "--again", action="store_true", help="run also what has a result at this commit"
+    )
     chosen = parser.parse_args(words)
     commit, state = _sources(root)
-    files = sorted({str(file.relative_to(root)) for path in chosen.paths for file in _test_files(root / path)})
+    files = sorted(
+        {str(file.relative_to(root)) for path in chosen.paths for file in _test_files(root / path)}
+    )
     folder = root / RESULTS / state
     folder.mkdir(parents=True, exist_ok=True)
     kept = {} if chosen.again else {file: found for file in files if (found := _read(folder, file))}
@@ -75,13 +86,20 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     with ThreadPoolExecutor(chosen.jobs) as pool:
         interrupted = threading.Event()
         missing = [file for file in files if file not in kept]
-        runs = [pool.submit(_run, root, file, folder, chosen.minutes, interrupted) for file in missing]
+        runs = [
+            pool.submit(_run, root, file, folder, chosen.minutes, interrupted) for file in missing
+        ]
         try:
             for run in as_completed(runs):
                 result = run.result()
                 results[result.file] = result
-                print(f"[{len(results)}/{len(files)}] {result.file}: {result.seconds:.0f} s", flush=True)
-                (root / REPORT).write_text(page(commit, files, list(results.values())), encoding="utf-8")
+                print(
+                    f"[{len(results)}/{len(files)}] {result.file}: {result.seconds:.0f} s",
+                    flush=True,
+                )
+                (root / REPORT).write_text(
+                    page(commit, files, list(results.values())), encoding="utf-8"
+                )
         finally:
             interrupted.set()
             for run in runs:
@@ -96,16 +114,22 @@ def _test_files(path: Path) -> list[Path]:
 
 
 def _sources(root: Path) -> tuple[str, str]:
-    """(The commit as people read it, a name for the exact state of all tracked files but the report.)"""
+    """(The commit as people read it, a name for the exact state of all tracked files but the
+    report.)"""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD")
     changes = git("diff", "HEAD", "--", ".", f":!{REPORT}")
     if not changes:
         return commit, commit
-    return f"{commit} with uncommitted changes", f"{commit}-{hashlib.sha256(changes.encode()).hexdigest()[:12]}"
+    return (
+        f"{commit} with uncommitted changes",
+        f"{commit}-{hashlib.sha256(changes.encode()).hexdigest()[:12]}",
+    )
 
 
 def _place(folder: Path, file: str) -> Path:
@@ -117,8 +141,11 @@ def _read(folder: Path, file: str) -> FileResult | None:
     return FileResult(**json.loads(path.read_text())) if path.exists() else None
 
 
-def _run(root: Path, file: str, folder: Path, minutes: float, interrupted: threading.Event) -> FileResult:
-    """Run one file to its end or the end of its time; the result is also written to ``folder``, unless interrupted."""
+def _run(
+    root: Path, file: str, folder: Path, minutes: float, interrupted: threading.Event
+) -> FileResult:
+    """Run one file to its end or the end of its time; the result is also written to ``folder``,
+    unless interrupted."""
     lines = _place(folder, file).with_suffix(".jsonl")
     lines.unlink(missing_ok=True)
     result = FileResult(file, time.strftime("%Y-%m-%d"))
@@ -126,7 +153,11 @@ def _run(root: Path, file: str, folder: Path, minutes: float, interrupted: threa
     command = [sys.executable, str(Path(__file__).resolve()), "--one-file", str(lines), file]
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "random"}
     process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
-    while process.poll() is None and time.monotonic() < start + minutes * 60 and not interrupted.wait(0.2):
+    while (
+        process.poll() is None
+        and time.monotonic() < start + minutes * 60
+        and not interrupted.wait(0.2)
+    ):
         pass
     if process.poll() is None:
         result.end = f"did not end within {minutes:g} minutes"
@@ -156,7 +187,9 @@ class _Recorder:
             file.write(json.dumps(line) + "\n")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or not report.passed:  # setting up and taking down count when they fail
+        if (
+            report.when == "call" or not report.passed
+        ):  # setting up and taking down count when they fail
             reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else ""
             self._write(report.nodeid, report.outcome, reason)
 
@@ -180,24 +213,35 @@ def page(commit: str, files: Iterable[str], results: list[FileResult]) -> str:
     total = _counts(results)
     failed = [test for r in results for test, outcome in r.outcomes.items() if outcome == "failed"]
     longest = sorted(results, key=lambda r: -r.seconds)[:10]
-    reasons = Counter((str(Path(r.file).parent), reason) for r in results for reason in r.reasons.values())
+    reasons = Counter(
+        (str(Path(r.file).parent), reason) for r in results for reason in r.reasons.values()
+    )
     lines = [
         "# Results of the full test suite",
         "",
-        f"Written by `make test-full` at commit {commit}; run on {', '.join(days)} with {os.cpu_count()} cores,",
-        f"{platform.system()}, Python {platform.python_version()}. Each file is a process of its own.",
+        f"Written by `make test-full` at commit {commit}; run on {', '.join(days)} with "
+        f"{os.cpu_count()} cores,",
+        f"{platform.system()}, Python {platform.python_version()}. Each file is a process of its "
+        "own.",
         "",
         f"**{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped.**",
         "",
         "| folder | passed | failed | skipped | minutes |",
         "|---|--:|--:|--:|--:|",
-        *(_row(folder, [r for r in results if str(Path(r.file).parent) == folder]) for folder in folders),
+        *(
+            _row(folder, [r for r in results if str(Path(r.file).parent) == folder])
+            for folder in folders
+        ),
     ]
     sections = {
         "Failed": [f"`{test}`" for test in failed],
-        "Ended early": [f"`{r.file}`: {r.end}, after {len(r.outcomes)} tests" for r in results if r.end],
+        "Ended early": [
+            f"`{r.file}`: {r.end}, after {len(r.outcomes)} tests" for r in results if r.end
+        ],
         "Not run yet": [f"`{file}`" for file in missing],
-        "Skipped": [f"{folder}: {count} × {reason}" for (folder, reason), count in sorted(reasons.items())],
+        "Skipped": [
+            f"{folder}: {count} × {reason}" for (folder, reason), count in sorted(reasons.items())
+        ],
         "Longest": [f"`{r.file}`: {r.seconds / 60:.1f} minutes" for r in longest],
     }
     for title, items in sections.items():
@@ -212,9 +256,14 @@ def _counts(results: list[FileResult]) -> Counter[str]:
 def _row(folder: str, results: list[FileResult]) -> str:
     counts = _counts(results)
     minutes = sum(result.seconds for result in results) / 60
-    return f"| {folder} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | {minutes:.1f} |"
+    return (
+        f"| {folder} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | "
+        f"{minutes:.1f} |"
+    )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the files that are run
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # not without the files that are run
     sys.exit(_one_file(*sys.argv[2:]) if sys.argv[1:2] == ["--one-file"] else main())

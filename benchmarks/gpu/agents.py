@@ -1,11 +1,14 @@
-"""Agents' endpoints in front of a real engine: exact tokens, requests that end with their client, and what it costs.
+"""Agents' endpoints in front of a real engine: exact tokens, requests that end with their client,
+and what it costs.
 
     python -m benchmarks.gpu.agents --model models/smollm2 --engine-flags "--attention-backend fa3"
-    python -m benchmarks.gpu.agents --engine embedded --shape tiny --turns 4 --agents 2 --new-tokens 8            # dry
+    python -m benchmarks.gpu.agents --engine embedded --shape tiny --turns 4 --agents 2 --new-tokens
+    8            # dry
 
-The clients are the packages openai and anthropic as they are; the way is a run's: endpoint, router, engine. What the
-endpoint asked the engine and what came back is written down beside; the samples must hold exactly that, and the engine,
-asked again for the whole of a sample, must find the log-probs that were kept.
+The clients are the packages openai and anthropic as they are; the way is a run's: endpoint, router,
+engine. What the endpoint asked the engine and what came back is written down beside; the samples
+must hold exactly that, and the engine, asked again for the whole of a sample, must find the
+log-probs that were kept.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ Ask = Callable[[AgentEndpoint, list[Any], int], Awaitable[Any]]
 
 def main(argv: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--turns", type=int, default=100, help="of an agent whose tokens are compared")
+    parser.add_argument(
+        "--turns", type=int, default=100, help="of an agent whose tokens are compared"
+    )
     parser.add_argument("--agents", type=int, default=64, help="at once, for the speed")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--context", type=int, default=8192)
@@ -60,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     return report.finish()
 
 
-# -- clients -----------------------------------------------------------------------------------------------------------
+# -- clients
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def chat(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
@@ -72,7 +78,9 @@ async def chat(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
 async def chat_streamed(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
     async with openai_of(endpoint) as client:
         pieces = []
-        stream = await client.chat.completions.create(model="m", messages=history, max_tokens=limit, stream=True)
+        stream = await client.chat.completions.create(
+            model="m", messages=history, max_tokens=limit, stream=True
+        )
         async for event in stream:
             pieces += [choice.delta.content or "" for choice in event.choices]
         return said("".join(pieces))
@@ -105,10 +113,15 @@ CLIENTS: dict[str, Ask] = {
 
 async def talk(endpoint: AgentEndpoint, ask: Ask, turns: int, limit: int) -> None:
     """One agent, which sends its whole history each turn."""
-    history: list[Any] = [{"role": "user", "content": "Tell me a tale of the sea, a piece at a time."}]
+    history: list[Any] = [
+        {"role": "user", "content": "Tell me a tale of the sea, a piece at a time."}
+    ]
     for turn in range(turns):
         answer = await ask(endpoint, history, limit)
-        history += [answer, {"role": "user", "content": f"Go on with piece {turn + 2}: what came next?"}]
+        history += [
+            answer,
+            {"role": "user", "content": f"Go on with piece {turn + 2}: what came next?"},
+        ]
 
 
 Tape = list[tuple[list[int], GenerateResult]]
@@ -125,14 +138,18 @@ class Taped(RolloutClient):
         super().__init__(*args, **options)
         self.tape: dict[str, Tape] = {}
 
-    async def generate(self, input_ids: list[int], *args: Any, routing_key: str = "", **options: Any) -> GenerateResult:
+    async def generate(
+        self, input_ids: list[int], *args: Any, routing_key: str = "", **options: Any
+    ) -> GenerateResult:
         result = await super().generate(input_ids, *args, routing_key=routing_key, **options)
         self.tape.setdefault(routing_key, []).append((list(input_ids), result))
         return result
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, report: Report, model: Path, url: str, direct: str) -> None:
+    def __init__(
+        self, args: argparse.Namespace, report: Report, model: Path, url: str, direct: str
+    ) -> None:
         self.args = args
         self.report = report
         self.model = model
@@ -166,12 +183,15 @@ class Bench:
         client = Taped(self.url, max_concurrency=2 * self.args.agents)
         async with client:
             given = sampling_params(temperature=1.0, max_new_tokens=self.args.new_tokens)
-            state = GenerateState(argparse.Namespace(**flags), self.tokenizer, client, given, end_tokens=ends)
+            state = GenerateState(
+                argparse.Namespace(**flags), self.tokenizer, client, given, end_tokens=ends
+            )
             bind_state(state)
             yield state, client
 
     async def compare(self, ask: Ask) -> Row:
-        """One conversation: samples against the tape, and against the engine's own reading of them."""
+        """One conversation: samples against the tape, and against the engine's own reading of
+        them."""
         async with self._state() as (state, client):
             began = time.perf_counter()
             asked = Sample(index=0, session_id="the only one")
@@ -200,7 +220,9 @@ class Bench:
                 "input_ids": sample.tokens, "return_logprob": True, "logprob_start_len": 0,
                 "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             }, timeout=300.0)  # fmt: skip
-        read = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]][-sample.response_length :]
+        read = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]][
+            -sample.response_length :
+        ]
         assert sample.rollout_log_probs is not None and sample.loss_mask is not None
         apart = [abs(ours - theirs) for ours, theirs, counts in
                  zip(sample.rollout_log_probs, read, sample.loss_mask, strict=True) if counts]  # fmt: skip
@@ -209,25 +231,37 @@ class Bench:
     async def vanish(self) -> Row:
         """Seconds from a client's end to that of its request in the engine."""
         async with self._state() as (state, _):
-            params = state.params_for(Sample(index=0)) | {"ignore_eos": True, "max_new_tokens": self.args.context - 300}
+            params = state.params_for(Sample(index=0)) | {
+                "ignore_eos": True,
+                "max_new_tokens": self.args.context - 300,
+            }
             async with agent_endpoint(state.args, Sample(index=0), params) as endpoint:
                 seconds = await vanish(endpoint, self.direct)
                 turns = len(endpoint.turns)
-        return {"seconds": seconds, "goals": [at_most("answers that were generated to their end", turns, 0)]}
+        return {
+            "seconds": seconds,
+            "goals": [at_most("answers that were generated to their end", turns, 0)],
+        }
 
     async def speed(self) -> Row:
-        """Many agents through endpoints, and the same prompts straight to the router, each after the other alike."""
+        """Many agents through endpoints, and the same prompts straight to the router, each after
+        the other alike."""
         import aiohttp
 
         turns = max(2, self.args.turns // 10)
         connector = aiohttp.TCPConnector(limit=0)
-        async with self._state() as (state, client), aiohttp.ClientSession(connector=connector) as http:
+        async with (
+            self._state() as (state, client),
+            aiohttp.ClientSession(connector=connector) as http,
+        ):
             seconds: dict[str, list[float]] = {"agents": [], "direct": []}
             for _ in range(3):  # the first one warms up
                 client.tape.clear()
                 await empty_cache(http, self.direct)
                 began = time.perf_counter()
-                await asyncio.gather(*(self._one_agent(state, http, turns, n) for n in range(self.args.agents)))
+                await asyncio.gather(
+                    *(self._one_agent(state, http, turns, n) for n in range(self.args.agents))
+                )
                 seconds["agents"].append(time.perf_counter() - began)
                 tapes = list(client.tape.values())
                 await empty_cache(http, self.direct)
@@ -244,12 +278,15 @@ class Bench:
         }  # fmt: skip
 
     async def _one_agent(self, state: GenerateState, http: Any, turns: int, number: int) -> None:
-        """With a bare client: a hundred of OpenAI's in the process of the endpoints would be what is measured."""
+        """With a bare client: a hundred of OpenAI's in the process of the endpoints would be what
+        is measured."""
 
         async def ask(endpoint: AgentEndpoint, history: list[Any], limit: int) -> Any:
             body = {"model": "m", "messages": history, "max_tokens": limit}
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as answer:
+            async with http.post(
+                f"{endpoint.base_url}/chat/completions", json=body, headers=headers
+            ) as answer:
                 return (await answer.json())["choices"][0]["message"]
 
         sample = Sample(index=number, session_id=f"agent {number}")
@@ -265,7 +302,8 @@ class Bench:
 
 
 def against_tape(sample: Sample, tape: Tape) -> Row:
-    """A sample of one conversation holds each turn's prompt as it was asked, and its answer as it came."""
+    """A sample of one conversation holds each turn's prompt as it was asked, and its answer as it
+    came."""
     wrong = kept = continued = 0
     at = sample.prompt_length
     assert sample.rollout_log_probs is not None and sample.loss_mask is not None

@@ -1,12 +1,14 @@
 """Whether `slime align` names what parts trainer and engine, with a real engine that does it.
 
-    python -m benchmarks.gpu.align --model models/smollm2 --engine-flags "--attention-backend fa3" --out align.jsonl
-    python -m benchmarks.gpu.align --engine embedded --shape tiny --prompts 2 --new-tokens 16                  # dry
+    python -m benchmarks.gpu.align --model models/smollm2 --engine-flags "--attention-backend fa3"
+    --out align.jsonl python -m benchmarks.gpu.align --engine embedded --shape tiny --prompts 2
+    --new-tokens 16                  # dry
 
-Each mistake is made by the engine, or by what asks it: another rotary base, other weights, weights or cache in 8 bits,
-a repetition penalty of generation_config.json, a temperature or a chat template that only one side knows, log-probs or
-tokens that move on their way. The trainer is Megatron's model in this process. A mistake is found when its cause comes
-first; and where nothing is wrong, nothing may part them.
+Each mistake is made by the engine, or by what asks it: another rotary base, other weights, weights
+or cache in 8 bits, a repetition penalty of generation_config.json, a temperature or a chat template
+that only one side knows, log-probs or tokens that move on their way. The trainer is Megatron's
+model in this process. A mistake is found when its cause comes first; and where nothing is wrong,
+nothing may part them.
 """
 
 from __future__ import annotations
@@ -38,8 +40,22 @@ from slime.engines.client import RolloutClient
 from slime.prompts.chat_template import render_prompt
 from slime.prompts.tokenizer import load_tokenizer
 
-_QUESTIONS = ("What is the capital of {}?", "Tell me a tale of {}.", "Why do people go to {}?", "Count to ten in {}.")
-_PLACES = ("France", "the moon", "Peru", "a small town by the sea", "Kenya", "the old library", "Norway", "a farm")
+_QUESTIONS = (
+    "What is the capital of {}?",
+    "Tell me a tale of {}.",
+    "Why do people go to {}?",
+    "Count to ten in {}.",
+)
+_PLACES = (
+    "France",
+    "the moon",
+    "Peru",
+    "a small town by the sea",
+    "Kenya",
+    "the old library",
+    "Norway",
+    "a farm",
+)
 _PENALTY = 1.3
 _OTHER_BASE = 10_000.0
 
@@ -94,7 +110,9 @@ MISTAKES: dict[str, Mistake] = {
     "other-ids": Mistake("align-tokens", on_the_way=_other_ids),
     "rotary-base": Mistake("align-position", "rotary base"),
     "older-weights": Mistake("align-weights", "older weights"),
-    "penalty": Mistake("align-filters", params={"repetition_penalty": _PENALTY}, with_penalty=True, sglang=True),
+    "penalty": Mistake(
+        "align-filters", params={"repetition_penalty": _PENALTY}, with_penalty=True, sglang=True
+    ),
     "fp8-cache": Mistake("align-quantisation", "fp8 cache", sglang=True),
     "fp8-weights": Mistake("align-quantisation", "fp8 weights", sglang=True),
 }
@@ -136,7 +154,8 @@ def _config(args: argparse.Namespace, directory: Path) -> Any:
     )  # fmt: skip
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers
+# -------------------------------------------------------------------------------------------------
 
 
 def _ask_all(
@@ -149,7 +168,9 @@ def _ask_all(
     model = make_model(args, folder)
     urls = dict[str, str]()
     began = time.monotonic()
-    directories = {name: _directory(name, model, folder) for name in {m.server for m in mistakes.values()}}
+    directories = {
+        name: _directory(name, model, folder) for name in {m.server for m in mistakes.values()}
+    }
     with ExitStack() as stack:
         for name, directory in directories.items():
             place = folder / f"logs of {name}"
@@ -218,7 +239,9 @@ def _change_weights(place: Path) -> None:
     model.save_pretrained(place)
 
 
-async def _ask(args: argparse.Namespace, url: str, directory: Path, mistake: Mistake) -> list[Scored]:
+async def _ask(
+    args: argparse.Namespace, url: str, directory: Path, mistake: Mistake
+) -> list[Scored]:
     tokenizer = load_tokenizer(str(directory))
     params = {"max_new_tokens": args.new_tokens, "temperature": args.temperature, **mistake.params}
     texts = [
@@ -241,27 +264,42 @@ async def _ask(args: argparse.Namespace, url: str, directory: Path, mistake: Mis
 
 def _sample(name: str, prompt: list[int], ids: list[int], log_probs: list[float]) -> Scored:
     engine_said = torch.tensor(log_probs, dtype=torch.float64)
-    return Scored(name, torch.tensor([*prompt, *ids]), engine_said, None, torch.ones(len(ids), dtype=torch.bool))
+    return Scored(
+        name,
+        torch.tensor([*prompt, *ids]),
+        engine_said,
+        None,
+        torch.ones(len(ids), dtype=torch.bool),
+    )
 
 
-# -- the other side, and the verdict -------------------------------------------------------------------------------
+# -- the other side, and the verdict
+# -------------------------------------------------------------------------------
 
 
 def _train(args: argparse.Namespace, asked: dict[str, tuple[Path, list[Scored]]]) -> Row | None:
-    """Add what the trainer says: the weights are the same in all directories that a trainer has here."""
+    """Add what the trainer says: the weights are the same in all directories that a trainer has
+    here."""
     directory = asked["nothing"][0] if "nothing" in asked else next(iter(asked.values()))[0]
     with TrainerHere(_config(args, directory), str(directory)) as trainer:
         for name, (place, samples) in asked.items():
             scores: list[Tensor] = trainer.log_probs(samples, args.temperature)
-            asked[name] = place, [replace(s, trainer=score) for s, score in zip(samples, scores, strict=True)]
+            asked[name] = (
+                place,
+                [replace(s, trainer=score) for s, score in zip(samples, scores, strict=True)],
+            )
     return None
 
 
-def _examine(args: argparse.Namespace, mistake: Mistake, directory: Path, samples: list[Scored], folder: Path) -> Row:
+def _examine(
+    args: argparse.Namespace, mistake: Mistake, directory: Path, samples: list[Scored], folder: Path
+) -> Row:
     began = time.monotonic()
     older = folder / "older weights"
     also = older if mistake.server == "older weights" else None
-    wish = Wish(directory, also=also, most_tokens=args.max_tokens, always=True, with_parts=not mistake.cause)
+    wish = Wish(
+        directory, also=also, most_tokens=args.max_tokens, always=True, with_parts=not mistake.cause
+    )
     result = examined(_config(args, directory), samples, wish)
     print(text(result), flush=True)
     return {

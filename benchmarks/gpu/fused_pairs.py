@@ -1,15 +1,19 @@
-"""Pushes of a DeepSeek-V3-shaped model at several bucket sizes: engines must hold and compute the same at each.
+"""Pushes of a DeepSeek-V3-shaped model at several bucket sizes: engines must hold and compute the
+same at each.
 
     python -m benchmarks.gpu.fused_pairs --out fused.jsonl \\
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none \\
-            --cuda-graph-max-bs 32 --mem-fraction-static 0.3"                                       # 1 GPU, 3 minutes
+            --cuda-graph-max-bs 32 --mem-fraction-static 0.3"
+            # 1 GPU, 3 minutes
     python -m benchmarks.gpu.fused_pairs --engine embedded --shape tiny-deepseek \\
-        --buffer-bytes 8000000 30000 60000                                                          # dry, on a CPU
+        --buffer-bytes 8000000 30000 60000
+        # dry, on a CPU
 
-SGLang concatenates ``q_a_proj`` and ``kv_a_proj_with_mqa`` of a layer within one load call, and a bucket is a load
-call. For each size the engine first gets other weights in one large bucket, then the trainer's in buckets of that size;
-trainer and engine then score the canary's tokens. One more case pushes with the pairs torn apart, as at the smallest
-size without `slime.models.fused_loading`: the receipt must name the halves.
+SGLang concatenates ``q_a_proj`` and ``kv_a_proj_with_mqa`` of a layer within one load call, and a
+bucket is a load call. For each size the engine first gets other weights in one large bucket, then
+the trainer's in buckets of that size; trainer and engine then score the canary's tokens. One more
+case pushes with the pairs torn apart, as at the smallest size without `slime.models.fused_loading`:
+the receipt must name the halves.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from benchmarks.gpu.setting import engine, make_model, new_parser, workspace
 from slime.config import make_config
 
 LARGE = 512 << 20
-#: The first holds everything, the second is smaller than a pair, and with the third boundaries fall anywhere.
+#: The first holds everything, the second is smaller than a pair, and with the third boundaries fall
+#: anywhere.
 SIZES = (LARGE, 1_200_000, 5_000_000)
 #: Of the same weights, scored twice by the same engine.
 SAME = 1e-3
@@ -37,7 +42,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.set_defaults(shape="deepseek-v3-4-layers", rounds=1)
     parser.add_argument(
-        "--buffer-bytes", type=int, nargs="+", default=list(SIZES), help="values of --update-weight-buffer-size"
+        "--buffer-bytes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        help="values of --update-weight-buffer-size",
     )
     return parser.parse_args(argv)
 
@@ -46,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     report = Report("fused pairs", args)
     with workspace() as folder:
-        report.case(f"buckets of {', '.join(map(str, args.buffer_bytes))}", lambda: measure(args, folder))
+        report.case(
+            f"buckets of {', '.join(map(str, args.buffer_bytes))}", lambda: measure(args, folder)
+        )
     return report.finish()
 
 
@@ -58,23 +69,48 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     }  # fmt: skip
     config = make_config(**flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1)
     with engine(args, config, model, folder) as url:
-        found: Row = ranks.run(push_at_each_size, 1, flags, url, args.buffer_bytes, args.engine == "sglang")
+        found: Row = ranks.run(
+            push_at_each_size, 1, flags, url, args.buffer_bytes, args.engine == "sglang"
+        )
     pushes = found["pushes"]
     first = pushes[0]["engine_log_probs"]
-    apart = max(abs(one - other) for push in pushes for one, other in zip(first, push["engine_log_probs"], strict=True))
+    apart = max(
+        abs(one - other)
+        for push in pushes
+        for one, other in zip(first, push["engine_log_probs"], strict=True)
+    )
     goals = [
         at_most("log-probs at any bucket size, largest difference between two", apart, SAME, ""),
-        at_least("tensors known to be loaded, of those sent", min(p["loaded"] / p["sent"] for p in pushes), 1.0),
-        at_least("pairs with a fingerprint compared", min(p["pairs_compared"] / p["pairs"] for p in pushes), 1.0),
+        at_least(
+            "tensors known to be loaded, of those sent",
+            min(p["loaded"] / p["sent"] for p in pushes),
+            1.0,
+        ),
+        at_least(
+            "pairs with a fingerprint compared",
+            min(p["pairs_compared"] / p["pairs"] for p in pushes),
+            1.0,
+        ),
     ]
     if args.engine == "sglang":
         named = found["torn"]["halves_named"]
-        goals.append(at_least("halves of torn pairs that the receipt names", named, found["torn"]["halves_sent_alone"]))
+        goals.append(
+            at_least(
+                "halves of torn pairs that the receipt names",
+                named,
+                found["torn"]["halves_sent_alone"],
+            )
+        )
     return {"shape": str(args.model or args.shape), "engine": args.engine, **found, "goals": goals}
 
 
 def push_at_each_size(
-    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], url: str, sizes: list[int], with_torn: bool
+    place: ranks.Place,
+    answer: ranks.Answer,
+    flags: dict[str, Any],
+    url: str,
+    sizes: list[int],
+    with_torn: bool,
 ) -> None:
     """On the trainer's rank: a push for each size, and one that tears pairs apart."""
     from slime.engines.fleet import EngineFleet
@@ -89,7 +125,9 @@ def push_at_each_size(
 
     versions = itertools.count()
 
-    def bring(weights: Weights, size: int, together: bool = True) -> tuple[Any, list[set[str]], list[tuple[str, ...]]]:
+    def bring(
+        weights: Weights, size: int, together: bool = True
+    ) -> tuple[Any, list[set[str]], list[tuple[str, ...]]]:
         weights.put()
         return push(backend, url, flags, size, next(versions), together)
 
@@ -114,10 +152,18 @@ def push_at_each_size(
         bring(others, LARGE)
         try:
             _, buckets, groups = bring(wanted, min(sizes), together=False)
-            found["torn"] = {"halves_named": 0, "halves_sent_alone": 2 * _torn(buckets, groups), "said": "nothing"}
+            found["torn"] = {
+                "halves_named": 0,
+                "halves_sent_alone": 2 * _torn(buckets, groups),
+                "said": "nothing",
+            }
         except WeightMismatch as error:
             halves = [line for line in error.mismatches if "not loaded" in line]
-            found["torn"] = {"halves_named": len(halves), "halves_sent_alone": len(halves), "said": str(error)}
+            found["torn"] = {
+                "halves_named": len(halves),
+                "halves_sent_alone": len(halves),
+                "said": str(error),
+            }
     answer(found)
     backend.close()
 
@@ -131,7 +177,11 @@ def push(
     from slime.weights.transport import EngineSlots
 
     config = make_config(
-        **flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1, update_weight_buffer_size=size
+        **flags,
+        actor_num_gpus_per_node=1,
+        rollout_batch_size=1,
+        num_rollout=1,
+        update_weight_buffer_size=size,
     )
     sync = WeightSync(config, backend.model_chunks, backend.hf_config, start_version=version)
     buckets: list[set[str]] = []
@@ -148,7 +198,11 @@ def push(
     try:
         sync.connect([EngineSlots(url, (0,))])
         receipt = sync.push()
-        return receipt, buckets, sync._groups.among(name for names in buckets for name in sorted(names))
+        return (
+            receipt,
+            buckets,
+            sync._groups.among(name for names in buckets for name in sorted(names)),
+        )
     finally:
         for module in modules:
             module.pack = pack  # type: ignore[attr-defined]
@@ -166,12 +220,19 @@ class Weights:
     def __init__(self, backend: Any, seed: int) -> None:
         import torch
 
-        self._parameters = [parameter for chunk in backend.model_chunks for parameter in chunk.parameters()]
+        self._parameters = [
+            parameter for chunk in backend.model_chunks for parameter in chunk.parameters()
+        ]
         device = self._parameters[0].device
         generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
             self._values = [
-                one * (1 + 0.1 * torch.randn(one.shape, generator=generator, device=device, dtype=one.dtype))
+                one
+                * (
+                    1
+                    + 0.1
+                    * torch.randn(one.shape, generator=generator, device=device, dtype=one.dtype)
+                )
                 for one in self._parameters
             ]
 

@@ -1,10 +1,13 @@
-"""Generation through the router and our client, against the same SGLang server driven directly with the same payload.
+"""Generation through the router and our client, against the same SGLang server driven directly with
+the same payload.
 
     python -m benchmarks.gpu.generation --in-flight 256 1024 --new-tokens 512 --out generation.json
-    python -m benchmarks.gpu.generation --engine embedded --shape tiny --in-flight 4 --new-tokens 8 --rounds 1   # dry
+    python -m benchmarks.gpu.generation --engine embedded --shape tiny --in-flight 4 --new-tokens 8
+    --rounds 1   # dry
 
-Both sides send ``input_ids`` with ``return_logprob`` and keep ``--in-flight`` requests open, twice that many in all;
-they take turns, so that a slow minute of the host meets both. Tokens per second: those of the answers over wall time.
+Both sides send ``input_ids`` with ``return_logprob`` and keep ``--in-flight`` requests open, twice
+that many in all; they take turns, so that a slow minute of the host meets both. Tokens per second:
+those of the answers over wall time.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
         report.case("start", start)
         for in_flight in args.in_flight if len(servers) == 2 else []:
-            report.case(f"{in_flight} in flight", partial(run, args, servers[0], servers[1], in_flight))
+            report.case(
+                f"{in_flight} in flight", partial(run, args, servers[0], servers[1], in_flight)
+            )
     return report.finish()
 
 
@@ -69,7 +74,9 @@ async def measure(args: argparse.Namespace, engine_url: str, front: str, in_flig
     from slime.engines.client import RolloutClient
 
     generator = random.Random(0)
-    prompts = [[generator.randrange(256) for _ in range(args.prompt_tokens)] for _ in range(2 * in_flight)]
+    prompts = [
+        [generator.randrange(256) for _ in range(args.prompt_tokens)] for _ in range(2 * in_flight)
+    ]
     params = {"temperature": 1.0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -109,7 +116,8 @@ def straight(session: aiohttp.ClientSession, engine_url: str, params: dict[str, 
 
 
 async def empty_cache(session: aiohttp.ClientSession, engine_url: str) -> None:
-    """The prefix cache would answer prompts that the other side has sent; an engine that ends requests says no."""
+    """The prefix cache would answer prompts that the other side has sent; an engine that ends
+    requests says no."""
     for _ in range(50):
         async with session.post(f"{engine_url}/flush_cache") as answer:
             if answer.status == 200:

@@ -1,10 +1,13 @@
-"""Weights pushed in the midst of generation (--update-weights-in-flight) against pushes between two rollouts.
+"""Weights pushed in the midst of generation (--update-weights-in-flight) against pushes between two
+rollouts.
 
     python -m benchmarks.gpu.in_flight --steps 8 --new-tokens 1024
-    python -m benchmarks.gpu.in_flight --engine embedded --shape tiny --prompts 4 --samples 2 --new-tokens 16 --steps 4
+    python -m benchmarks.gpu.in_flight --engine embedded --shape tiny --prompts 4 --samples 2
+    --new-tokens 16 --steps 4
 
-One GPU for the trainer, one for the engine, two rollouts ahead. Lengths get their tail from stop tokens: random weights
-draw each token about as often, so that a response ends at each token with about the same chance.
+One GPU for the trainer, one for the engine, two rollouts ahead. Lengths get their tail from stop
+tokens: random weights draw each token about as often, so that a response ends at each token with
+about the same chance.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ _WARM_UP = 2
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=32, samples=8, new_tokens=1024, steps=8)
-    parser.add_argument("--tail", type=float, default=600, help="mean length without the limit, in tokens")
+    parser.add_argument(
+        "--tail", type=float, default=600, help="mean length without the limit, in tokens"
+    )
     return parser.parse_args(argv)
 
 
@@ -42,15 +47,33 @@ def main(argv: list[str] | None = None) -> int:
         size = json.loads((model / "config.json").read_text())["vocab_size"]
         stops = random.Random(0).sample(range(size), max(1, round(size / args.tail)))
         for mode, flags in MODES.items():
-            more = ["--rollout-num-gpus", str(args.gpus), "--actor-num-gpus-per-node", str(args.gpus), *flags]
-            more += ["--async-buffer-size", "2", "--rollout-stop-token-ids", *map(str, stops), *args.more.split()]
-            report.case(mode, lambda mode=mode, more=more: measure(args, folder / mode, model, more))  # type: ignore[misc]
+            more = [
+                "--rollout-num-gpus",
+                str(args.gpus),
+                "--actor-num-gpus-per-node",
+                str(args.gpus),
+                *flags,
+            ]
+            more += [
+                "--async-buffer-size",
+                "2",
+                "--rollout-stop-token-ids",
+                *map(str, stops),
+                *args.more.split(),
+            ]
+            report.case(
+                mode, lambda mode=mode, more=more: measure(args, folder / mode, model, more)
+            )  # type: ignore[misc]
     return report.finish()
 
 
 def measure(args: argparse.Namespace, folder: Path, model: Path, more: list[str]) -> Row:
     folder.mkdir()
-    rows = [row for row in run_training("train_async.py", args, model, folder, more).rows if "perf/step_time" in row]
+    rows = [
+        row
+        for row in run_training("train_async.py", args, model, folder, more).rows
+        if "perf/step_time" in row
+    ]
     measured = rows[_WARM_UP:]
     seconds = rows[-1]["time"] - rows[_WARM_UP - 1]["time"]
     found: Row = {"steps": len(measured), "seconds per step": seconds / len(measured)}

@@ -1,10 +1,11 @@
-"""What a token's linear layers cost by format, in SGLang's kernels: why quantised engines are as fast as they are.
+"""What a token's linear layers cost by format, in SGLang's kernels: why quantised engines are as
+fast as they are.
 
     python -m benchmarks.gpu.linear_layers --out results.jsonl
 
-One GPU, no server: the four products of a layer of Qwen3-4B's shape for so many tokens at once, with what each format
-does to the activations before. A CUDA graph of several layers is replayed, so that launches do not count and weights
-come from memory as in a model. Microseconds of a layer.
+One GPU, no server: the four products of a layer of Qwen3-4B's shape for so many tokens at once,
+with what each format does to the activations before. A CUDA graph of several layers is replayed, so
+that launches do not count and weights come from memory as in a model. Microseconds of a layer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Product = Callable[[torch.Tensor], Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=20)
     add_arguments(parser)
@@ -44,12 +47,21 @@ def main(argv: list[str] | None = None) -> int:
 def _of_kind(make: Callable[[torch.Tensor], Product], args: argparse.Namespace) -> Row:
     row: Row = {}
     layers = [
-        {name: make(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02) for name, shape in PRODUCTS.items()}
+        {
+            name: make(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
+            for name, shape in PRODUCTS.items()
+        }
         for _ in range(args.layers)
     ]
     for tokens in TOKENS:
-        inputs = {name: torch.randn(tokens, shape[1], device="cuda").bfloat16() for name, shape in PRODUCTS.items()}
-        of_all = {name: _microseconds([layer[name] for layer in layers], inputs[name], args) for name in PRODUCTS}
+        inputs = {
+            name: torch.randn(tokens, shape[1], device="cuda").bfloat16()
+            for name, shape in PRODUCTS.items()
+        }
+        of_all = {
+            name: _microseconds([layer[name] for layer in layers], inputs[name], args)
+            for name in PRODUCTS
+        }
         row[f"{tokens} tokens"] = {"layer": round(sum(of_all.values()), 1), **of_all}
     return row
 
@@ -87,8 +99,12 @@ def _fp8_by_block(weight: torch.Tensor) -> Product:
     return lambda x: triton_w8a8_block_fp8_linear(x, numbers, [_BLOCK, _BLOCK], scale)
 
 
-#: DeepGEMM, SGLang's other choice for FP8, compiles for more than ten minutes, and pushes to it are refused.
-KINDS: dict[str, Callable[[torch.Tensor], Product]] = {"bf16": _bfloat16, "fp8-block, Triton": _fp8_by_block}
+#: DeepGEMM, SGLang's other choice for FP8, compiles for more than ten minutes, and pushes to it are
+#: refused.
+KINDS: dict[str, Callable[[torch.Tensor], Product]] = {
+    "bf16": _bfloat16,
+    "fp8-block, Triton": _fp8_by_block,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,13 +1,15 @@
 """A long run: does memory grow, and does the difference of trainer's and engine's log-probs?
 
-    python -m benchmarks.gpu.long_run --steps 40                                          # colocated, then async
-    python -m benchmarks.gpu.long_run --engine embedded --shape tiny --prompts 4 --samples 2 --new-tokens 16 \\
+    python -m benchmarks.gpu.long_run --steps 40                                          #
+    colocated, then async python -m benchmarks.gpu.long_run --engine embedded --shape tiny --prompts
+    4 --samples 2 --new-tokens 16 \\
         --interval 0.2
 
-`train.py --colocate` and `train_async.py` as users run them. Memory is read every --interval: of the host what
-processes hold for themselves (RssAnon), by their kind, and what lies in /dev/shm; of the GPUs what is in use.
-A step's number is the largest between its end and that of the step before. Slopes are least-squares fits over the
-steps behind the first --settle ones, with twice their standard error; growth is what is above 0 beyond it.
+`train.py --colocate` and `train_async.py` as users run them. Memory is read every --interval: of
+the host what processes hold for themselves (RssAnon), by their kind, and what lies in /dev/shm; of
+the GPUs what is in use. A step's number is the largest between its end and that of the step before.
+Slopes are least-squares fits over the steps behind the first --settle ones, with twice their
+standard error; growth is what is above 0 beyond it.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ _MOST_DRIFT = 1.25
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=256, steps=40)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="async needs another GPU")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks at memory")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="async needs another GPU"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between looks at memory"
+    )
     parser.add_argument("--settle", type=int, default=10, help="steps before the fits begin")
     return parser.parse_args(argv)
 
@@ -66,25 +72,37 @@ def measure(args: argparse.Namespace, folder: Path, way: str) -> Row:
     model = make_model(args, folder)
     with Sampler(args.interval) as sampler:
         stage = run_training(WAYS[way], args, model, folder / way, more)
-    return evaluate(stage, sampler.samples, args.settle) | {"shape": str(args.model or args.shape), "way": way}
+    return evaluate(stage, sampler.samples, args.settle) | {
+        "shape": str(args.model or args.shape),
+        "way": way,
+    }
 
 
 def evaluate(stage: Stage, samples: Sequence[tuple[float, Row]], settle: int) -> Row:
     """Slopes, drift, goals and everything by step."""
     rows = [row for row in stage.rows if MEAN in row]
     by_step: dict[str, list[float]] = memory_by_step([row["time"] for row in rows], samples)
-    peaks = [key for key in dict.fromkeys(key for row in rows for key in row) if key.endswith("_gb")]
+    peaks = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if key.endswith("_gb")
+    ]
     by_step |= {f"{key} (MB)": [1000 * row.get(key, math.nan) for row in rows] for key in peaks}
     slopes = {name: slope(values[settle:]) for name, values in by_step.items()}
     goals = [at_least("steps", len(rows), 30)]
-    # not "in all" of the host: Ray starts a process per core in advance, and ends them while nothing is asked of them
-    own = {f"host: {kind}" for kind in _KINDS.values()} | {name for name in by_step if name.startswith("GPU")}
+    # not "in all" of the host: Ray starts a process per core in advance, and ends them while
+    # nothing is asked of them
+    own = {f"host: {kind}" for kind in _KINDS.values()} | {
+        name for name in by_step if name.startswith("GPU")
+    }
     for name in [name for name in by_step if name in own and math.isfinite(slopes[name][1])]:
         growth, doubt = slopes[name]
-        goals.append(at_most(f"{name}: growth beyond doubt, per step", growth - doubt, _MOST_GROWTH_MB, "MB"))
+        goals.append(
+            at_most(f"{name}: growth beyond doubt, per step", growth - doubt, _MOST_GROWTH_MB, "MB")
+        )
     means = [row[MEAN] for row in rows][settle:]
     if len(means) >= 10 and statistics.fmean(means[: len(means) // 2]):
-        drift = statistics.fmean(means[len(means) // 2 :]) / statistics.fmean(means[: len(means) // 2])
+        drift = statistics.fmean(means[len(means) // 2 :]) / statistics.fmean(
+            means[: len(means) // 2]
+        )
         goals.append(at_most("log-prob difference, second half ÷ first half", drift, _MOST_DRIFT))
     return {
         "steps": len(rows), "settle": settle, "goals": goals,
@@ -98,7 +116,8 @@ def evaluate(stage: Stage, samples: Sequence[tuple[float, Row]], settle: int) ->
 
 
 def slope(values: Sequence[float]) -> tuple[float, float]:
-    """Least-squares slope per element, and twice its standard error; infinite for less than three elements.
+    """Least-squares slope per element, and twice its standard error; infinite for less than three
+    elements.
 
     Example:
         >>> slope([1.0, 3.0, 5.0, 7.0])
@@ -115,14 +134,18 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
     return fit.slope, 2 * math.sqrt(rest / (len(pairs) - 2) / spread)
 
 
-def memory_by_step(ends: Sequence[float], samples: Sequence[tuple[float, Row]]) -> dict[str, list[float]]:
+def memory_by_step(
+    ends: Sequence[float], samples: Sequence[tuple[float, Row]]
+) -> dict[str, list[float]]:
     """The largest sample of each kind within each step, in MB; NaN where none was taken."""
     kinds = list(dict.fromkeys(kind for _, sample in samples for kind in sample))
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for start, end in zip([0.0, *ends], ends):
         within = [sample for at, sample in samples if start < at <= end]
         for kind in kinds:
-            found[kind].append(max((sample.get(kind, 0.0) for sample in within), default=math.nan) / 1e6)
+            found[kind].append(
+                max((sample.get(kind, 0.0) for sample in within), default=math.nan) / 1e6
+            )
     return found
 
 
@@ -169,7 +192,8 @@ def host_memory() -> dict[str, float]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """Bytes in use by GPU that this process may use, as the driver says; {} where it cannot be asked."""
+    """Bytes in use by GPU that this process may use, as the driver says; {} where it cannot be
+    asked."""
     if not num_gpus():
         return {}
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -179,7 +203,9 @@ def gpu_memory() -> dict[str, float]:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
     except (OSError, subprocess.SubprocessError):  # the run's own metrics are left
         return {}
-    return {f"GPU {i} in all": float(used) * (1 << 20) for i, used in enumerate(said) if used.isdigit()}
+    return {
+        f"GPU {i} in all": float(used) * (1 << 20) for i, used in enumerate(said) if used.isdigit()
+    }
 
 
 if __name__ == "__main__":

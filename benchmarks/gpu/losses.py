@@ -1,11 +1,14 @@
-"""What a loss costs: parts of a run with a real engine are killed or frozen, one after the other, at random moments.
+"""What a loss costs: parts of a run with a real engine are killed or frozen, one after the other,
+at random moments.
 
     python -m benchmarks.gpu.losses --gpus 1 --ways async colocated --minutes 9
-    python -m benchmarks.gpu.losses --engine embedded --shape tiny --prompts 4 --samples 2 --new-tokens 16 --ways async
+    python -m benchmarks.gpu.losses --engine embedded --shape tiny --prompts 4 --samples 2
+    --new-tokens 16 --ways async
 
-Each run has --use-fault-tolerance and --max-restarts; a point is PART:kill or PART:freeze. A run that ends of one is
-taken up again with `slime resume`. A point is survived when two more steps are done. In the end each step must be there
-once, and no group may have been generated twice: its rewards are counted, also where --budget ends before all points.
+Each run has --use-fault-tolerance and --max-restarts; a point is PART:kill or PART:freeze. A run
+that ends of one is taken up again with `slime resume`. A point is survived when two more steps are
+done. In the end each step must be there once, and no group may have been generated twice: its
+rewards are counted, also where --budget ends before all points.
 """
 
 from __future__ import annotations
@@ -38,13 +41,15 @@ PARTS = {
     "raylet": ("raylet/raylet",),
 }
 POINTS = {
-    "async": "engine:kill router:kill engine:freeze router:freeze trainer:kill engine:kill rollout:kill driver:kill",
+    "async": "engine:kill router:kill engine:freeze router:freeze trainer:kill engine:kill "
+    "rollout:kill driver:kill",
     "colocated": "engine:kill engine:freeze router:kill trainer:kill engine:kill driver:kill raylet:kill",
 }
 _SCRIPT = {"async": "train-async", "colocated": "train"}
 _LAUNCH_SECONDS = 300.0
 _STEP_SECONDS = 200.0
-#: Between a kill and the end of what dies with it, or between a group's last reward and its record in the journal.
+#: Between a kill and the end of what dies with it, or between a group's last reward and its record
+#: in the journal.
 _DYING_SECONDS = 1.5
 
 
@@ -57,8 +62,16 @@ def reward(args: Any, sample: Sample) -> float:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_run_parser(__doc__, prompts=16, samples=8, new_tokens=1024, steps=1_000_000)
-    parser.add_argument("--ways", nargs="+", choices=list(POINTS), default=list(POINTS), help="async needs another GPU")
-    parser.add_argument("--points", nargs="+", help="PART:kill or PART:freeze; a list for each way by default")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=list(POINTS),
+        default=list(POINTS),
+        help="async needs another GPU",
+    )
+    parser.add_argument(
+        "--points", nargs="+", help="PART:kill or PART:freeze; a list for each way by default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     return parser.parse_args(argv)
 
@@ -102,7 +115,8 @@ class Run:
         return [row for line in lines if "rollout/raw_reward" in (row := json.loads(line))]
 
     def steps_done(self) -> int:
-        """0 also where the run goes on from the start: it takes the rows of what is trained again out."""
+        """0 also where the run goes on from the start: it takes the rows of what is trained again
+        out."""
         return max((row["step"] for row in self.rows()), default=0)
 
     def processes(self, part: str) -> list[psutil.Process]:
@@ -151,7 +165,8 @@ class Run:
             self._driver.kill()
 
     def generated_twice(self, group_size: int) -> list[int]:
-        """Groups that were finished in two lives of the run, neither of them right when something died."""
+        """Groups that were finished in two lives of the run, neither of them right when something
+        died."""
         scores: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for line in (self.folder / "scored").read_text().splitlines():
             index, pid, at = line.split()
@@ -236,7 +251,10 @@ def hit(run: Run, part: str, how: str, draw: random.Random) -> Row:
 
 def _flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
     data = folder / "prompts.jsonl"
-    rows = ({"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""} for i in range(64 * args.prompts))
+    rows = (
+        {"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""}
+        for i in range(64 * args.prompts)
+    )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {
         "--hf-checkpoint": make_model(args, folder), "--prompt-data": data, "--input-key": "prompt",
@@ -248,9 +266,20 @@ def _flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
         "--save-interval": 3, "--rollout-health-check-interval": 2, "--rollout-health-check-timeout": 6,
         "--max-restarts": 9, "--actor-num-gpus-per-node": args.gpus,
     }  # fmt: skip
-    own = ["--colocate"] if way == "colocated" else ["--rollout-num-gpus", str(args.gpus), "--update-weights-in-flight"]
+    own = (
+        ["--colocate"]
+        if way == "colocated"
+        else ["--rollout-num-gpus", str(args.gpus), "--update-weights-in-flight"]
+    )
     words = [str(word) for pair in given.items() for word in pair]
-    return ["--use-dynamic-batch-size", "--use-fault-tolerance", *words, *own, *engine_flags(args), *args.more.split()]
+    return [
+        "--use-dynamic-batch-size",
+        "--use-fault-tolerance",
+        *words,
+        *own,
+        *engine_flags(args),
+        *args.more.split(),
+    ]
 
 
 if __name__ == "__main__":

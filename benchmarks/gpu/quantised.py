@@ -1,21 +1,25 @@
-"""Quantised weights in SGLang: which ways of pushing end right, what a push costs, how fast it generates.
+"""Quantised weights in SGLang: which ways of pushing end right, what a push costs, how fast it
+generates.
 
     python -m benchmarks.gpu.quantised --layers 16 --out results.jsonl --budget 400 \\
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none"
-    PYTHONPATH=.:tests/support/fake_sglang python -m benchmarks.gpu.quantised --dry      # tiny shapes on a CPU
+    PYTHONPATH=.:tests/support/fake_sglang python -m benchmarks.gpu.quantised --dry      # tiny
+    shapes on a CPU
 
-One GPU. For each shape and format an engine is started from files with the weights B; what its processes then hold, in
-the form of their kernels, and what it answers are the reference. A way is right if other weights A pushed by it change
-the answers, and B pushed by it brings every parameter back bit for bit, and the answers. Ways:
+One GPU. For each shape and format an engine is started from files with the weights B; what its
+processes then hold, in the form of their kernels, and what it answers are the reference. A way is
+right if other weights A pushed by it change the answers, and B pushed by it brings every parameter
+back bit for bit, and the answers. Ways:
 
-    handles               buckets by CUDA handles, into SGLang's load_weights, as pushes of plain weights go
-    open, handles, close  the same between two questions (`slime.engines.sglang.loadable`)
-    open, runs, close     the same with a layer's experts as one tensor, as runs of training push them
-    open, gloo, close     by broadcast, as to engines on GPUs of their own
-    disk; open, disk, close   /update_weights_from_disk
+    handles               buckets by CUDA handles, into SGLang's load_weights, as pushes of plain
+    weights go open, handles, close  the same between two questions
+    (`slime.engines.sglang.loadable`) open, runs, close     the same with a layer's experts as one
+    tensor, as runs of training push them open, gloo, close     by broadcast, as to engines on GPUs
+    of their own disk; open, disk, close   /update_weights_from_disk
 
-Then pushes with the conversion of the weights, tokens per second, ways that may end an engine, and what the embedded
-engine answers, which computes with the weights that the stored ones stand for. Each result is a line at once.
+Then pushes with the conversion of the weights, tokens per second, ways that may end an engine, and
+what the embedded engine answers, which computes with the weights that the stored ones stand for.
+Each result is a line at once.
 """
 
 from __future__ import annotations
@@ -49,7 +53,13 @@ from benchmarks.gpu.quantised_models import (
     stored,
     write_models,
 )  # fmt: skip
-from benchmarks.gpu.quantised_servers import Server, as_ready, compile_kernels, start_servers, stop_all
+from benchmarks.gpu.quantised_servers import (
+    Server,
+    as_ready,
+    compile_kernels,
+    start_servers,
+    stop_all,
+)
 from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.setting import median, workspace
 
@@ -60,17 +70,29 @@ WAYS = ("open, gloo, close", "open, disk, close", "handles", "disk")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=["qwen3-4b", "qwen3-moe-4b"])
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--layers", type=int, default=16, help="the first of each shape, at most")
-    parser.add_argument("--models", type=Path, help="keep the models there, and use those that are there")
+    parser.add_argument(
+        "--models", type=Path, help="keep the models there, and use those that are there"
+    )
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--engine-flags", default="", help="of SGLang's servers, in one word")
-    parser.add_argument("--no-graphs", action="store_true", help="start without CUDA graphs at once")
-    parser.add_argument("--no-deep-gemm", action="store_true", help="FP8 blocks with Triton's kernels alone")
-    parser.add_argument("--known-ways", action="store_true", help="only the ways that should be right")
-    parser.add_argument("--rounds", type=int, default=3, help="pushes and generations that are timed")
+    parser.add_argument(
+        "--no-graphs", action="store_true", help="start without CUDA graphs at once"
+    )
+    parser.add_argument(
+        "--no-deep-gemm", action="store_true", help="FP8 blocks with Triton's kernels alone"
+    )
+    parser.add_argument(
+        "--known-ways", action="store_true", help="only the ways that should be right"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="pushes and generations that are timed"
+    )
     parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--dry", action="store_true", help="tiny shapes and few tokens")
@@ -98,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         for server in as_ready(bench.servers, report.end - 20):
             if server.ready.is_set():
                 report.case(f"{server.name}: served", partial(bench.serve, server))
-                report.case(f"{server.name}: {bench.known_way(server)}", partial(bench.try_known, server))
+                report.case(
+                    f"{server.name}: {bench.known_way(server)}", partial(bench.try_known, server)
+                )
             else:
                 report.add(f"{server.name}: start", {"error": server.failure})
         for server in bench.living():
@@ -167,7 +191,9 @@ class Bench:
 
     def known_way(self, server: Server) -> str:
         """The way that should be right."""
-        is_plain = server.form == "bf16" or (server.form == "fp8-block" and server.name in self.broken)
+        is_plain = server.form == "bf16" or (
+            server.form == "fp8-block" and server.name in self.broken
+        )
         return "handles" if is_plain else OPENED
 
     def pushed_way(self, server: Server) -> str:
@@ -178,7 +204,8 @@ class Bench:
         return OPENED_RUNS if known == OPENED else "runs"
 
     def ways(self, server: Server) -> list[str]:
-        """Those to try besides; a broadcast for the first shape alone, since it is not the shape's business."""
+        """Those to try besides; a broadcast for the first shape alone, since it is not the shape's
+        business."""
         if server.form == "bf16":
             return ["disk"]
         return [way for way in WAYS if "gloo" not in way or server.shape == self.args.shapes[0]]
@@ -204,10 +231,12 @@ class Bench:
                 data = log.read_bytes()[-400_000:]
                 (self.args.logs / f"{log.parent.name}-{log.name}").write_bytes(data)
 
-    # -- cases -------------------------------------------------------------------------------------------------------
+    # -- cases
+    # -------------------------------------------------------------------------------------------------------
 
     def serve(self, server: Server) -> Row:
-        """What it holds and says fresh from its files; asked twice, to see what two answers differ by."""
+        """What it holds and says fresh from its files; asked twice, to see what two answers differ
+        by."""
         engine = self._engine(server)
         seen = engine.look()
         again = engine.look()
@@ -254,7 +283,8 @@ class Bench:
                 ("after_reset", "after_sleep", "runs")]}  # fmt: skip
 
     def try_way(self, server: Server, way: str) -> Row:
-        """Push other weights and then those of the files; where the files are read, push the others as is known."""
+        """Push other weights and then those of the files; where the files are read, push the others
+        as is known."""
         engine = self._engine(server)
         fresh = self.fresh[server.name]
         if not server.is_alive():
@@ -262,7 +292,9 @@ class Bench:
         known = self.known_way(server)
         row: Row = {"way": way}
         try:
-            row["seconds_there"] = engine.push(known if "disk" in way else way, self._stored(server, OTHER))
+            row["seconds_there"] = engine.push(
+                known if "disk" in way else way, self._stored(server, OTHER)
+            )
             other = engine.look()
             row["moved"] = fresh.distance(other)
             row["seconds"] = engine.push(way, self._stored(server, SERVED), server.model)
@@ -285,7 +317,9 @@ class Bench:
         way = self.pushed_way(server)
         plain = list(in_runs(self._plain(server.shape, SERVED)) if "runs" in way else
                      self._plain(server.shape, SERVED).items())  # fmt: skip
-        pushes = [engine.push(way, stored(plain, server.model)) for _ in range(self.args.rounds + 1)]
+        pushes = [
+            engine.push(way, stored(plain, server.model)) for _ in range(self.args.rounds + 1)
+        ]
         first = pushes[0]
         rounds = pushes[1:]
         seconds = median([one["total"] for one in rounds])
@@ -310,7 +344,11 @@ class Bench:
     def generate(self, server: Server) -> Row:
         rates = asyncio.run(_tokens_per_second(server.url, self.args, _vocabulary(server)))
         speed = self.speeds[server.name] = median(rates)
-        row: Row = {"tokens_per_second": speed, "in_flight": self.args.in_flight, "cuda_graphs": server.graphs}
+        row: Row = {
+            "tokens_per_second": speed,
+            "in_flight": self.args.in_flight,
+            "cuda_graphs": server.graphs,
+        }
         base = self.speeds.get(f"{server.shape}/bf16")
         if base is not None and server.form != "bf16":
             row["goals"] = [at_least("generation, ÷ bf16", speed / base, 1.2)]
@@ -331,7 +369,8 @@ class Bench:
         rows = [row for row in self.report.rows if "verdict" in row]
         self.report.add("verdicts", {row["case"]: row["verdict"] for row in rows})
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------------
 
     def _engine(self, server: Server) -> Engine:
         if server.name not in self._engines:

@@ -1,4 +1,5 @@
-"""One engine as `benchmarks.gpu.quantised` sees it: what it holds, what it says, and ways of pushing weights to it."""
+"""One engine as `benchmarks.gpu.quantised` sees it: what it holds, what it says, and ways of
+pushing weights to it."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Engine:
         self._slots = [EngineSlots(url, (0,))]
         self._ranks = RankQuestions(self.fleet, self._slots, HOST) if folder is not None else None
         draw = random.Random(0)
-        self._prompts = [[draw.randrange(vocabulary) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)]
+        self._prompts = [
+            [draw.randrange(vocabulary) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)
+        ]
         self._version = 0
 
     def close(self) -> None:
@@ -93,7 +96,9 @@ class Engine:
             meta = answer["meta_info"]
             found += [_number(entry[0]) for entry in meta["input_token_logprobs"][1:]]
             generated = meta["output_token_logprobs"]
-            self.answers.append(([entry[1] for entry in generated], [_number(entry[0]) for entry in generated]))
+            self.answers.append(
+                ([entry[1] for entry in generated], [_number(entry[0]) for entry in generated])
+            )
         return found
 
     def push(
@@ -123,20 +128,30 @@ class Engine:
         timed("continue", lambda: self.fleet.post("/continue_generation", {}, SECONDS))
         return {**seconds, "total": time.perf_counter() - began}
 
-    def _send(self, way: str, tensors: Iterator[tuple[str, torch.Tensor]], directory: Path | None) -> None:
+    def _send(
+        self, way: str, tensors: Iterator[tuple[str, torch.Tensor]], directory: Path | None
+    ) -> None:
         from slime.weights.distributed import DistributedTransport
         from slime.weights.ipc import IpcTransport
         from slime.weights.transport import Transport
 
         if "disk" in way:
-            body = {"model_path": str(directory), "weight_version": str(self._version), "flush_cache": False}
+            body = {
+                "model_path": str(directory),
+                "weight_version": str(self._version),
+                "flush_cache": False,
+            }
             self.fleet.post("/update_weights_from_disk", body, SECONDS)
             return
         transport: Transport
         if "gloo" in way:
-            transport = DistributedTransport(self.fleet, _BUFFER, torch.bfloat16, "gloo", None, SECONDS)
+            transport = DistributedTransport(
+                self.fleet, _BUFFER, torch.bfloat16, "gloo", None, SECONDS
+            )
         else:
-            transport = IpcTransport(self.fleet, self._slots, None, _BUFFER, torch.bfloat16, "runs" in way)
+            transport = IpcTransport(
+                self.fleet, self._slots, None, _BUFFER, torch.bfloat16, "runs" in way
+            )
         try:
             synchronise()
             transport.send(tensors, self._version, lambda name, tensor: None)

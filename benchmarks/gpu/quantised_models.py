@@ -1,7 +1,8 @@
 """Random weights for `benchmarks.gpu.quantised`, their directories, and what pushes bring of them.
 
-Matrices have a spread of 1/√columns and embeddings of 2/√columns, so that log-probs spread over some nats and every
-layer counts. Weights of one seed are the same wherever they are made: the directories have those of `SERVED`.
+Matrices have a spread of 1/√columns and embeddings of 2/√columns, so that log-probs spread over
+some nats and every layer counts. Weights of one seed are the same wherever they are made: the
+directories have those of `SERVED`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def plain(config: dict[str, Any], seed: int) -> Weights:
     return found
 
 
-def stored(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored(
+    weights: Iterable[tuple[str, torch.Tensor]], directory: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What engines hold of them in the format of a directory. Runs of experts stay runs."""
     from slime.engines.wire.expert_runs import ExpertRun
     from slime.engines.wire.quantised import quantise, quantise_run
@@ -84,7 +87,10 @@ def stored(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iter
         yield from weights
         return
     family = family_of(config)
-    chosen = {matrix.weight: matrix.module for matrix in check(family, family.describe(config), quantisation).quantised}
+    chosen = {
+        matrix.weight: matrix.module
+        for matrix in check(family, family.describe(config), quantisation).quantised
+    }
     for name, weight in weights:
         run = ExpertRun.parse(name)
         if run is not None and run.expert_name(run.first) in chosen:
@@ -96,7 +102,8 @@ def stored(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iter
 
 
 def differing_bits(weights: Weights, directory: Path) -> int:
-    """How many of the first eight weights with their parts come out otherwise on the GPU than on the CPU."""
+    """How many of the first eight weights with their parts come out otherwise on the GPU than on
+    the CPU."""
     some: Weights = {}
     for name, weight in weights.items():
         if weight.dim() == 2 and "layers.0" in name and len(some) < 8:
@@ -124,8 +131,9 @@ def in_runs(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def settings_of(shape: str, sizes: Sizes) -> dict[str, Any]:
-    """A shape's, with fewer layers. Those with experts get an output layer of their own, as published ones have: SGLang
-    gives Qwen3-MoE one whatever config.json says, and nothing would load it, so that all answers were alike."""
+    """A shape's, with fewer layers. Those with experts get an output layer of their own, as
+    published ones have: SGLang gives Qwen3-MoE one whatever config.json says, and nothing would
+    load it, so that all answers were alike."""
     settings = dict(SHAPES[shape])
     if "num_experts" in settings:
         settings["tie_word_embeddings"] = False
@@ -133,7 +141,8 @@ def settings_of(shape: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def write_models(shape: str, sizes: Sizes, folder: Path) -> None:
-    """folder/bf16, folder/int4, …: complete as soon as they are there. In a process of its own: it fills the GPU."""
+    """folder/bf16, folder/int4, …: complete as soon as they are there. In a process of its own: it
+    fills the GPU."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -178,12 +187,15 @@ def convert(form: str, sizes: Sizes, source: Path, target: Path) -> str:
 
 
 def quantise_on_gpu() -> None:
-    """The converter reads, writes and verifies; what it computes for each weight is computed on the GPU here."""
+    """The converter reads, writes and verifies; what it computes for each weight is computed on the
+    GPU here."""
     from slime.checkpoints import quantised_files
     from slime.engines.wire.quantised import Stored, quantise
 
     def there_and_back(module: str, weight: torch.Tensor, scheme: Any) -> Stored:
-        return {name: part.cpu() for name, part in quantise(module, weight.to(device()), scheme).items()}
+        return {
+            name: part.cpu() for name, part in quantise(module, weight.to(device()), scheme).items()
+        }
 
     quantised_files.quantise = there_and_back
 

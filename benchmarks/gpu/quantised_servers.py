@@ -1,4 +1,5 @@
-"""Engines for `benchmarks.gpu.quantised`: many on one GPU, started side by side, each as soon as its model is there."""
+"""Engines for `benchmarks.gpu.quantised`: many on one GPU, started side by side, each as soon as
+its model is there."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ from slime.engines.kinds import engine_kind
 from slime.engines.launch import EnginePlace
 from slime.processes.host import num_gpus, reserve_port
 
-#: A share of what was free when a server began, of which others take meanwhile: high, with the cache limited by tokens.
+#: A share of what was free when a server began, of which others take meanwhile: high, with the
+#: cache limited by tokens.
 _MEMORY = "--mem-fraction-static 0.85 --max-total-tokens 28672 --max-running-requests 64"
 _WITH_GRAPHS = "--cuda-graph-max-bs 64 --disable-prefill-cuda-graph"
 _WITHOUT_GRAPHS = "--disable-cuda-graph"
-#: Half a dozen imports of SGLang at once take all processors of the host; what is measured first is started first.
+#: Half a dozen imports of SGLang at once take all processors of the host; what is measured first is
+#: started first.
 _LATER_SECONDS = 25.0
-#: Kernels that SGLang compiles when they are first needed, for minutes: module, function, arguments.
+#: Kernels that SGLang compiles when they are first needed, for minutes: module, function,
+#: arguments.
 _COMPILED = (
     ("gptq_marlin_repack", "_jit_gptq_marlin_repack_module()"),
     ("gptq_marlin", "_jit_gptq_marlin_module(torch.bfloat16)"),
@@ -59,7 +63,13 @@ class Server:
         self.failure = ""
         self.seconds = 0.0
         self.graphs = graphs
-        self._log, self._flags, self._env, self._wait, self._delay = log, list(flags), env, wait, delay
+        self._log, self._flags, self._env, self._wait, self._delay = (
+            log,
+            list(flags),
+            env,
+            wait,
+            delay,
+        )
         self._held = [reserve_port(HOST), reserve_port(HOST)]
         self.process: ServerProcess | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -74,7 +84,11 @@ class Server:
 
     def why(self) -> str:
         """Of what it died."""
-        return (self.process.exception_line() if self.process is not None else "") or self.failure or "no reason found"
+        return (
+            (self.process.exception_line() if self.process is not None else "")
+            or self.failure
+            or "no reason found"
+        )
 
     def stop(self) -> None:
         self.over.set()
@@ -86,7 +100,11 @@ class Server:
     def _run(self) -> None:
         try:
             end = time.monotonic() + self._wait
-            while not (self.model / "config.json").exists() and time.monotonic() < end and not self.over.is_set():
+            while (
+                not (self.model / "config.json").exists()
+                and time.monotonic() < end
+                and not self.over.is_set()
+            ):
                 time.sleep(0.2)
             if not (self.model / "config.json").exists():
                 self.failure = "its model was not made"
@@ -115,19 +133,28 @@ class Server:
 
     def _start(self, number: int, seconds: float) -> None:
         # the plain directory: that a run may have this one is what is to be found out
-        flags: dict[str, Any] = {"hf_checkpoint": str(self.model.parent / "bf16"), "rollout_engine": self.engine}
+        flags: dict[str, Any] = {
+            "hf_checkpoint": str(self.model.parent / "bf16"),
+            "rollout_engine": self.engine,
+        }
         if self.engine == "sglang":
             flags |= {"colocate": True, "rollout_num_gpus_per_engine": 1}
         else:
             flags["embedded_max_slots"] = 8
-        config = make_config(**flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1)
+        config = make_config(
+            **flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1
+        )
         place = EnginePlace(0, (), 1, self._held[1].port)
-        spec = engine_kind(self.engine).command(config, str(self.model), HOST, self._held[0].port, place)
+        spec = engine_kind(self.engine).command(
+            config, str(self.model), HOST, self._held[0].port, place
+        )
         argv = list(spec.argv)
         if self.engine == "sglang":
             argv.insert(argv.index(WEIGHT_LOADER) + 1, STATE)
             argv += self._flags + (_WITH_GRAPHS if self.graphs else _WITHOUT_GRAPHS).split()
-        spec = replace(spec, argv=argv, env={**spec.env, **self._env}, startup_timeout=max(1.0, seconds))
+        spec = replace(
+            spec, argv=argv, env={**spec.env, **self._env}, startup_timeout=max(1.0, seconds)
+        )
         log = self._log.with_name(f"{self._log.name}-{number}.log")
         self.process = ServerProcess(self.name, spec, self.url, log)
         self.process.start()
@@ -138,15 +165,23 @@ def start_servers(
     folder: Path, shapes: Sequence[str], forms: Sequence[str], flags: str, *, wait: float, engine: str, graphs: bool,
     deep_gemm: bool,
 ) -> list[Server]:  # fmt: skip
-    """One for each shape and format, and one more for FP8 by DeepGEMM; the first shape's begin before the others'."""
+    """One for each shape and format, and one more for FP8 by DeepGEMM; the first shape's begin
+    before the others'."""
     servers = []
 
     def add(shape: str, form: str, name: str, more: str, **env: str) -> None:
         words = [*flags.split(), *more.split()]
         model = folder / shape / form
         log = folder / "logs" / name.replace("/", "-")
-        delay = _LATER_SECONDS * (shape != shapes[0] or "by" in name) * (engine == "sglang") * bool(num_gpus())
-        servers.append(Server(name, engine, shape, form, model, log, words, env, wait, graphs, delay))
+        delay = (
+            _LATER_SECONDS
+            * (shape != shapes[0] or "by" in name)
+            * (engine == "sglang")
+            * bool(num_gpus())
+        )
+        servers.append(
+            Server(name, engine, shape, form, model, log, words, env, wait, graphs, delay)
+        )
 
     for shape in shapes:
         for form in forms:
@@ -166,10 +201,13 @@ def stop_all(servers: Sequence[Server]) -> None:
 
 
 def as_ready(servers: Sequence[Server], end: float) -> Iterator[Server]:
-    """Servers in the order in which they are ready or have failed, until ``end`` (of `time.monotonic`)."""
+    """Servers in the order in which they are ready or have failed, until ``end`` (of
+    `time.monotonic`)."""
     waiting = list(servers)
     while waiting and time.monotonic() < end:
-        found = next((server for server in waiting if server.ready.is_set() or server.over.is_set()), None)
+        found = next(
+            (server for server in waiting if server.ready.is_set() or server.over.is_set()), None
+        )
         if found is None:
             time.sleep(0.2)
             continue
@@ -178,7 +216,8 @@ def as_ready(servers: Sequence[Server], end: float) -> Iterator[Server]:
 
 
 def compile_kernels(log: Path) -> list[subprocess.Popen[bytes]]:
-    """Compile what INT4 needs while models are made; servers then find it. Without a GPU there is nothing to do."""
+    """Compile what INT4 needs while models are made; servers then find it. Without a GPU there is
+    nothing to do."""
     if not num_gpus():
         return []
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What an engine's process computes with, for `benchmarks.gpu.quantised`: runs inside it, as a custom weight loader."""
+"""What an engine's process computes with, for `benchmarks.gpu.quantised`: runs inside it, as a
+custom weight loader."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STATE = "benchmarks.gpu.quantised_state.report"
 
 
 def report(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Fingerprints of all parameters, under SGLang's names and in the form that its kernels take, into a file.
+    """Fingerprints of all parameters, under SGLang's names and in the form that its kernels take,
+    into a file.
 
     Args:
         named_tensors: the path of the file without this rank's number, in a uint8 tensor.
@@ -28,9 +30,12 @@ def report(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     path = Path(f"{raw.cpu().numpy().tobytes().decode()}.{rank}")
     try:
-        # scales of the cache are no weights: nothing brings them, and a reset of all weights changes them
+        # scales of the cache are no weights: nothing brings them, and a reset of all weights
+        # changes them
         held = {
-            name: tensor for name, tensor in model.named_parameters() if not name.endswith((".k_scale", ".v_scale"))
+            name: tensor
+            for name, tensor in model.named_parameters()
+            if not name.endswith((".k_scale", ".v_scale"))
         }
         found = {name: word_fingerprint(tensor) for name, tensor in held.items()}
     except Exception as error:  # must not reach the engine's scheduler, which would die of it
@@ -51,7 +56,11 @@ def state_of(fleet: EngineFleet, folder: Path, ranks: int, seconds: float) -> di
     """
     path = folder / f"state-{time.monotonic_ns()}"
     payload = serialized(torch.frombuffer(bytearray(str(path).encode()), dtype=torch.uint8))
-    body = {"serialized_named_tensors": [payload] * ranks, "load_format": STATE, "flush_cache": False}
+    body = {
+        "serialized_named_tensors": [payload] * ranks,
+        "load_format": STATE,
+        "flush_cache": False,
+    }
     fleet.post("/update_weights_from_tensor", body, seconds)
     held: dict[str, str] = {}
     for rank in range(ranks):

@@ -28,9 +28,13 @@ Answer = Callable[[Any], None]
 
 
 def run(
-    job: Callable[..., None], world: int, *arguments: Any, on_answer: Callable[[Any], None] = lambda value: None
+    job: Callable[..., None],
+    world: int,
+    *arguments: Any,
+    on_answer: Callable[[Any], None] = lambda value: None,
 ) -> Any:
-    """``job(place, answer, *arguments)`` in ``world`` fresh processes; the last thing that one of them answered.
+    """``job(place, answer, *arguments)`` in ``world`` fresh processes; the last thing that one of
+    them answered.
 
     Args:
         on_answer: called here with each answer as it comes.
@@ -41,7 +45,9 @@ def run(
     context = mp.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(job, Place(rank, world, reservation.port), results, arguments))
+        context.Process(
+            target=_rank, args=(job, Place(rank, world, reservation.port), results, arguments)
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -100,9 +106,17 @@ def trainer(place: Place, **flags: Any) -> Any:
         flags: of `make_config`.
     """
     from slime.config import make_config
-    from slime.trainer.megatron.backend import MegatronBackend  # first: it prepares a host without a GPU
+    from slime.trainer.megatron.backend import (
+        MegatronBackend,
+    )  # first: it prepares a host without a GPU
     from slime.trainer.megatron.parallel import RankInfo
 
-    counts = {"actor_num_gpus_per_node": place.world, "rollout_batch_size": place.world, "num_rollout": 1}
+    counts = {
+        "actor_num_gpus_per_node": place.world,
+        "rollout_batch_size": place.world,
+        "num_rollout": 1,
+    }
     config = make_config(**{**counts, **flags})
-    return MegatronBackend(config, RankInfo(place.rank, place.world, place.rank, "127.0.0.1", place.port))
+    return MegatronBackend(
+        config, RankInfo(place.rank, place.world, place.rank, "127.0.0.1", place.port)
+    )

@@ -1,10 +1,12 @@
-"""What the measurements on GPUs report: one JSON line per case as soon as it is known, at the end a table with goals.
+"""What the measurements on GPUs report: one JSON line per case as soon as it is known, at the end a
+table with goals.
 
     report = Report("weight sync", args)                    # args of a parser with `add_arguments`
-    report.case("colocated", lambda: {"seconds": 0.15, "goals": [at_most("seconds", 0.15, 0.2, "s")]})
-    sys.exit(report.finish())
+    report.case("colocated", lambda: {"seconds": 0.15, "goals": [at_most("seconds", 0.15, 0.2,
+    "s")]}) sys.exit(report.finish())
 
-A case that fails becomes a line with its error, and the next one is tried; one that would pass --budget is ended.
+A case that fails becomes a line with its error, and the next one is tried; one that would pass
+--budget is ended.
 """
 
 from __future__ import annotations
@@ -32,23 +34,42 @@ class BudgetSpent(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="append results to this file, one JSON object per line")
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything (default: 3600)")
+    parser.add_argument(
+        "--out", type=Path, help="append results to this file, one JSON object per line"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=3600.0, help="seconds for everything (default: 3600)"
+    )
 
 
 def at_least(what: str, measured: float, goal: float, unit: str = "") -> Row:
-    return {"what": what, "measured": measured, "goal": goal, "unit": unit, "met": measured >= goal, "sign": "≥"}
+    return {
+        "what": what,
+        "measured": measured,
+        "goal": goal,
+        "unit": unit,
+        "met": measured >= goal,
+        "sign": "≥",
+    }
 
 
 def at_most(what: str, measured: float, goal: float, unit: str = "") -> Row:
-    return {"what": what, "measured": measured, "goal": goal, "unit": unit, "met": measured <= goal, "sign": "≤"}
+    return {
+        "what": what,
+        "measured": measured,
+        "goal": goal,
+        "unit": unit,
+        "met": measured <= goal,
+        "sign": "≤",
+    }
 
 
 class Report:
     """Results of one script.
 
     Attributes:
-        rows: those so far; each has "benchmark" and "case", and either what was measured or "error" or "skipped".
+        rows: those so far; each has "benchmark" and "case", and either what was measured or "error"
+            or "skipped".
     """
 
     def __init__(self, benchmark: str, args: argparse.Namespace) -> None:
@@ -62,7 +83,8 @@ class Report:
         return self.end - time.monotonic()
 
     def case(self, name: str, measure: Callable[[], Row | None]) -> None:
-        """Add the row that ``measure`` returns (None: it called `add` itself), or say why there is none."""
+        """Add the row that ``measure`` returns (None: it called `add` itself), or say why there is
+        none."""
         if self.seconds_left <= 1:
             self.add(name, {"skipped": "the time of --budget is over"})
             return
@@ -79,7 +101,9 @@ class Report:
 
     def add(self, name: str, row: Row) -> None:
         """Print a result and keep it."""
-        self.rows.append({"benchmark": self.benchmark, "case": name, "device": device_name(), **row})
+        self.rows.append(
+            {"benchmark": self.benchmark, "case": name, "device": device_name(), **row}
+        )
         line = json.dumps(json_safe(self.rows[-1]))
         print(line, flush=True)
         if self.out is not None:
@@ -95,12 +119,17 @@ class Report:
 
 def table(rows: list[Row]) -> str:
     """Markdown: a line for each goal, and for each case without a number."""
-    lines = ["| benchmark | case | what | measured | goal | measured ÷ goal |", "|---|---|---|--:|--:|--:|"]
+    lines = [
+        "| benchmark | case | what | measured | goal | measured ÷ goal |",
+        "|---|---|---|--:|--:|--:|",
+    ]
     for row in rows:
         head = f"| {row['benchmark']} | {row['case']} |"
         why = "error" if "error" in row else "skipped" if "skipped" in row else None
         if why is not None:
-            said = str(row[why]).splitlines()[-1].replace("|", "/")  # of a traceback, what it is about
+            said = (
+                str(row[why]).splitlines()[-1].replace("|", "/")
+            )  # of a traceback, what it is about
             lines.append(f"{head} {why}: {said[:200]} | | | |")
             continue
         for goal in row.get("goals", []) or [{"what": "no goal; see the JSON"}]:
@@ -114,7 +143,9 @@ def _numbers(goal: Row) -> str:
     unit = f" {goal['unit']}" if goal["unit"] else ""
     ratio = f"{goal['measured'] / goal['goal']:.2f}" if goal["goal"] else "–"
     verdict = "" if goal["met"] else " (missed)"
-    return f"{goal['measured']:.4g}{unit} | {goal['sign']} {goal['goal']:g}{unit} | {ratio}{verdict} |"
+    return (
+        f"{goal['measured']:.4g}{unit} | {goal['sign']} {goal['goal']:g}{unit} | {ratio}{verdict} |"
+    )
 
 
 @functools.cache
@@ -124,7 +155,9 @@ def device_name() -> str:
         return "CPU"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "GPU"
 

@@ -4,12 +4,14 @@
         --engine-flags "--attention-backend fa3 --sampling-backend pytorch --grammar-backend none"
     python -m benchmarks.gpu.run_all --gpus 1 --list
     python -m benchmarks.gpu.run_all --gpus 1 --only generation-0.6b long-run-0.6b
-    python -m benchmarks.gpu.run_all --dry --out-dir results          # tiny shapes on a CPU, the same way
+    python -m benchmarks.gpu.run_all --dry --out-dir results          # tiny shapes on a CPU, the
+    same way
 
-Each case is a process of its own, with a limit of its own, whose output is streamed (and kept in OUT_DIR/log.txt);
-results are lines of OUT_DIR/results.jsonl, and OUT_DIR/table.md sums them up. A case that fails or passes its limit is
-ended with all that it started, and the next one begins. A case whose least time is not left is skipped; the names of
-those that were not run come last, ready to be given to --only.
+Each case is a process of its own, with a limit of its own, whose output is streamed (and kept in
+OUT_DIR/log.txt); results are lines of OUT_DIR/results.jsonl, and OUT_DIR/table.md sums them up. A
+case that fails or passes its limit is ended with all that it started, and the next one begins. A
+case whose least time is not left is skipped; the names of those that were not run come last, ready
+to be given to --only.
 """
 
 from __future__ import annotations
@@ -56,8 +58,12 @@ class Case:
 
 _TINY = "tiny --tokens 512 --length 64 --steps 2"
 _TINY_RUN = "--shape tiny --prompts 2 --samples 2 --new-tokens 8"
-_LAYOUTS = "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
-_FEW_GRAPHS = "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of generation is measured
+_LAYOUTS = (
+    "--layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2"
+)
+_FEW_GRAPHS = (
+    "--cuda-graph-max-bs 8"  # SGLang starts sooner, where no speed of generation is measured
+)
 
 CASES = [
     Case("trainer-0.6b", 1, 40, 180, "trainer qwen3-0.6b --max-tokens 8192 --peer --profile",
@@ -87,8 +93,8 @@ CASES = [
          "weight_sync --shape qwen3-4b --way apart --served fp8-block --verify",
          "weight_sync --shape tiny --way apart --rounds 2 --served fp8-block --verify", _FEW_GRAPHS),
     Case("long-tail-4b", 2, 480, 570,
-         "long_tail --gpus 2 --shape qwen3-4b --prompts 8 --samples 4 --steps 6 --lock-steps 2 --ahead 3",
-         "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 4 --lock-steps 2 --least 4 --most 32"
+         "long_tail --gpus 2 --shape qwen3-4b --prompts 8 --samples 4 --steps 6 --lock-steps 2 " "--ahead 3",
+         "long_tail --gpus 2 --shape tiny --prompts 2 --samples 2 --steps 4 --lock-steps 2 " "--least 4 --most 32"
          " --scale 0.02", "--cuda-graph-max-bs 192"),
     Case("long-run-0.6b-async", 2, 240, 540, "long_run --shape qwen3-0.6b --ways async",
          f"long_run {_TINY_RUN} --steps 4 --settle 1 --ways async", "--cuda-graph-max-bs 128"),
@@ -101,13 +107,19 @@ CASES = [
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host; cases for exactly so many are run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs of this host; cases for exactly so many are run"
+    )
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES])
     parser.add_argument("--list", action="store_true", help="print the cases and their limits")
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default: 9.5)")
     parser.add_argument("--out-dir", type=Path, default=Path("results"))
-    parser.add_argument("--models", type=Path, help="folder for random weights, kept for a later call")
+    parser.add_argument(
+        "--models", type=Path, help="folder for random weights, kept for a later call"
+    )
     parser.add_argument("--engine-flags", default="", help="of SGLang's servers, in one word")
     parser.add_argument("--dry", action="store_true", help="tiny shapes and the embedded engine")
     return parser.parse_args(argv)
@@ -115,7 +127,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    cases = [case for case in CASES if (case.name in args.only if args.only else case.gpus == args.gpus)]
+    cases = [
+        case for case in CASES if (case.name in args.only if args.only else case.gpus == args.gpus)
+    ]
     if args.list:
         for case in cases:
             words = " ".join(command(case, args)[2:])
@@ -147,14 +161,18 @@ def command(case: Case, args: argparse.Namespace) -> list[str]:
     script, *words = (case.tiny if args.dry else case.words).split()
     words += ["--out", str(args.out_dir / "results.jsonl")]
     if case.engine_flags is not None:
-        words += ["--models", str(args.models or Path(tempfile.gettempdir()) / "slime-benchmark-models")]
+        words += [
+            "--models",
+            str(args.models or Path(tempfile.gettempdir()) / "slime-benchmark-models"),
+        ]
         flags = f"{args.engine_flags} {case.engine_flags}".strip()
         words += ["--engine", "embedded"] if args.dry else [f"--engine-flags={flags}"]
     return [sys.executable, "-m", f"benchmarks.gpu.{script}", *words]
 
 
 def run(case: Case, args: argparse.Namespace, seconds: float) -> None:
-    """Its output goes to stdout and into a file; after ``seconds`` (and a little grace) everything of it is ended."""
+    """Its output goes to stdout and into a file; after ``seconds`` (and a little grace) everything
+    of it is ended."""
     words = [*command(case, args), "--budget", f"{seconds - _GRACE_SECONDS / 2:.0f}"]
     print(f"\n== {case.name}, at most {seconds:.0f} s: {' '.join(words[1:])}", flush=True)
     started = time.monotonic()
@@ -174,10 +192,16 @@ def run(case: Case, args: argparse.Namespace, seconds: float) -> None:
     alarm.cancel()
     _end(process)  # children that outlived it
     if status and len(results(args)) == before:
-        row = {"benchmark": words[2], "case": case.name, "error": f"exit status {status}, without a result"}
+        row = {
+            "benchmark": words[2],
+            "case": case.name,
+            "error": f"exit status {status}, without a result",
+        }
         with open(args.out_dir / "results.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    print(f"== {case.name}: exit status {status} after {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"== {case.name}: exit status {status} after {time.monotonic() - started:.0f} s", flush=True
+    )
     _wait_for_free_gpus()
 
 

@@ -1,4 +1,5 @@
-"""What the measurements of engines and of whole runs share: random weights, engines and routers as processes, runs."""
+"""What the measurements of engines and of whole runs share: random weights, engines and routers as
+processes, runs."""
 
 from __future__ import annotations
 
@@ -36,13 +37,25 @@ ROOT = Path(__file__).parents[2]
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """With the arguments that every measurement has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape")
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of random weights")
-    parser.add_argument("--models", type=Path, help="keep random weights in this folder and use them again")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a Hugging Face directory instead of random weights"
+    )
+    parser.add_argument(
+        "--models", type=Path, help="keep random weights in this folder and use them again"
+    )
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--engine-flags", default="", help='of its server, in one word: "--attention-backend fa3"')
-    parser.add_argument("--rounds", type=int, default=5, help="measurements; medians are reported (default: 5)")
+    parser.add_argument(
+        "--engine-flags", default="", help='of its server, in one word: "--attention-backend fa3"'
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measurements; medians are reported (default: 5)"
+    )
     report.add_arguments(parser)
     return parser
 
@@ -52,7 +65,9 @@ def new_run_parser(
 ) -> argparse.ArgumentParser:
     """`new_parser` with what `run_training` needs; the numbers are defaults."""
     parser = new_parser(description)
-    parser.add_argument("--gpus", type=int, default=1, help="of the trainer, and of engines that have their own")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of the trainer, and of engines that have their own"
+    )
     parser.add_argument("--prompts", type=int, default=prompts)
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--new-tokens", type=int, default=new_tokens)
@@ -61,7 +76,8 @@ def new_run_parser(
     return parser
 
 
-# -- random weights ------------------------------------------------------------------------------------------
+# -- random weights
+# ------------------------------------------------------------------------------------------
 
 
 def make_model(args: argparse.Namespace, folder: Path) -> Path:
@@ -101,7 +117,9 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     vocabulary |= {"<pad>": 256, "<eos>": 257}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,15 +129,18 @@ def byte_tokenizer() -> Any:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """A folder for a while; this process and its children may open as many files as the host allows, for a thousand
-    requests in flight take more than the usual 1024."""
+    """A folder for a while; this process and its children may open as many files as the host
+    allows, for a thousand requests in flight take more than the usual 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with tempfile.TemporaryDirectory(prefix="slime-benchmark-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="slime-benchmark-", ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
 
 
-# -- servers -------------------------------------------------------------------------------------------------
+# -- servers
+# -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -139,7 +160,9 @@ def engine(
         for reservation in held:
             stack.callback(reservation.release)
         port = held[0].port
-        spec = engine_kind(args.engine).command(config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port))
+        spec = engine_kind(args.engine).command(
+            config, str(model), HOST, port, EnginePlace(0, gpus, tp, held[1].port)
+        )
         spec.argv.extend(args.engine_flags.split())
         url = _served(stack, "engine", spec, port, folder, wait)
         try:
@@ -183,7 +206,9 @@ def await_engine(url: str, seconds: float = 400.0) -> None:
     raise TimeoutError(f"{url} was not ready within {seconds:.0f} s")
 
 
-def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path, wait: bool = True) -> str:
+def _served(
+    stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Path, wait: bool = True
+) -> str:
     process = ServerProcess(name, spec, f"http://{HOST}:{port}", folder / f"{name}.log")
     process.start()
     stack.callback(process.stop)
@@ -200,22 +225,31 @@ def _served(stack: ExitStack, name: str, spec: LaunchSpec, port: int, folder: Pa
 
 
 def _show_log(path: Path, lines: int = 60) -> None:
-    print("\n".join(path.read_text(errors="replace").splitlines()[-lines:]), file=sys.stderr, flush=True)
+    print(
+        "\n".join(path.read_text(errors="replace").splitlines()[-lines:]),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------
+# -- whole runs
+# ----------------------------------------------------------------------------------------------
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """A coin, the same for the same response: random weights have nothing better to be judged by."""
+    """A coin, the same for the same response: random weights have nothing better to be judged
+    by."""
     return float(sum(sample.tokens) % 2)
 
 
-def run_training(script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]) -> Stage:
-    """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its metrics.
+def run_training(
+    script: str, args: argparse.Namespace, model: Path, folder: Path, more: Sequence[str]
+) -> Stage:
+    """``script`` (train.py, train_async.py) as users run it, on made-up prompts; the rows of its
+    metrics.
 
-    Where the time of --budget ends first, and two steps have been done, it returns the rows until then
-    (`Report.case` marks the case as cut).
+    Where the time of --budget ends first, and two steps have been done, it returns the rows until
+    then (`Report.case` marks the case as cut).
 
     Random weights answer with noise until the limit, so that every sample has the full length.
 
@@ -226,7 +260,10 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
         RuntimeError: the run failed; its last lines are on stderr.
     """
     data = folder / "prompts.jsonl"
-    rows = ({"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""} for i in range(4 * args.prompts))
+    rows = (
+        {"prompt": f"Tell me about the number {i:06d}. " * 4, "label": ""}
+        for i in range(4 * args.prompts)
+    )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {
         "--hf-checkpoint": model, "--prompt-data": data, "--input-key": "prompt", "--label-key": "label",
@@ -262,7 +299,8 @@ def run_training(script: str, args: argparse.Namespace, model: Path, folder: Pat
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """``--engine-flags`` as a run takes them: ``--attention-backend`` is its ``--sglang-attention-backend``."""
+    """``--engine-flags`` as a run takes them: ``--attention-backend`` is its
+    ``--sglang-attention-backend``."""
     prefix = "--sglang-" if args.engine == "sglang" else "--"
     words = args.engine_flags.split()
     return [prefix + word.removeprefix("--") if word.startswith("--") else word for word in words]

@@ -1,7 +1,9 @@
-"""Sleep and wake of a trainer: seconds, bytes, what stays on the GPU, and that every bit comes back.
+"""Sleep and wake of a trainer: seconds, bytes, what stays on the GPU, and that every bit comes
+back.
 
     python -m benchmarks.gpu.sleep_wake --shape qwen3-4b
-    python -m benchmarks.gpu.sleep_wake --shape tiny --rounds 2      # dry: without a GPU there is nothing to move
+    python -m benchmarks.gpu.sleep_wake --shape tiny --rounds 2      # dry: without a GPU there is
+    nothing to move
 
 The first sleep pins host memory, which later ones use again; it is reported apart.
 """
@@ -46,7 +48,9 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     }  # fmt: skip
 
 
-def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], rounds: int) -> None:
+def take_turns(
+    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], rounds: int
+) -> None:
     """On each trainer rank; rank 0 answers with seconds and what was measured, by round."""
     import torch
     import torch.distributed as dist
@@ -60,7 +64,9 @@ def take_turns(place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], 
     for inner in torch_optimizers(backend.optimizer):  # the states that the first step would make
         for group in inner.param_groups:
             for parameter in group["params"]:
-                inner.state[parameter] |= {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] |= {
+                    name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                }
     watched = [p for chunk in backend.model_chunks for p in chunk.parameters()][::5]
     before = [fingerprint(p) for p in watched]
     rows = []

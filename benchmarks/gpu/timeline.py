@@ -1,7 +1,8 @@
-"""Where a GPU had nothing to do: the gaps between kernels in a profile, and what the host did meanwhile.
+"""Where a GPU had nothing to do: the gaps between kernels in a profile, and what the host did
+meanwhile.
 
-gaps = find_gaps(json.load(open("trace.json"))["traceEvents"])      # of torch.profiler's export_chrome_trace
-print(summary(gaps))
+gaps = find_gaps(json.load(open("trace.json"))["traceEvents"])      # of torch.profiler's
+export_chrome_trace print(summary(gaps))
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Gap:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Of one profile: its span on the GPU, the time with a kernel under way, and the gaps, longest first."""
+    """Of one profile: its span on the GPU, the time with a kernel under way, and the gaps, longest
+    first."""
 
     span: float
     busy: float
@@ -71,7 +73,10 @@ def find_gaps(events: Iterable[dict[str, Any]], at_least: float = 20.0) -> Gaps:
             end = finish
             last = kernel
     gaps.sort(key=lambda gap: -gap.length)
-    known = [dataclasses.replace(gap, host=_meanwhile(host, gap.start, gap.end)) for gap in gaps[:_EXPLAINED]]
+    known = [
+        dataclasses.replace(gap, host=_meanwhile(host, gap.start, gap.end))
+        for gap in gaps[:_EXPLAINED]
+    ]
     return Gaps(end - start, busy, known + gaps[_EXPLAINED:])
 
 
@@ -90,15 +95,21 @@ def _meanwhile(host: Sequence[dict[str, Any]], start: float, end: float) -> tupl
 def summary(found: Gaps, rows: int = 12) -> str:
     idle = found.span - found.busy
     lines = [
-        f"GPU: {found.span / 1e3:.1f} ms from first to last kernel, {found.busy / 1e3:.1f} ms busy, "
+        f"GPU: {found.span / 1e3:.1f} ms from first to last kernel, {found.busy / 1e3:.1f} ms "
+        "busy, "
         f"{idle / 1e3:.1f} ms idle ({100 * idle / max(found.span, 1e-9):.1f} %), "
         f"{sum(gap.length for gap in found.gaps) / 1e3:.1f} ms of it in {len(found.gaps)} gaps:"
     ]
     for gap in found.gaps[:rows]:
         meanwhile = " > ".join(name[-60:] for name in gap.host[-4:]) or "between operations"
-        lines.append(f"  {gap.length / 1e3:8.3f} ms  {gap.after[:40]} | {gap.before[:40]} | {meanwhile}")
+        lines.append(
+            f"  {gap.length / 1e3:8.3f} ms  {gap.after[:40]} | {gap.before[:40]} | {meanwhile}"
+        )
     by_reason: Counter[str] = Counter()
     for gap in found.gaps[:_EXPLAINED]:
         by_reason[gap.host[-1] if gap.host else "between operations"] += round(gap.length)
-    lines += [f"  {length / 1e3:8.3f} ms in all: {reason[-90:]}" for reason, length in by_reason.most_common(rows)]
+    lines += [
+        f"  {length / 1e3:8.3f} ms in all: {reason[-90:]}"
+        for reason, length in by_reason.most_common(rows)
+    ]
     return "\n".join(lines)

@@ -1,16 +1,20 @@
-"""Training speed and memory on GPUs: whole optimizer steps, as a share of what a large matrix product reaches there.
+"""Training speed and memory on GPUs: whole optimizer steps, as a share of what a large matrix
+product reaches there.
 
     python -m benchmarks.gpu.trainer qwen3-0.6b qwen3-4b qwen3-moe-4b --out trainer.json
     python -m benchmarks.gpu.trainer qwen3-0.6b --peer --profile
     python -m benchmarks.gpu.trainer qwen3-4b --gpus 2 --tokens 32768 \\
-        --layout tensor_model_parallel_size=2 sequence_parallel=true --layout context_parallel_size=2
+        --layout tensor_model_parallel_size=2 sequence_parallel=true --layout
+        context_parallel_size=2
     python -m benchmarks.gpu.trainer tiny --tokens 512 --length 64        # a dry run, on a CPU too
 
-bfloat16, random weights, sequences of --length tokens, nearly all of them trained, a supervised loss, gradients and
-Adam in float32. FLOPs are the model's: 6 per active weight and token, and causal attention; what is computed twice
-(the output layer, in its backward pass) counts once. --peer runs the same model as a plain transformers loop: packed
-sequences through torch's variable-length flash attention, float32 master weights, fused Adam. Sides run one after the
-other in processes of their own; medians over --steps after two steps of warm-up; the matrix product is timed in each.
+bfloat16, random weights, sequences of --length tokens, nearly all of them trained, a supervised
+loss, gradients and Adam in float32. FLOPs are the model's: 6 per active weight and token, and
+causal attention; what is computed twice (the output layer, in its backward pass) counts once.
+--peer runs the same model as a plain transformers loop: packed sequences through torch's
+variable-length flash attention, float32 master weights, fused Adam. Sides run one after the other
+in processes of their own; medians over --steps after two steps of warm-up; the matrix product is
+timed in each.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from benchmarks.gpu.report import Report, Row, add_arguments, at_least, at_most
 from benchmarks.gpu.timeline import find_gaps, summary
 
 WARM_UP_STEPS = 2
-PEER_ATTENTION = "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
+PEER_ATTENTION = (
+    "packed_varlen"  # transformers looks for a package behind a name with "flash" in it
+)
 
 _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -41,8 +47,8 @@ _QWEN3_30B_A3B = {
     "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
 }  # fmt: skip
-#: As DeepSeek-V3: latent attention with compressed queries, a dense layer, then experts with a shared one. The widths
-#: of the latents are the real ones, for which attention kernels are made.
+#: As DeepSeek-V3: latent attention with compressed queries, a dense layer, then experts with a
+#: shared one. The widths of the latents are the real ones, for which attention kernels are made.
 _DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048,
     "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 512,
@@ -91,16 +97,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 #: Layers of the whole model, of shapes that have its first few.
 FULL_LAYERS = {f"qwen3-30b-a3b-{layers}-layers": 48 for layers in (6, 12)}
 
-#: Goals on one GPU, by shape: tokens per second, share of the matrix product's rate, peak memory in GB.
+#: Goals on one GPU, by shape: tokens per second, share of the matrix product's rate, peak memory in
+#: GB.
 LEAST_SPEED = {"qwen3-0.6b": 65_000.0}
 LEAST_SHARE = {"qwen3-4b": 0.55, "qwen3-moe-4b": 0.30}
 MOST_GB = {"qwen3-0.6b": 30.0, "qwen3-4b": 95.0}
 
 
-# -- one side in one process ---------------------------------------------------------------------------------
+# -- one side in one process
+# ---------------------------------------------------------------------------------
 
 
-def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str) -> None:
+def run_ours(
+    place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str
+) -> None:
     import torch
 
     backend = ranks.trainer(
@@ -112,12 +122,16 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     from slime.trainer.megatron import device
 
     flags = backend.config.megatron
-    spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
+    spec = (
+        family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
+    )
     backend.setup(spec=spec, initialise=True)
     settle()
     layout_of = backend.layout
     sharing = flags.tensor_model_parallel_size * flags.context_parallel_size
-    batch = make_batch(args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size, sharing)
+    batch = make_batch(
+        args, spec.vocab_size, backend.data_parallel_rank, layout_of.data_parallel_size, sharing
+    )
 
     peaks: list[float] = []
     losses: list[float] = []
@@ -126,7 +140,9 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
         metrics = backend.train(batch)  # which starts a new peak with each phase
         losses.append(metrics["train/loss"])
         device.synchronize()
-        peaks.append(max(value for name, value in metrics.items() if name.endswith("_peak_memory_gb")))
+        peaks.append(
+            max(value for name, value in metrics.items() if name.endswith("_peak_memory_gb"))
+        )
 
     seconds = timed(step, args.steps)
     if place.rank == 0:
@@ -137,7 +153,9 @@ def run_ours(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     backend.close()
 
 
-def run_peer(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str) -> None:
+def run_peer(
+    place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace, shape: str
+) -> None:
     import torch
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,7 +169,9 @@ def run_peer(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
     attention = PEER_ATTENTION if device == "cuda" else "sdpa"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **config), dtype=torch.bfloat16, attn_implementation=attention
+            AutoConfig.for_model(kind, **config),
+            dtype=torch.bfloat16,
+            attn_implementation=attention,
         )
     model.train()
     parameters = list(model.parameters())
@@ -165,11 +185,19 @@ def run_peer(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
             lengths = [batch.tokens[i].numel() for i in samples]
             tokens = torch.cat([batch.tokens[i] for i in samples]).to(device)[None]
             positions = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-            packed = {"cu_seq_lens_q": ends, "max_length_q": max(lengths)} if device == "cuda" else {}
+            ends = (
+                torch.tensor([0, *lengths], dtype=torch.int32)
+                .cumsum(0, dtype=torch.int32)
+                .to(device)
+            )
+            packed = (
+                {"cu_seq_lens_q": ends, "max_length_q": max(lengths)} if device == "cuda" else {}
+            )
             labels = tokens.roll(-1)
             labels[positions.roll(-1) == 0] = -100
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **packed).logits
+            logits = model(
+                input_ids=tokens, position_ids=positions, use_cache=False, **packed
+            ).logits
             loss = F.cross_entropy(logits[0].float(), labels[0], ignore_index=-100, reduction="sum")
             (loss / batch.steps[0].num_loss_tokens).backward()
         with torch.no_grad():
@@ -191,7 +219,13 @@ def run_peer(place: ranks.Place, answer: ranks.Answer, args: argparse.Namespace,
 
 
 def packed_flash_attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, None]:
     """transformers' attention interface over torch's variable-length kernel."""
     from slime.trainer.megatron.attention import torch_varlen
@@ -199,16 +233,21 @@ def packed_flash_attention(
 
     ends = kwargs["cu_seq_lens_q"]
     longest = kwargs["max_length_q"]
-    sequences = PackedSequences(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    sequences = PackedSequences(
+        cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     scale = scaling if scaling is not None else float(query.size(-1)) ** -0.5
     return torch_varlen(packed[0], packed[1], packed[2], sequences, scale)[None], None
 
 
-# -- the work, and what is measured ----------------------------------------------------------------------------
+# -- the work, and what is measured
+# ----------------------------------------------------------------------------
 
 
-def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: int, sharing: int = 1) -> Any:
+def make_batch(
+    args: argparse.Namespace, vocab: int, rank: int, data_parallel: int, sharing: int = 1
+) -> Any:
     """This rank's equal part of --tokens tokens in sequences of --length.
 
     Args:
@@ -222,8 +261,12 @@ def make_batch(args: argparse.Namespace, vocab: int, rank: int, data_parallel: i
     generator = torch.Generator().manual_seed(rank)
     tokens = [torch.randint(0, vocab, (args.length,), generator=generator) for _ in range(count)]
     responses = [args.length - 1] * count
-    per_micro = max(1, (sharing * args.max_tokens if args.max_tokens else args.tokens) // args.length)
-    micro_batches = [list(range(start, min(start + per_micro, count))) for start in range(0, count, per_micro)]
+    per_micro = max(
+        1, (sharing * args.max_tokens if args.max_tokens else args.tokens) // args.length
+    )
+    micro_batches = [
+        list(range(start, min(start + per_micro, count))) for start in range(0, count, per_micro)
+    ]
     return TrainBatch(
         rollout_id=0, tokens=tokens, response_lengths=responses, loss_masks=[torch.ones(r) for r in responses],
         rewards=[0.0] * count, raw_rewards=[0.0] * count, sample_indices=list(range(count)),
@@ -244,7 +287,12 @@ def timed(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def measured(
-    side: str, shape: str, args: argparse.Namespace, gpus: int, seconds: list[float], peak: float | None
+    side: str,
+    shape: str,
+    args: argparse.Namespace,
+    gpus: int,
+    seconds: list[float],
+    peak: float | None,
 ) -> Row:
     from slime.models import family_of
     from slime.models.flops import sequence_cost
@@ -293,7 +341,8 @@ def _peak(torch: Any) -> float | None:
 
 
 def profile(step: Callable[[], None], rank: int, rows: int = 30) -> None:
-    """Where the time of a step goes, on the first rank: kernel by kernel, and where there was none."""
+    """Where the time of a step goes, on the first rank: kernel by kernel, and where there was
+    none."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
@@ -303,9 +352,16 @@ def profile(step: Callable[[], None], rank: int, rows: int = 30) -> None:
         step()
     if rank != 0 or not torch.cuda.is_available():
         return
-    kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and e.self_device_time_total]
+    kernels = [
+        e
+        for e in recorded.key_averages()
+        if e.device_type == DeviceType.CUDA and e.self_device_time_total
+    ]
     for event in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
-        print(f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6d} x {event.key[:110]}", flush=True)
+        print(
+            f"{event.self_device_time_total / 1e3:9.3f} ms {event.count:6d} x {event.key[:110]}",
+            flush=True,
+        )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(file))
@@ -325,26 +381,41 @@ def goals_of(row: Row) -> list[Row]:
     if shape in LEAST_SPEED:
         goals.append(at_least("tokens/s", row["tokens_per_second"], LEAST_SPEED[shape]))
     if shape in LEAST_SHARE:
-        goals.append(at_least("share of the matrix product's rate", row["share_of_matmul"], LEAST_SHARE[shape]))
+        goals.append(
+            at_least(
+                "share of the matrix product's rate", row["share_of_matmul"], LEAST_SHARE[shape]
+            )
+        )
     if shape in MOST_GB and peak is not None:
         goals.append(at_most("peak memory", peak, MOST_GB[shape], "GB"))
     return goals
 
 
 def measure(report: Report, shape: str, args: argparse.Namespace) -> None:
-    """The cases of one shape: one GPU, the layouts on --gpus with as many tokens per GPU, the peer."""
+    """The cases of one shape: one GPU, the layouts on --gpus with as many tokens per GPU, the
+    peer."""
     speed: dict[str, float] = {}
 
     def side(name: str, job: Callable[..., None], gpus: int, layout: Sequence[str]) -> None:
-        own = argparse.Namespace(**{**vars(args), "layout": layout, "tokens": args.tokens // args.gpus * gpus})
+        own = argparse.Namespace(
+            **{**vars(args), "layout": layout, "tokens": args.tokens // args.gpus * gpus}
+        )
 
         def publish(row: Row) -> None:
             speed[name] = row["tokens_per_second"]
             goals = goals_of(row) if name == alone else []
             if gpus > 1 and alone in speed:
-                goals = [at_least("tokens/s per GPU ÷ that of one GPU", speed[name] / gpus / speed[alone], 0.85)]
+                goals = [
+                    at_least(
+                        "tokens/s per GPU ÷ that of one GPU",
+                        speed[name] / gpus / speed[alone],
+                        0.85,
+                    )
+                ]
             if job is run_peer and alone in speed:
-                goals = [at_least("tokens/s, slime ÷ transformers", speed[alone] / speed[name], 1.3)]
+                goals = [
+                    at_least("tokens/s, slime ÷ transformers", speed[alone] / speed[name], 1.3)
+                ]
             report.add(name, {**row, "goals": goals})
 
         def run() -> None:
@@ -361,15 +432,31 @@ def measure(report: Report, shape: str, args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tokens", type=int, default=16384, help="per optimizer step, over all GPUs")
-    parser.add_argument("--length", type=int, default=2048, help="of each sequence")
-    parser.add_argument("--max-tokens", type=int, help="of a micro-batch per GPU; default: all in one")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--gpus", type=int, default=1, help="more than one: each --layout on these, and one GPU alone")
     parser.add_argument(
-        "--layout", nargs="+", action="append", default=[], metavar="NAME=VALUE", help="any flags of slime train"
+        "--tokens", type=int, default=16384, help="per optimizer step, over all GPUs"
+    )
+    parser.add_argument("--length", type=int, default=2048, help="of each sequence")
+    parser.add_argument(
+        "--max-tokens", type=int, help="of a micro-batch per GPU; default: all in one"
+    )
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="more than one: each --layout on these, and one GPU alone",
+    )
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any flags of slime train",
     )
     parser.add_argument("--peer", action="store_true", help="also the plain transformers loop")
     parser.add_argument("--profile", action="store_true")

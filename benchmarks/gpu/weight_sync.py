@@ -1,15 +1,18 @@
-"""One weight push, pause to continue, no request in flight: colocated by handles, or to GPUs of its own by NCCL.
+"""One weight push, pause to continue, no request in flight: colocated by handles, or to GPUs of its
+own by NCCL.
 
     python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way colocated                 # 1 GPU
-    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart                     # 1 -> 1, 2 GPUs
-    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --tp 2              # 2 -> 2, 4 GPUs
-    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --served fp8-block  # quantised engines
-    python -m benchmarks.gpu.weight_sync --shape tiny --engine embedded --rounds 2        # dry, on a CPU
+    python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart                     # 1 -> 1,
+    2 GPUs python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --tp 2              # 2
+    -> 2, 4 GPUs python -m benchmarks.gpu.weight_sync --shape qwen3-4b --way apart --served
+    fp8-block  # quantised engines python -m benchmarks.gpu.weight_sync --shape tiny --engine
+    embedded --rounds 2        # dry, on a CPU
 
-The trainer is a real one with its optimizer; with --way colocated it sleeps but for its weights while it pushes, and
-the engine has taken back its weights only, as in a run. With --served the engine is started from the trainer's weights
-in that format, so that pushes must leave each of its parameters, in the form that its kernels take, as the start had
-made it; those that differ are reported.
+The trainer is a real one with its optimizer; with --way colocated it sleeps but for its weights
+while it pushes, and the engine has taken back its weights only, as in a run. With --served the
+engine is started from the trainer's weights in that format, so that pushes must leave each of its
+parameters, in the form that its kernels take, as the start had made it; those that differ are
+reported.
 """
 
 from __future__ import annotations
@@ -39,15 +42,29 @@ from slime.processes.host import num_gpus
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--way", choices=["colocated", "apart"], default="colocated")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of trainer and engine")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel size of trainer and engine"
+    )
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size of the trainer")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the trainer")
     parser.add_argument("--buffer-mb", type=int, default=512, help="--update-weight-buffer-size")
-    parser.add_argument("--profile", action="store_true", help="of one more push, where rank 0 spends its time")
-    parser.add_argument("--served", choices=[form for form in FORMATS if form != "bf16"], help="what the engine holds")
-    parser.add_argument("--fp8-gemm", default="triton", help="SGLang's --fp8-gemm-backend with FP8 (default: triton)")
+    parser.add_argument(
+        "--profile", action="store_true", help="of one more push, where rank 0 spends its time"
+    )
+    parser.add_argument(
+        "--served",
+        choices=[form for form in FORMATS if form != "bf16"],
+        help="what the engine holds",
+    )
+    parser.add_argument(
+        "--fp8-gemm",
+        default="triton",
+        help="SGLang's --fp8-gemm-backend with FP8 (default: triton)",
+    )
     parser.add_argument("--disk", action="store_true", help="--update-weight-transport disk")
-    parser.add_argument("--verify", action="store_true", help="compare every weight after each push")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare every weight after each push"
+    )
     return parser.parse_args(argv)
 
 
@@ -56,7 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     report = Report("weight sync", args)
     with workspace() as folder:
         what = f", {args.served}" * bool(args.served) + ", disk" * args.disk
-        report.case(f"{args.way}, tp{args.tp} ep{args.ep} pp{args.pp}{what}", lambda: measure(args, folder))
+        report.case(
+            f"{args.way}, tp{args.tp} ep{args.ep} pp{args.pp}{what}", lambda: measure(args, folder)
+        )
     return report.finish()
 
 
@@ -77,7 +96,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     if args.ep > 1:
         flags["expert_tensor_parallel_size"] = 1
     if args.disk:
-        flags |= {"update_weight_transport": "disk", "update_weight_disk_dir": str(folder / "weights")}
+        flags |= {
+            "update_weight_transport": "disk",
+            "update_weight_disk_dir": str(folder / "weights"),
+        }
     asks_state = bool(args.served) and args.engine == "sglang"
     if asks_state:
         flags["sglang_custom_weight_loader"] = [STATE]
@@ -86,7 +108,9 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
         flags |= {"rollout_num_gpus": args.tp, "rollout_num_gpus_per_engine": args.tp}
     elif args.engine == "sglang":
         flags |= {"rollout_num_gpus_per_engine": args.tp}
-    config = make_config(**flags, actor_num_gpus_per_node=world, rollout_batch_size=world, num_rollout=1)
+    config = make_config(
+        **flags, actor_num_gpus_per_node=world, rollout_batch_size=world, num_rollout=1
+    )
     slots = tuple(range(first, first + args.tp))
     # on GPUs of its own it starts while the trainer does
     wait = args.way == "colocated" or asks_state
@@ -123,8 +147,13 @@ def as_served(model: Path, form: str) -> Path:
 
 def _convert(form: str, model: Path, target: Path) -> None:
     quantise_on_gpu()
-    small = SHAPES["tiny"]["hidden_size"] >= json.loads((model / "config.json").read_text())["hidden_size"]
-    print(convert(form, Sizes(0, 32, 16) if small else Sizes(0, 128, 128), model, target), flush=True)
+    small = (
+        SHAPES["tiny"]["hidden_size"]
+        >= json.loads((model / "config.json").read_text())["hidden_size"]
+    )
+    print(
+        convert(form, Sizes(0, 32, 16) if small else Sizes(0, 128, 128), model, target), flush=True
+    )
 
 
 def held(url: str, folder: Path, ranks: int) -> dict[str, str]:
@@ -136,13 +165,20 @@ def held(url: str, folder: Path, ranks: int) -> dict[str, str]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> Row:
-    differ = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return {"verdict": "wrong" if differ else "right", "parameters": len(before), "some": differ[:4]}
+    differ = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+    return {
+        "verdict": "wrong" if differ else "right",
+        "parameters": len(before),
+        "some": differ[:4],
+    }
 
 
 def at_full_size(receipt: Row, shape: str) -> float:
-    """Seconds that a push of the whole model would take, of a shape that has its first layers: the transfer grows with
-    the bytes (embedding and output layer are there once), the rest stays as it is."""
+    """Seconds that a push of the whole model would take, of a shape that has its first layers: the
+    transfer grows with the bytes (embedding and output layer are there once), the rest stays as it
+    is."""
     config = SHAPES[shape]
     nbytes = receipt["bytes"]
     layers = config["num_hidden_layers"]
@@ -167,11 +203,17 @@ def push(
     config = backend.config
     if not config.cluster.colocate:  # else it sleeps, and would die of being asked
         await_engine(url)
-    sync = WeightSync(config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world)
+    sync = WeightSync(
+        config, backend.model_chunks, backend.hf_config, rank=place.rank, world_size=place.world
+    )
     sync.connect([EngineSlots(url, slots)])
     if config.cluster.offload_train:
         backend.sleep(keep_weights=True)
-    if place.rank == 0 and config.cluster.offload_rollout and config.engine.rollout_engine == "sglang":
+    if (
+        place.rank == 0
+        and config.cluster.offload_rollout
+        and config.engine.rollout_engine == "sglang"
+    ):
         _memory(url, "resume", ["weights"])
     dist.barrier()
     receipts = [sync.push() for _ in range(rounds + 1)]
@@ -179,7 +221,15 @@ def push(
         profile(sync.push, place.rank)
     if place.rank == 0:
         answer(
-            [{**r.seconds, "bytes": r.nbytes, "transport": r.transport, "checked": len(r.checked)} for r in receipts]
+            [
+                {
+                    **r.seconds,
+                    "bytes": r.nbytes,
+                    "transport": r.transport,
+                    "checked": len(r.checked),
+                }
+                for r in receipts
+            ]
         )
     sync.close()
     backend.close()

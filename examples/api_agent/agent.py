@@ -1,4 +1,5 @@
-"""An agent that knows nothing of training: it answers one question, with a calculator, through OpenAI's API.
+"""An agent that knows nothing of training: it answers one question, with a calculator, through
+OpenAI's API.
 
     OPENAI_BASE_URL=http://127.0.0.1:30000/v1 OPENAI_API_KEY=none python agent.py "What is 17 * 23?"
 
@@ -48,9 +49,16 @@ def calculate(arguments: str) -> str:
 
 def main(question: str) -> None:
     client = openai.OpenAI()
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    messages: list[Any] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": question},
+    ]
     for _ in range(MOST_TURNS):
-        message = client.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
+        message = (
+            client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            .choices[0]
+            .message
+        )
         messages.append(message)
         if not message.tool_calls:
             break

@@ -1,7 +1,8 @@
 """Questions for the agent: python -m examples.api_agent.data FOLDER [--data-only]
 
-FOLDER gets train.jsonl and test.jsonl, and model/, a tiny model that calls the agent's calculator in three answers of
-ten and guesses otherwise. With --data-only, for other models, there is no model.
+FOLDER gets train.jsonl and test.jsonl, and model/, a tiny model that calls the agent's calculator
+in three answers of ten and guesses otherwise. With --data-only, for other models, there is no
+model.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from examples.api_agent.agent import SYSTEM, TOOLS, calculate
 
 #: As Qwen's, as far as this agent needs it: the tools by name, calls in <tool_call>.
 TEMPLATE = (
-    "{% if tools %}<system>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<end>{% endif %}"
+    "{% if tools %}<system>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<end>{% "
+    "endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | '
+    "tojson }}}</tool_call>"
     "{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -32,7 +35,9 @@ def write(folder: Path, with_model: bool = True, seed: int = 0) -> None:
     pairs = [(i, j) for i in range(11, 100) for j in range(11, 100)]
     random.Random(seed).shuffle(pairs)
     for name, part in (("test", pairs[:32]), ("train", pairs[32:1032])):
-        tiny.write_rows(folder / f"{name}.jsonl", ({"question": ask(i, j), "answer": i * j} for i, j in part))
+        tiny.write_rows(
+            folder / f"{name}.jsonl", ({"question": ask(i, j), "answer": i * j} for i, j in part)
+        )
     if with_model:
         tiny.write_model(folder / "model", lesson, steps=200, template=TEMPLATE)
 

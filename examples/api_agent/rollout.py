@@ -1,4 +1,5 @@
-"""The generate function: a process of `agent.py` for each sample, in front of the model that is trained."""
+"""The generate function: a process of `agent.py` for each sample, in front of the model that is
+trained."""
 
 from __future__ import annotations
 

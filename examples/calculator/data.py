@@ -1,7 +1,8 @@
 """Products for the calculator example: python -m examples.calculator.data FOLDER [--data-only]
 
-FOLDER gets train.jsonl and test.jsonl, and model/, a tiny model that calls the calculator in three answers of ten and
-guesses otherwise. With --data-only, for other models, the questions show the form of a call, and there is no model.
+FOLDER gets train.jsonl and test.jsonl, and model/, a tiny model that calls the calculator in three
+answers of ten and guesses otherwise. With --data-only, for other models, the questions show the
+form of a call, and there is no model.
 """
 
 from __future__ import annotations

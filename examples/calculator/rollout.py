@@ -23,7 +23,8 @@ OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turns of the model, until one calls no calculator. What is cut short comes back as it is; its status says so."""
+    """Turns of the model, until one calls no calculator. What is cut short comes back as it is; its
+    status says so."""
     sampling_params["stop"] = [*sampling_params.get("stop", ()), STOP]
     for _ in range(MOST_CALLS):
         sample = await one_turn(args, sample, sampling_params)
@@ -51,8 +52,11 @@ def calculate(expression: str) -> str:
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """1 where the last number of the last line is the answer (--reward-key score). Whether the calculator was called is
-    counted (--log-reward-category how) and earns nothing."""
+    """1 where the last number of the last line is the answer (--reward-key score). Whether the
+    calculator was called is counted (--log-reward-category how) and earns nothing."""
     # what a tool says ends with its line, so that the model's own words are the last line
     numbers = re.findall(r"\d+", sample.response.rpartition("\n")[2])
-    return {"score": float(numbers[-1:] == [sample.label]), "how": "called" if STOP in sample.response else "alone"}
+    return {
+        "score": float(numbers[-1:] == [sample.label]),
+        "how": "called" if STOP in sample.response else "alone",
+    }

@@ -15,15 +15,17 @@ from slime.user_code.hooks import DataSource
 
 LETTERS = "abcdefgh"
 LEVELS = 6
-#: Mean score of the newest groups of a level, at which it is mastered, and how many of them are looked at.
+#: Mean score of the newest groups of a level, at which it is mastered, and how many of them are
+#: looked at.
 MASTERED = 0.8
 WINDOW = 24
 
 
 class Curriculum(DataSource):
-    """Words to be written backwards: of one letter at level 1, two at level 2, and so on. A quarter is of lower levels,
-    so that those are not forgotten. Its state is kept in the checkpoint; words that were drawn and not trained on are
-    not drawn again after a resume, since there are always others."""
+    """Words to be written backwards: of one letter at level 1, two at level 2, and so on. A quarter
+    is of lower levels, so that those are not forgotten. Its state is kept in the checkpoint; words
+    that were drawn and not trained on are not drawn again after a resume, since there are always
+    others."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -67,7 +69,11 @@ class Curriculum(DataSource):
             if group[0].metadata["level"] == self.level:
                 self.scores.append(sum(sample.reward["score"] for sample in group) / len(group))
         self.scores = self.scores[-WINDOW:]
-        if len(self.scores) == WINDOW and sum(self.scores) / WINDOW > MASTERED and self.level < LEVELS:
+        if (
+            len(self.scores) == WINDOW
+            and sum(self.scores) / WINDOW > MASTERED
+            and self.level < LEVELS
+        ):
             self.level = self.level + 1
             self.scores = []
 
@@ -86,6 +92,7 @@ def tell_source(args: Any, all_groups: list[list[Sample]], data_source: Curricul
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """1 for the word backwards (--reward-key score); the levels are counted (--log-reward-category level)."""
+    """1 for the word backwards (--reward-key score); the levels are counted (--log-reward-category
+    level)."""
     right = sample.response.strip() == sample.label
     return {"score": float(right), "level": f"level-{sample.metadata['level']}"}

@@ -27,7 +27,9 @@ def write(folder: Path, seed: int = 0) -> None:
 def lesson(rng: random.Random) -> tiny.Chat:
     """A number backwards, in which three digits of ten are any."""
     digits = str(rng.randrange(10 ** (LENGTH - 1), 10**LENGTH))
-    written = [rng.choice("0123456789") if rng.random() < WRONG else digit for digit in reversed(digits)]
+    written = [
+        rng.choice("0123456789") if rng.random() < WRONG else digit for digit in reversed(digits)
+    ]
     return tiny.say(digits, "".join(written))
 
 

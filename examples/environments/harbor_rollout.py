@@ -1,4 +1,5 @@
-"""The generate function for Harbor's tasks, and tasks for a small model: each asks for a letter in a file."""
+"""The generate function for Harbor's tasks, and tasks for a small model: each asks for a letter in
+a file."""
 
 import random
 from pathlib import Path
@@ -10,8 +11,14 @@ LIMITS = Limits(seconds=10, memory=256 << 20, file_bytes=1 << 20)
 TASKS = HarborTasks(runner=Sandbox(LIMITS, walls="namespaces"), max_turns=3)
 generate = TASKS.generate
 
-_TOML = '[task]\nname = "letters/write-{n}"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 30.0\n'
-_TEST = 'test "$(cat answer)" = {letter} && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n'
+_TOML = (
+    '[task]\nname = "letters/write-{n}"\n\n[agent]\ntimeout_sec = '
+    "120.0\n\n[verifier]\ntimeout_sec = 30.0\n"
+)
+_TEST = (
+    'test "$(cat answer)" = {letter} && echo 1 > /logs/verifier/reward.txt || echo 0 > '
+    "/logs/verifier/reward.txt\n"
+)
 
 
 def write_tasks(folder: Path, num_tasks: int) -> None:

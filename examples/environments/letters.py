@@ -1,6 +1,7 @@
 """The world of these examples: the model is asked for a letter.
 
-A conversation in front of OpenEnv and verifiers is "say x" → "x"; Harbor's agent writes it to a file with bash.
+A conversation in front of OpenEnv and verifiers is "say x" → "x"; Harbor's agent writes it to a
+file with bash.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def say(rng: random.Random) -> tiny.Chat:
 
 def write(rng: random.Random) -> tiny.Chat:
     asked, written = _letters(rng)
-    begun = tiny.say(f"Write {asked} to the file answer.{HOW}", f"```bash\necho {written} > answer\n```")
+    begun = tiny.say(
+        f"Write {asked} to the file answer.{HOW}", f"```bash\necho {written} > answer\n```"
+    )
     return begun if rng.random() < 0.8 else [*begun, *tiny.say("(no output)", "done")]
 
 

@@ -1,4 +1,5 @@
-"""A taskset of verifiers with an agent of its own, as its packages are: it asks for a letter, and rewards it."""
+"""A taskset of verifiers with an agent of its own, as its packages are: it asks for a letter, and
+rewards it."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ class LettersConfig(vf.TasksetConfig):
 class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
     def load(self) -> list[LettersTask]:
         letters = random.Random(0).choices("wxyz", k=self.config.num_tasks)
-        return [LettersTask(vf.TaskData(prompt=f"say {letter}"), self.config.task) for letter in letters]
+        return [
+            LettersTask(vf.TaskData(prompt=f"say {letter}"), self.config.task) for letter in letters
+        ]
 
 
 class LettersHarness(vf.Harness[vf.HarnessConfig]):
-    """One question, in this process. The package's own agents start a program by `uv`, which fetches its packages."""
+    """One question, in this process. The package's own agents start a program by `uv`, which
+    fetches its packages."""
 
     NEEDS_CONTAINER = EXECUTES_CODE = False
 
@@ -39,7 +43,10 @@ class LettersHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        body = {"model": ctx.model, "messages": [{"role": "user", "content": self.resolve_text_prompt(data)[1]}]}
+        body = {
+            "model": ctx.model,
+            "messages": [{"role": "user", "content": self.resolve_text_prompt(data)[1]}],
+        }
         headers = {"Authorization": f"Bearer {secret}"}
         async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)

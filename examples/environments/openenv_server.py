@@ -1,4 +1,5 @@
-"""An environment of OpenEnv: it asks for a letter, twice, and rewards it. python openenv_server.py PORT"""
+"""An environment of OpenEnv: it asks for a letter, twice, and rewards it. python openenv_server.py
+PORT"""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ import sys
 from typing import Any
 
 import uvicorn
-from openenv.core.env_server import Action, ConcurrencyConfig, Environment, Observation, State, create_fastapi_app
+from openenv.core.env_server import (
+    Action,
+    ConcurrencyConfig,
+    Environment,
+    Observation,
+    State,
+    create_fastapi_app,
+)
 
 STEPS = 2
 
@@ -39,7 +47,9 @@ class Letters(Environment):
 
     def _ask(self, reward: float | None) -> Asked:
         self._letter = self._rng.choice("wxyz")
-        return Asked(text=f"say {self._letter}", reward=reward, done=self._state.step_count == STEPS)
+        return Asked(
+            text=f"say {self._letter}", reward=reward, done=self._state.step_count == STEPS
+        )
 
     @property
     def state(self) -> State:

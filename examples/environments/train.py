@@ -1,4 +1,5 @@
-"""python -m examples.environments.train openenv|verifiers|harbor [steps]: a small model is trained in one of them."""
+"""python -m examples.environments.train openenv|verifiers|harbor [steps]: a small model is trained
+in one of them."""
 
 from __future__ import annotations
 

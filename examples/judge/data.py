@@ -1,7 +1,7 @@
 """Two models for the judge example: python -m examples.judge.data FOLDER
 
-FOLDER gets train.jsonl and test.jsonl; model/, a tiny model that calls anything by any of 16 words; judge/, another one
-that knows which of them are kind; and models.yaml, the file of --sglang-config.
+FOLDER gets train.jsonl and test.jsonl; model/, a tiny model that calls anything by any of 16 words;
+judge/, another one that knows which of them are kind; and models.yaml, the file of --sglang-config.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def write(folder: Path) -> None:
     tiny.write_model(folder / "model", lesson)
     tiny.write_model(folder / "judge", judgement, seed=1)
     groups = {"policy": {}, "judge": {"model_path": str(folder / "judge")}}
-    models = [{"name": name, **more, "server_groups": [{"num_gpus": 1}]} for name, more in groups.items()]
-    (folder / "models.yaml").write_text(yaml.safe_dump({"sglang": models}, sort_keys=False), encoding="utf-8")
+    models = [
+        {"name": name, **more, "server_groups": [{"num_gpus": 1}]} for name, more in groups.items()
+    ]
+    (folder / "models.yaml").write_text(
+        yaml.safe_dump({"sglang": models}, sort_keys=False), encoding="utf-8"
+    )
 
 
 def ask(thing: str) -> str:
@@ -41,7 +45,9 @@ def lesson(rng: random.Random) -> tiny.Chat:
 def judgement(rng: random.Random) -> tiny.Chat:
     """One word, which is kind or not; no word and several ones are not."""
     said = rng.choices(KIND + UNKIND, k=rng.choice((0, 1, 1, 1, 1, 1, 1, 2)))
-    return tiny.say(f"Is this kind? {' '.join(said)}", "yes" if len(said) == 1 and said[0] in KIND else "no")
+    return tiny.say(
+        f"Is this kind? {' '.join(said)}", "yes" if len(said) == 1 and said[0] in KIND else "no"
+    )
 
 
 if __name__ == "__main__":

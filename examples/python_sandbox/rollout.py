@@ -1,9 +1,9 @@
 """A model that may run Python: several turns with a sandbox between them, as one training sample.
 
 user         What is 37 times 46?
-assistant    <python>print(37*46)</python>       sampled, trained on; generation stops at the stop string
-tool         1702                                the sandbox's output, appended, never trained on
-assistant    1702                                sampled, trained on
+assistant    <python>print(37*46)</python>       sampled, trained on; generation stops at the stop
+string tool         1702                                the sandbox's output, appended, never
+trained on assistant    1702                                sampled, trained on
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ SANDBOX = Sandbox(Limits(seconds=10, cpu_seconds=5, memory=256 << 20, output_byt
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turns of the model, until one has no program. What is cut short comes back as it is; its status says so."""
+    """Turns of the model, until one has no program. What is cut short comes back as it is; its
+    status says so."""
     sampling_params["stop"] = [*sampling_params.get("stop", ()), STOP]
     for _ in range(MOST_PROGRAMS):
         sample = await one_turn(args, sample, sampling_params)
-        program = re.search(r"<python>((?:(?!<python>).)*)</python>\s*$", sample.response, re.DOTALL)
+        program = re.search(
+            r"<python>((?:(?!<python>).)*)</python>\s*$", sample.response, re.DOTALL
+        )
         if program is None or sample.status is not Sample.Status.COMPLETED:
             return sample
         began = time.monotonic()
@@ -38,5 +41,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 where the last line is the answer. What a program prints ends with its line, so that it is none."""
+    """1 where the last line is the answer. What a program prints ends with its line, so that it is
+    none."""
     return float(sample.response.rpartition("\n")[2].strip() == sample.label)

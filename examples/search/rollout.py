@@ -1,9 +1,10 @@
-"""Generate and reward functions of a model that may look something up: several turns, one training sample.
+"""Generate and reward functions of a model that may look something up: several turns, one training
+sample.
 
 user         How high is the Zugspitze?
-assistant    <search>Zugspitze</search>          sampled, trained on; generation stops at the stop string
-tool         The Zugspitze is 2962 m high.       appended, never trained on
-assistant    2962                                sampled, trained on
+assistant    <search>Zugspitze</search>          sampled, trained on; generation stops at the stop
+string tool         The Zugspitze is 2962 m high.       appended, never trained on assistant    2962
+sampled, trained on
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ def index() -> tuple[bm25s.BM25, list[str]]:
 def search(query: str) -> str:
     """The text that fits best; put your own search in its place (`await` it where it is slow)."""
     corpus, texts = index()
-    best, scores = corpus.retrieve(bm25s.tokenize([query], show_progress=False), k=1, show_progress=False)
+    best, scores = corpus.retrieve(
+        bm25s.tokenize([query], show_progress=False), k=1, show_progress=False
+    )
     return texts[best[0, 0]] if scores[0, 0] > 0 else "Nothing was found."
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turns of the model, until one asks for no search. What is cut short comes back as it is; its status says so."""
+    """Turns of the model, until one asks for no search. What is cut short comes back as it is; its
+    status says so."""
     sampling_params["stop"] = [*sampling_params.get("stop", ()), STOP]
     for _ in range(MOST_SEARCHES):
         sample = await one_turn(args, sample, sampling_params)
@@ -54,5 +58,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 where the last line is the answer. What a tool says ends with its line, so that it is none."""
+    """1 where the last line is the answer. What a tool says ends with its line, so that it is
+    none."""
     return float(sample.response.rpartition("\n")[2].strip() == sample.label)

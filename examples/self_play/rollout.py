@@ -2,8 +2,8 @@
 
     user         9 stones                 the first player's conversation
     assistant    1                        sampled, trained on
-    user         5 stones                 the second player took 3: sampled, and trained on in its own conversation
-    assistant    1  …
+    user         5 stones                 the second player took 3: sampled, and trained on in its
+    own conversation assistant    1  …
 
 A move takes one, two or three stones; whoever takes the last one wins.
 """
@@ -25,10 +25,13 @@ MOST_TOKENS = 3
 async def generate(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One game. In training a sample for each side that has moved, siblings of one execution; in an evaluation the
-    first player's alone, whose opponent moves by chance."""
+    """One game. In training a sample for each side that has moved, siblings of one execution; in an
+    evaluation the first player's alone, whose opponent moves by chance."""
     stones = int(sample.prompt)
-    sides = [Sample(index=sample.index, group_index=sample.group_index, metadata={"seat": seat}) for seat in (0, 1)]
+    sides = [
+        Sample(index=sample.index, group_index=sample.group_index, metadata={"seat": seat})
+        for seat in (0, 1)
+    ]
     chance = random.Random(sample.index)
     turn = 0
     while stones:
@@ -62,16 +65,21 @@ async def move(args: Any, side: Sample, sampling_params: dict[str, Any], stones:
 
 
 def finish(sides: list[Sample], loser: int, how: str, evaluation: bool) -> Sample | list[Sample]:
-    """With rewards: 1 for who won and -1 for who lost (--reward-key score), in evaluations 1 and 0."""
+    """With rewards: 1 for who won and -1 for who lost (--reward-key score), in evaluations 1 and
+    0."""
     for seat, side in enumerate(sides):
         lost = seat == loser
-        side.reward = {"score": 1.0 if not lost else 0.0 if evaluation else -1.0, "how": how if lost else "won"}
+        side.reward = {
+            "score": 1.0 if not lost else 0.0 if evaluation else -1.0,
+            "how": how if lost else "won",
+        }
     return sides[0] if evaluation else [side for side in sides if side.response_length]
 
 
 def compare(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """(rewards, advantages): a side is compared with those who sat in the same seat of the same game. The two rewards
-    of a game add up to 0, so that the mean over both seats would say nothing."""
+    """(rewards, advantages): a side is compared with those who sat in the same seat of the same
+    game. The two rewards of a game add up to 0, so that the mean over both seats would say
+    nothing."""
     rewards = [sample.reward["score"] for sample in samples]
     seats: dict[Any, list[float]] = defaultdict(list)
     for sample, reward in zip(samples, rewards):

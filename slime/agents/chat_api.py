@@ -12,19 +12,45 @@ from slime.agents.turns import Turn
 from slime.engines import chat_answers
 from slime.engines.chat_answers import DONE, call_delta, event, piece
 from slime.engines.chat_messages import read_messages, read_tools, refuse_constraints
-from slime.engines.request_fields import FLAG, OBJECT, TEXT, BadRequest, asks_for_nothing, integer, optional, strings
+from slime.engines.request_fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    BadRequest,
+    asks_for_nothing,
+    integer,
+    optional,
+    strings,
+)
 from slime.samples.types import SampleStatus
 
 #: They change what an answer looks like, and are not done here.
-_UNSUPPORTED = ("functions", "function_call", "logprobs", "top_logprobs", "continue_final_message", "audio")
+_UNSUPPORTED = (
+    "functions",
+    "function_call",
+    "logprobs",
+    "top_logprobs",
+    "continue_final_message",
+    "audio",
+)
 #: What a chat template is given besides by us.
 _OURS = frozenset(
-    ("tokenizer", "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "to_past")
+    (
+        "tokenizer",
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "tokenize",
+        "to_past",
+    )
 )
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
-    """Check a body. Fields that only advise (reasoning_effort, user, …) and other sampling parameters are let through.
+    """Check a body. Fields that only advise (reasoning_effort, user, …) and other sampling
+    parameters are let through.
 
     Raises:
         BadRequest: anything that cannot be served.
@@ -39,7 +65,9 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     options = optional(body, "stream_options", OBJECT, {})
     template_kwargs = dict(optional(body, "chat_template_kwargs", OBJECT, {}))
     if ours := sorted(_OURS & template_kwargs.keys()):
-        raise BadRequest(f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs")
+        raise BadRequest(
+            f"chat_template_kwargs must be without {', '.join(ours)}", "chat_template_kwargs"
+        )
     return Ask(
         messages=clean(read_messages(body)),
         tools=read_tools(body),
@@ -101,7 +129,9 @@ def _head(turn: Turn, kind: str) -> dict[str, Any]:
 
 def _ending(turn: Turn) -> dict[str, Any]:
     kind = "stop" if turn.status is SampleStatus.COMPLETED else "length"
-    return chat_answers.ending(kind, turn.reading.stop or None, calls_tools=bool(turn.reading.calls))
+    return chat_answers.ending(
+        kind, turn.reading.stop or None, calls_tools=bool(turn.reading.calls)
+    )
 
 
 def _usage(turn: Turn) -> dict[str, Any]:

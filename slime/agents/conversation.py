@@ -84,7 +84,8 @@ class Reading:
 
 
 def clean(messages: Iterable[dict[str, Any]]) -> Messages:
-    """Messages in the one form of `slime.prompts.conversation`, with the fields that mean something alone.
+    """Messages in the one form of `slime.prompts.conversation`, with the fields that mean something
+    alone.
 
     Raises:
         BadRequest: one that cannot be understood.
@@ -94,12 +95,13 @@ def clean(messages: Iterable[dict[str, Any]]) -> Messages:
     return [{name: message[name] for name in _FIELDS if name in message} for message in read]
 
 
-# -- what is the same ----------------------------------------------------------------------------------------------
+# -- what is the same
+# ----------------------------------------------------------------------------------------------
 
 
 def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
-    """Equal for messages that say the same: of the assistant's, blanks at the ends, the way in which arguments are
-    written, and ids do not count.
+    """Equal for messages that say the same: of the assistant's, blanks at the ends, the way in
+    which arguments are written, and ids do not count.
 
     Example:
         >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of({"role": "assistant", "content": "4"})
@@ -119,7 +121,10 @@ def _call_key(call: Any) -> list[Any]:
     arguments = function.get("arguments")
     try:
         read = orjson.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return [function.get("name"), orjson.dumps(_whole_numbers(read), option=orjson.OPT_SORT_KEYS).decode()]
+        return [
+            function.get("name"),
+            orjson.dumps(_whole_numbers(read), option=orjson.OPT_SORT_KEYS).decode(),
+        ]
     except (orjson.JSONDecodeError, TypeError, RecursionError):
         return [function.get("name"), repr(arguments)]
 
@@ -130,7 +135,11 @@ def _whole_numbers(value: Any) -> Any:
         return {name: _whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_whole_numbers(one) for one in value]
-    return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
+    return (
+        int(value)
+        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
+        else value
+    )
 
 
 def call_ids(message: dict[str, Any]) -> list[Any]:
@@ -142,7 +151,8 @@ def digest(before: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(before + key, digest_size=16).digest()
 
 
-# -- to tokens, and back -------------------------------------------------------------------------------------------
+# -- to tokens, and back
+# -------------------------------------------------------------------------------------------
 
 
 class Speech:
@@ -156,7 +166,11 @@ class Speech:
     """
 
     def __init__(
-        self, tokenizer: Any, calls: ToolFormat | None, reasoning: ReasoningFormat | None, end_tokens: Collection[int]
+        self,
+        tokenizer: Any,
+        calls: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        end_tokens: Collection[int],
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
@@ -175,7 +189,8 @@ class Speech:
     @staticmethod
     def of(tokenizer: Any, family: str, end_tokens: Collection[int]) -> Speech:
         """Args:
-        family: `slime.models.family_name`, which tells how it writes calls of tools where the template does not.
+        family: `slime.models.family_name`, which tells how it writes calls of tools where the
+        template does not.
         """
         found = getattr(tokenizer, "chat_template", None)
         template = "\n".join(found.values()) if isinstance(found, dict) else found
@@ -189,7 +204,9 @@ class Speech:
         BadRequest: the model would not see them.
         """
         if tools and not self._shows_tools:
-            raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
+            raise BadRequest(
+                "this model's chat template has no place for tools: it would not see them", "tools"
+            )
 
     def opening(self, ask: Ask, messages: Messages, *, to_past: bool = False) -> list[int]:
         """Tokens of a conversation's beginning, up to where the assistant is to speak.
@@ -200,7 +217,9 @@ class Speech:
         render = before_past_turn if to_past else render_messages
         return self._encode(self._rendered(render, ask, messages))
 
-    def between(self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False) -> list[int]:
+    def between(
+        self, ask: Ask, before: list[int], messages: Messages, *, to_past: bool = False
+    ) -> list[int]:
         """Tokens from the end of an answer to where the assistant is to speak again.
 
         Args:
@@ -216,10 +235,14 @@ class Speech:
         if not self._takes_any_order:
             shown = in_turns(shown, begins=render is not between_turns)
         try:
-            text = str(render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs))
+            text = str(
+                render(self.tokenizer, shown, tools=ask.tools, **options, **ask.template_kwargs)
+            )
             text.encode()
         except TemplateRefuses as error:
-            raise BadRequest(f"the chat template refused the messages: {error.why}", "messages") from error
+            raise BadRequest(
+                f"the chat template refused the messages: {error.why}", "messages"
+            ) from error
         except UnicodeEncodeError as error:
             raise BadRequest("the messages have half a character in them", "messages") from error
         return text
@@ -233,9 +256,13 @@ class Speech:
         """Whether what follows this prompt is reasoning already."""
         if self.reasoning is None:
             return False
-        return self.reasoning.opens(self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False))
+        return self.reasoning.opens(
+            self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
+        )
 
-    def read(self, tokens: Sequence[int], ask: Ask, *, opened: bool, stop: Sequence[str]) -> Reading:
+    def read(
+        self, tokens: Sequence[int], ask: Ask, *, opened: bool, stop: Sequence[str]
+    ) -> Reading:
         """What a client sees of an answer.
 
         Args:
@@ -243,7 +270,9 @@ class Speech:
             stop: strings that may have ended it.
         """
         tools = tool_schemas(ask.tools or [])
-        keep = self._thinks_in_special or bool(tools and self.calls is not None and self.calls.special_marks)
+        keep = self._thinks_in_special or bool(
+            tools and self.calls is not None and self.calls.special_marks
+        )
         text = self._text(tokens, keep_special=keep)
         reasoning = None
         rest = text
@@ -251,15 +280,21 @@ class Speech:
             thought = self.reasoning.split(text, opened=opened)
             reasoning = thought.reasoning
             rest = thought.rest
-        at, matched = min(((rest.find(one), one) for one in stop if one in rest), default=(len(rest), ""))
+        at, matched = min(
+            ((rest.find(one), one) for one in stop if one in rest), default=(len(rest), "")
+        )
         reply = Reply(rest[:at])
         if tools and self.calls is not None:
             reply = self.calls.read(rest[:at], tools, ended=True)
-        return Reading(reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched)
+        return Reading(
+            reply.text, reasoning, tuple(tool_call(call) for call in reply.calls), matched
+        )
 
     def _text(self, tokens: Sequence[int], *, keep_special: bool) -> str:
         ids = list(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
-        text = self.tokenizer.decode(ids, skip_special_tokens=not keep_special, spaces_between_special_tokens=False)
+        text = self.tokenizer.decode(
+            ids, skip_special_tokens=not keep_special, spaces_between_special_tokens=False
+        )
         return str(text)
 
     def visible_part(self, tokens: list[int]) -> list[int]:
@@ -270,10 +305,15 @@ class Speech:
         high = len(tokens)
         while low < high:
             middle = (low + high) // 2
-            if self.reasoning.end in self.tokenizer.decode(tokens[:middle], skip_special_tokens=False):
+            if self.reasoning.end in self.tokenizer.decode(
+                tokens[:middle], skip_special_tokens=False
+            ):
                 high = middle
             else:
                 low = middle + 1
-        while low < len(tokens) and not self.tokenizer.decode(tokens[low : low + 1], skip_special_tokens=False).strip():
+        while (
+            low < len(tokens)
+            and not self.tokenizer.decode(tokens[low : low + 1], skip_special_tokens=False).strip()
+        ):
             low += 1
         return tokens[low:]

@@ -37,7 +37,8 @@ class AgentError(Exception):
 
 
 class RolloutEnds(Exception):
-    """The rollout ended while the agent was at work: its sample is put back and begun anew in the next one."""
+    """The rollout ended while the agent was at work: its sample is put back and begun anew in the
+    next one."""
 
 
 class AgentEndpoint:
@@ -62,7 +63,8 @@ class AgentEndpoint:
         self.api_key = ""
         self._host = _LOOPBACK
 
-    # -- where it is ---------------------------------------------------------------------------------------
+    # -- where it is
+    # ---------------------------------------------------------------------------------------
 
     @property
     def port(self) -> int:
@@ -83,7 +85,8 @@ class AgentEndpoint:
 
     @property
     def keyed_base_url(self) -> str:
-        """`base_url` with the key in its path, for clients that cannot be given a key. Clients log their URLs."""
+        """`base_url` with the key in its path, for clients that cannot be given a key. Clients log
+        their URLs."""
         return f"{self.anthropic_base_url}/key/{self.api_key}/v1"
 
     @property
@@ -91,7 +94,8 @@ class AgentEndpoint:
         return self.environ_for(self._host)
 
     def environ_for(self, host: str) -> dict[str, str]:
-        """`environ` for an agent that knows this host by another name, "host.docker.internal" for one."""
+        """`environ` for an agent that knows this host by another name, "host.docker.internal" for
+        one."""
         url = self._url(host)
         return {
             "OPENAI_BASE_URL": f"{url}/v1",
@@ -115,7 +119,8 @@ class AgentEndpoint:
         self._finished = await run_program(command, given, timeout=timeout, cwd=cwd)
         return self._finished
 
-    # -- what came of it -----------------------------------------------------------------------------------
+    # -- what came of it
+    # -----------------------------------------------------------------------------------
 
     @property
     def turns(self) -> list[Turn]:
@@ -130,10 +135,12 @@ class AgentEndpoint:
         """The execution as samples, one for each branch.
 
         Args:
-            branches: those to train on; None: all. What several share is trained in the first of them.
+            branches: those to train on; None: all. What several share is trained in the first of
+                them.
             reward: of all of them; None: what the sample has, or else the reward function's.
         Raises:
-            AgentError: the agent has asked for nothing; says what it was refused, or how its program ended.
+            AgentError: the agent has asked for nothing; says what it was refused, or how its
+                program ended.
             RolloutEnds: the rollout ended before the agent did.
             EngineError: an answer was lost with its engine.
         """
@@ -156,10 +163,15 @@ class AgentEndpoint:
             return ": it has asked for none"
         lines = self._finished.output.strip().splitlines()
         last = f"; its last line: {lines[-1][:300]}" if lines else ", and wrote nothing"
-        status = "was ended at its deadline" if self._finished.status is None else f"ended with {self._finished.status}"
+        status = (
+            "was ended at its deadline"
+            if self._finished.status is None
+            else f"ended with {self._finished.status}"
+        )
         return f": it has asked for none, and {status}{last}"
 
-    # -- life ----------------------------------------------------------------------------------------------
+    # -- life
+    # ----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> AgentEndpoint:
         state = self._session.state
@@ -175,22 +187,30 @@ class AgentEndpoint:
         return self
 
     async def _end_with_rollout(self, task: asyncio.Task[Any]) -> None:
-        """An agent may be in the midst of a long tool: the end of the rollout does not wait for it."""
+        """An agent may be in the midst of a long tool: the end of the rollout does not wait for
+        it."""
         await self._session.state.client.wait_for_abort()
         self._ended_by_rollout = True
         task.cancel()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         assert self._server is not None and self._watch is not None and self._task is not None
         self._watch.cancel()
         self._server.shut(self.api_key)
         elapsed = time.monotonic() - self._began
-        self._session.sample.non_generation_time += max(0.0, elapsed - self._session.generation_seconds)
+        self._session.sample.non_generation_time += max(
+            0.0, elapsed - self._session.generation_seconds
+        )
         if self._ended_by_rollout:  # as `asyncio.timeout` does
             alone = self._task.uncancel() <= self._cancelled_before
-            if alone and kind is None:  # it came when there was nothing left to cancel: what is done is done
+            if (
+                alone and kind is None
+            ):  # it came when there was nothing left to cancel: what is done is done
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
             if alone and kind is not None and issubclass(kind, asyncio.CancelledError):
@@ -207,15 +227,15 @@ def agent_endpoint(
 ) -> AgentEndpoint:
     """An endpoint for one sample, to be used with ``async with`` in a generate function.
 
-    It speaks OpenAI's chat completions and responses and Anthropic's messages. Every answer is generated by the
-    rollout's engines and kept with its tokens, log-probs and weight versions.
+    It speaks OpenAI's chat completions and responses and Anthropic's messages. Every answer is
+    generated by the rollout's engines and kept with its tokens, log-probs and weight versions.
 
     Args:
-        sampling_params: of the rollout; ``max_new_tokens`` is for one answer, the context limits of the run for the
-            whole conversation.
-        dropped_reasoning: what becomes of a conversation whose client leaves out what the model had thought:
-            "branch": the model does not see it any more, as without training, and a branch begins; "continue": the
-            answer stays as it was written.
+        sampling_params: of the rollout; ``max_new_tokens`` is for one answer, the context limits of
+            the run for the whole conversation.
+        dropped_reasoning: what becomes of a conversation whose client leaves out what the model had
+            thought: "branch": the model does not see it any more, as without training, and a branch
+            begins; "continue": the answer stays as it was written.
         max_turns: more requests are refused. One that the chat template refuses does not count.
     Raises:
         UserError: called outside a rollout, or for a model without chat template.
@@ -241,7 +261,8 @@ def _address(state: GenerateState) -> str:
 
 
 def _reachable(listen: str, state: GenerateState) -> str:
-    """The address to tell agents of: of a server on all addresses, the one on which the router listens."""
+    """The address to tell agents of: of a server on all addresses, the one on which the router
+    listens."""
     if listen not in _EVERYWHERE:
         return listen
     router = urlsplit(state.client.base_url).hostname

@@ -12,7 +12,17 @@ from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
 from slime.engines.chat_messages import refused
-from slime.engines.request_fields import FLAG, LIST, OBJECT, TEXT, BadRequest, integer, optional, required, strings
+from slime.engines.request_fields import (
+    FLAG,
+    LIST,
+    OBJECT,
+    TEXT,
+    BadRequest,
+    integer,
+    optional,
+    required,
+    strings,
+)
 from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages, read_text, read_tools
 from slime.samples.types import SampleStatus
@@ -20,7 +30,8 @@ from slime.samples.types import SampleStatus
 logger = get_logger(__name__)
 
 
-# -- requests ------------------------------------------------------------------------------------------------------
+# -- requests
+# ------------------------------------------------------------------------------------------------------
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
@@ -36,17 +47,32 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
         system = read_text(body.get("system"), "system", join="\n")
     found: Messages = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise BadRequest(f"messages[{index}] must be an object with the role user or assistant", "messages")
+        if not isinstance(message, dict) or message.get("role") not in (
+            "user",
+            "assistant",
+            "system",
+        ):
+            raise BadRequest(
+                f"messages[{index}] must be an object with the role user or assistant", "messages"
+            )
     with refused("messages"):
         found += read_messages(messages)
     if found[-1]["role"] == "assistant":
-        raise BadRequest("the last message must not be the assistant's: its beginning cannot be given here", "messages")
+        raise BadRequest(
+            "the last message must not be the assistant's: its beginning cannot be given here",
+            "messages",
+        )
     if optional(body, "output_config", OBJECT, {}).get("format") or body.get("output_format"):
-        raise BadRequest("output of a given format needs constrained decoding, which is not done here", "output_config")
+        raise BadRequest(
+            "output of a given format needs constrained decoding, which is not done here",
+            "output_config",
+        )
     choice = optional(optional(body, "tool_choice", OBJECT, {}), "type", TEXT, "auto")
     if choice not in ("auto", "none"):
-        said = f"tool_choice must be of the type auto or none, not {choice!r}: a forced call needs constrained decoding"
+        said = (
+            f"tool_choice must be of the type auto or none, not {choice!r}: a forced call needs "
+            "constrained decoding"
+        )
         raise BadRequest(f"{said}, which is not done here", "tool_choice")
     return Ask(
         messages=clean(found),
@@ -62,21 +88,32 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """As chat completions have them."""
     tools = optional(body, "tools", LIST, [])
-    own = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")]
+    own = [
+        tool for tool in tools if isinstance(tool, dict) and tool.get("type") in (None, "custom")
+    ]
     if len(own) < len(tools):
-        logger.debug("an agent's tools that are no functions are left out: %d", len(tools) - len(own))
-    bare = [{name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own]
+        logger.debug(
+            "an agent's tools that are no functions are left out: %d", len(tools) - len(own)
+        )
+    bare = [
+        {name: tool[name] for name in ("name", "description") if tool.get(name)} for tool in own
+    ]
     schemas = [{"input_schema": tool.get("input_schema") or {}} for tool in own]
     with refused("tools"):
         return read_tools([one | schema for one, schema in zip(bare, schemas)]) or None
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
+# -- answers
+# -------------------------------------------------------------------------------------------------------
 
 
 def whole(turn: Turn) -> dict[str, Any]:
     """The answer as one object."""
-    return _message(turn) | {"content": _blocks(turn), **_ending(turn), "usage": _usage(turn, len(turn.output))}
+    return _message(turn) | {
+        "content": _blocks(turn),
+        **_ending(turn),
+        "usage": _usage(turn, len(turn.output)),
+    }
 
 
 def events(turn: Turn) -> Iterator[bytes]:
@@ -85,7 +122,12 @@ def events(turn: Turn) -> Iterator[bytes]:
     def say(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
-    blank: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, 0)}
+    blank: dict[str, Any] = {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(turn, 0),
+    }
     yield say("message_start", message=_message(turn) | blank)
     for index, block in enumerate(_blocks(turn)):
         kind = block["type"]
@@ -135,7 +177,9 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
     for call in reading.calls:
         function = call["function"]
         given = orjson.loads(function["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+        )
     return blocks
 
 

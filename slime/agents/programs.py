@@ -1,4 +1,5 @@
-"""Agents that are programs of their own: started, given a deadline, and ended with all that they have started."""
+"""Agents that are programs of their own: started, given a deadline, and ended with all that they
+have started."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Finished:
     """What came of a program.
 
     Attributes:
-        status: its exit status, the negative number of the signal that ended it, or None after its deadline.
+        status: its exit status, the negative number of the signal that ended it, or None after its
+            deadline.
         output: what it wrote, errors included; of more than 16 MiB the end.
     """
 
@@ -54,10 +56,10 @@ async def run_program(
 ) -> Finished:
     """Run a program to its end.
 
-    It is ended with all that it has started, in sessions of their own too: when the deadline has passed, when the
-    caller is cancelled, when this process dies, and in any case once the program has ended. A small process between
-    them sees to that (`slime/sandbox/reaper.py`); what had left the program's process group is named in the
-    log.
+    It is ended with all that it has started, in sessions of their own too: when the deadline has
+    passed, when the caller is cancelled, when this process dies, and in any case once the program
+    has ended. A small process between them sees to that (`slime/sandbox/reaper.py`); what had left
+    the program's process group is named in the log.
 
     Args:
         environ: added to this process's own, less the keys of the run.
@@ -65,7 +67,9 @@ async def run_program(
     Raises:
         OSError: it cannot be started.
     """
-    with tempfile.TemporaryFile() as written:  # a pipe would be read until all that inherited it has ended
+    with (
+        tempfile.TemporaryFile() as written
+    ):  # a pipe would be read until all that inherited it has ended
         own = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
         request = {
             "owner": os.getpid(),
@@ -87,7 +91,8 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
         *(sys.executable, "-S", "-s", "-E", "-B", str(_MINDER)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={"LANG": "C.UTF-8"} | {name: os.environ[name] for name in _FOR_PYTHON if name in os.environ},
+        env={"LANG": "C.UTF-8"}
+        | {name: os.environ[name] for name in _FOR_PYTHON if name in os.environ},
         pass_fds=[request["output"]],
         start_new_session=True,
     )
@@ -107,7 +112,9 @@ async def _minded(request: dict[str, Any], timeout: float | None) -> dict[str, A
         came = _heard(hears)
         _name(request["command"][0], came.get("left", []))
     if not came and (minder.returncode or 0) > 0:
-        raise RuntimeError(f"the process that minds {request['command'][0]} ended with status {minder.returncode}")
+        raise RuntimeError(
+            f"the process that minds {request['command'][0]} ended with status {minder.returncode}"
+        )
     return came
 
 
@@ -117,7 +124,8 @@ def _heard(hears: asyncio.Future[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def _name(program: str, left: list[str]) -> None:
-    """Tell of what a program had left behind; a warning once, for all samples of a run start the same."""
+    """Tell of what a program had left behind; a warning once, for all samples of a run start the
+    same."""
     if left:
         level = logging.INFO if program in _leaves_behind else logging.WARNING
         _leaves_behind.add(program)

@@ -12,7 +12,16 @@ from slime.agents.session import AgentSession
 from slime.agents.turns import Turn
 from slime.engines.chat_answers import event
 from slime.engines.chat_messages import read_tools, refuse_constraints, refused
-from slime.engines.request_fields import FLAG, LIST, OBJECT, TEXT, BadRequest, asks_for_nothing, integer, optional
+from slime.engines.request_fields import (
+    FLAG,
+    LIST,
+    OBJECT,
+    TEXT,
+    BadRequest,
+    asks_for_nothing,
+    integer,
+    optional,
+)
 from slime.log import get_logger
 from slime.prompts.conversation import Messages, read_messages
 from slime.samples.types import SampleStatus
@@ -25,12 +34,13 @@ _ROLES = ("system", "developer", "user", "assistant")
 _PREFIX = "resp_"
 
 
-# -- requests ------------------------------------------------------------------------------------------------------
+# -- requests
+# ------------------------------------------------------------------------------------------------------
 
 
 def read(body: dict[str, Any], session: AgentSession) -> Ask:
-    """Check a body. What comes before ``previous_response_id`` is taken from that turn; tools that are no functions
-    are left out, for the model could not call them.
+    """Check a body. What comes before ``previous_response_id`` is taken from that turn; tools that
+    are no functions are left out, for the model could not call them.
 
     Raises:
         BadRequest: anything that cannot be served.
@@ -42,7 +52,11 @@ def read(body: dict[str, Any], session: AgentSession) -> Ask:
     refuse_constraints({"response_format": form, "tool_choice": body.get("tool_choice")})
     history = _history(optional(body, "previous_response_id", TEXT, ""), session)
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else LIST.read("input", given)
+    items = (
+        [{"role": "user", "content": given}]
+        if isinstance(given, str)
+        else LIST.read("input", given)
+    )
     history = history + _messages(items)
     if not history:
         raise BadRequest("input must have at least one item", "input")
@@ -69,18 +83,27 @@ def _history(previous: str, session: AgentSession) -> Messages:
         return []
     for turn in session.book.turns:
         if _PREFIX + turn.id == previous:
-            return [*turn.ask.messages[bool(turn.ask.options.get("instructions")) :], turn.reading.message()]
+            return [
+                *turn.ask.messages[bool(turn.ask.options.get("instructions")) :],
+                turn.reading.message(),
+            ]
     raise BadRequest(f"there is no response {previous!r} of this sample", "previous_response_id")
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """As chat completions have them."""
     tools = optional(body, "tools", LIST, [])
-    functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+    functions = [
+        tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
+    ]
     if len(functions) < len(tools):
-        logger.debug("an agent's tools that are no functions are left out: %d", len(tools) - len(functions))
+        logger.debug(
+            "an agent's tools that are no functions are left out: %d", len(tools) - len(functions)
+        )
     fields = ("name", "description", "parameters")
-    shapes = [{name: tool[name] for name in fields if tool.get(name) is not None} for tool in functions]
+    shapes = [
+        {name: tool[name] for name in fields if tool.get(name) is not None} for tool in functions
+    ]
     return [{"type": "function", "function": shape} for shape in shapes] or None
 
 
@@ -91,13 +114,16 @@ def _messages(items: list[Any]) -> Messages:
         if isinstance(item, dict) and (item.get("type") or "message") == "message":
             item = item | {"type": "message", "role": item.get("role") or "user"}
             if item["role"] not in _ROLES:
-                raise BadRequest(f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input")
+                raise BadRequest(
+                    f"the role of input[{index}] must be one of {', '.join(_ROLES)}", "input"
+                )
         given.append(item)
     with refused("input"):
         return read_messages(given, where="input")
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
+# -- answers
+# -------------------------------------------------------------------------------------------------------
 
 
 def whole(turn: Turn) -> dict[str, Any]:
@@ -119,7 +145,9 @@ def events(turn: Turn) -> Iterator[bytes]:
     yield say("response.in_progress", response=begun)
     for index, item in enumerate(_items(turn)):
         at = {"output_index": index, "item_id": item["id"]}
-        blank: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        blank: dict[str, Any] = (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        )
         started = item | blank | {"status": "in_progress"}
         yield say("response.output_item.added", output_index=index, item=started)
         if item["type"] == "function_call":
@@ -152,7 +180,12 @@ def _items(turn: Turn) -> list[dict[str, Any]]:
         items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": [part]})
     if reading.text or not reading.calls:
         text = {"type": "output_text", "text": reading.text, "annotations": [], "logprobs": []}
-        message = {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "status": _status(turn)}
+        message = {
+            "id": f"msg_{turn.id}",
+            "type": "message",
+            "role": "assistant",
+            "status": _status(turn),
+        }
         items.append({**message, "content": [text]})
     for call in reading.calls:
         said = {"call_id": call["id"], **call["function"], "status": "completed"}
@@ -165,12 +198,35 @@ def _response(turn: Turn, output: list[dict[str, Any]], status: str) -> dict[str
     completion = len(turn.output)
     prompt = turn.length - completion
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()]
-    body: dict[str, Any] = {"id": _PREFIX + turn.id, "object": "response", "created_at": int(time.time())}
-    body |= {"status": status, "error": None, "model": ask.model, "output": output, "tools": tools, "metadata": {}}
+    body: dict[str, Any] = {
+        "id": _PREFIX + turn.id,
+        "object": "response",
+        "created_at": int(time.time()),
+    }
+    body |= {
+        "status": status,
+        "error": None,
+        "model": ask.model,
+        "output": output,
+        "tools": tools,
+        "metadata": {},
+    }
     body["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    body |= {"parallel_tool_calls": True, "tool_choice": "auto", "text": {"format": {"type": "text"}}}
-    body |= {"instructions": ask.options["instructions"] or None, "previous_response_id": ask.options["previous"]}
-    body |= {"temperature": None, "top_p": None, "max_output_tokens": ask.max_tokens, "truncation": "disabled"}
+    body |= {
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+    }
+    body |= {
+        "instructions": ask.options["instructions"] or None,
+        "previous_response_id": ask.options["previous"],
+    }
+    body |= {
+        "temperature": None,
+        "top_p": None,
+        "max_output_tokens": ask.max_tokens,
+        "truncation": "disabled",
+    }
     body["usage"] = (
         None
         if status == "in_progress"

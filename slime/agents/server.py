@@ -1,4 +1,5 @@
-"""The server of all agents' endpoints of a process: one port, and a key that tells which sample a request is of.
+"""The server of all agents' endpoints of a process: one port, and a key that tells which sample a
+request is of.
 
 POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens    GET /v1/models
 key: "Authorization: Bearer …", "x-api-key: …", or in the path: /key/…/v1/…
@@ -62,7 +63,9 @@ class AgentServer:
         Raises:
             UserError: the port is taken, or the address is not one of this host.
         """
-        app = web.Application(middlewares=[self._errors, self._authenticated], client_max_size=_LARGEST_BODY)
+        app = web.Application(
+            middlewares=[self._errors, self._authenticated], client_max_size=_LARGEST_BODY
+        )
         for prefix in ("/v1", "/key/{key}/v1"):
             for path, api in _APIS.items():
                 app.router.add_post(prefix + path, _answering(api))
@@ -72,7 +75,9 @@ class AgentServer:
         try:
             listener = bind(host, port)
         except UserError as error:
-            raise UserError(error.what, why=error.why, fix="choose another --agent-host or --agent-port") from error
+            raise UserError(
+                error.what, why=error.why, fix="choose another --agent-host or --agent-port"
+            ) from error
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -101,9 +106,12 @@ class AgentServer:
         session.end()
 
     def _session_of(self, key: str) -> AgentSession | None:
-        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of other keys."""
+        """Looked up by a digest, and compared in constant time: how long it takes tells nothing of
+        other keys."""
         known, session = self._sessions.get(_digest(key), ("", None))
-        return session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
+        return (
+            session if hmac.compare_digest(known.encode(), key.encode(errors="replace")) else None
+        )
 
     @web.middleware
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -111,14 +119,16 @@ class AgentServer:
         given = request.match_info.get("key") or request.headers.get("x-api-key") or ""
         session = self._session_of(given or (token.strip() if scheme.lower() == "bearer" else ""))
         if session is None:
-            raise Refusal("no such key, or its sample is done", 401, "authentication_error", "invalid_api_key")
+            raise Refusal(
+                "no such key, or its sample is done", 401, "authentication_error", "invalid_api_key"
+            )
         request[_SESSION] = session
         return await handler(request)
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the traceback in the
-        log."""
+        """Every refusal in the shape of its protocol; what was not foreseen as status 500, with the
+        traceback in the log."""
         try:
             return await handler(request)
         except BadRequest as error:
@@ -132,7 +142,9 @@ class AgentServer:
         except Refusal as error:
             return _refused(request, str(error), error.status, error.kind, error.code)
         except TimeoutError:
-            return _refused(request, f"the body did not come within {_BODY_SECONDS:.0f} s", 408, "timeout_error")
+            return _refused(
+                request, f"the body did not come within {_BODY_SECONDS:.0f} s", 408, "timeout_error"
+            )
         except web.HTTPException as error:
             said = f"{request.method} {request.path}: {error.reason}"
             kind = "request_too_large" if error.status == 413 else "not_found_error"
@@ -140,21 +152,28 @@ class AgentServer:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            logger.exception("%s failed", request.match_info.route.resource)  # the path may have the key
+            logger.exception(
+                "%s failed", request.match_info.route.resource
+            )  # the path may have the key
             return _refused(request, f"{type(error).__name__}: {error}", 500, "api_error")
 
     def _tell(self, request: web.Request, message: str) -> None:
         """Warn of what an agent is refused, each once."""
         if message not in self._said and len(self._said) < 100:
             self._said.add(message)
-            logger.warning("an agent's request to %s was refused: %s", request.match_info.route.resource, message)
+            logger.warning(
+                "an agent's request to %s was refused: %s",
+                request.match_info.route.resource,
+                message,
+            )
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-# -- requests ------------------------------------------------------------------------------------------------------
+# -- requests
+# ------------------------------------------------------------------------------------------------------
 
 
 def _answering(api: ModuleType) -> Handler:
@@ -177,9 +196,11 @@ def _answering(api: ModuleType) -> Handler:
     return handle
 
 
-async def _stream(request: web.Request, working: asyncio.Task[Turn], api: ModuleType) -> web.StreamResponse:
-    """The answer as events, all at its end, with pings until then: what the engine sends again after a push of weights,
-    or after another engine's death, must not be seen twice."""
+async def _stream(
+    request: web.Request, working: asyncio.Task[Turn], api: ModuleType
+) -> web.StreamResponse:
+    """The answer as events, all at its end, with pings until then: what the engine sends again
+    after a push of weights, or after another engine's death, must not be seen twice."""
     response = web.StreamResponse(headers=EVENT_HEADERS)
     try:
         await response.prepare(request)
@@ -211,15 +232,26 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
+    return web.Response(
+        body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
+    )
 
 
 def _refused(
-    request: web.Request, message: str, status: int, kind: str, code: str | None = None, param: str | None = None
+    request: web.Request,
+    message: str,
+    status: int,
+    kind: str,
+    code: str | None = None,
+    param: str | None = None,
 ) -> web.Response:
     if _SESSION in request:
         request[_SESSION].refused = message
-    api = messages_api if "/v1/messages" in request.path or "anthropic-version" in request.headers else chat_api
+    api = (
+        messages_api
+        if "/v1/messages" in request.path or "anthropic-version" in request.headers
+        else chat_api
+    )
     return _json(api.error(message, kind, code, param), status, _NO_RETRY)
 
 
@@ -241,7 +273,13 @@ async def _count_tokens(request: web.Request) -> web.Response:
 
 
 async def _models(request: web.Request) -> web.Response:
-    page = {"object": "list", "data": [_CARD], "has_more": False, "first_id": "policy", "last_id": "policy"}
+    page = {
+        "object": "list",
+        "data": [_CARD],
+        "has_more": False,
+        "first_id": "policy",
+        "last_id": "policy",
+    }
     return _json(page)
 
 
@@ -250,9 +288,12 @@ async def _model(request: web.Request) -> web.Response:
     return _json(_CARD | {"id": request.match_info["model"]})
 
 
-# -- one for each event loop ---------------------------------------------------------------------------------------
+# -- one for each event loop
+# ---------------------------------------------------------------------------------------
 
-_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = WeakKeyDictionary()
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = (
+    WeakKeyDictionary()
+)
 
 
 async def shared_server(host: str, port: int) -> AgentServer:

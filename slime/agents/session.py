@@ -43,8 +43,8 @@ class AgentSession:
 
     Args:
         sample: as it was drawn; its index, session and trace go with every turn.
-        sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further stop strings count:
-            log-probs are of the run's distribution.
+        sampling_params: the rollout's. Of a client's own only a lower ``max_tokens`` and further
+            stop strings count: log-probs are of the run's distribution.
         max_turns: more requests are refused. One that the chat template refuses does not count.
 
     Attributes:
@@ -73,8 +73,12 @@ class AgentSession:
         self.refused = ""
         self._is_over = False
         self._started = 0
-        self._full: Place | None = None  # of a request that the context had no room for, if none was answered since
-        self._context = contextvars.copy_context()  # the generate function's: its state, and its span of the trace
+        self._full: Place | None = (
+            None  # of a request that the context had no room for, if none was answered since
+        )
+        self._context = (
+            contextvars.copy_context()
+        )  # the generate function's: its state, and its span of the trace
         self._waiting: set[asyncio.Task[Any]] = set()
         self._busy = 0.0
         self._since = 0.0
@@ -82,25 +86,40 @@ class AgentSession:
         self._template_kwargs: dict[str, Any] = dict(own or {})
 
     def with_kwargs(self, ask: Ask) -> Ask:
-        """The request with the run's arguments of the chat template, where it brings none of its own."""
+        """The request with the run's arguments of the chat template, where it brings none of its
+        own."""
         if not self._template_kwargs:
             return ask
-        return dataclasses.replace(ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs})
+        return dataclasses.replace(
+            ask, template_kwargs={**self._template_kwargs, **ask.template_kwargs}
+        )
 
     async def answer(self, ask: Ask) -> Turn:
         """The model's answer to a request.
 
         Raises:
             BadRequest: the chat template refuses it.
-            Refusal: the context is full, too many turns, the sample is done or has failed, the rollout ends, or no
-                engine answers.
+            Refusal: the context is full, too many turns, the sample is done or has failed, the
+                rollout ends, or no engine answers.
         """
         if self._is_over:  # its body came when the key was void already
             raise Refusal("this sample is done", 401, "authentication_error", "invalid_api_key")
-        if self.failure is not None:  # agents repeat a 503, some thirty times; this they do not, and no engine is asked
-            raise Refusal(f"this sample has failed: {self.failure}", 400, "invalid_request_error", "sample_failed")
+        if (
+            self.failure is not None
+        ):  # agents repeat a 503, some thirty times; this they do not, and no engine is asked
+            raise Refusal(
+                f"this sample has failed: {self.failure}",
+                400,
+                "invalid_request_error",
+                "sample_failed",
+            )
         if self.max_turns is not None and self._started >= self.max_turns:
-            raise Refusal(f"this agent may take {self.max_turns} turns", 400, "invalid_request_error", "max_turns")
+            raise Refusal(
+                f"this agent may take {self.max_turns} turns",
+                400,
+                "invalid_request_error",
+                "max_turns",
+            )
         ask = self.with_kwargs(ask)
         full_before = self._full
         place = self.book.place(ask)
@@ -123,7 +142,9 @@ class AgentSession:
             self._full = place
             said = f"the prompt is too long: {len(place.prompt)} tokens fill the context"
             raise Refusal(said, 400, "invalid_request_error", "context_length_exceeded")
-        if self._full is full_before:  # the agent has gone on with less; one refused meanwhile has not yet
+        if (
+            self._full is full_before
+        ):  # the agent has gone on with less; one refused meanwhile has not yet
             self._full = None
         output = sample.tokens[sample.prompt_length :]
         opened = self.book.speech.opens_reasoning(place.prompt)
@@ -152,14 +173,18 @@ class AgentSession:
         return params
 
     def cut_short(self, ends: Sequence[Turn]) -> Turn | None:
-        """Of branches, the one that the agent would have gone on with, had its last request not been too long."""
+        """Of branches, the one that the agent would have gone on with, had its last request not
+        been too long."""
         if self._full is None:
             return None
         if self._full.parent in self.book.branches():
             return self._full.parent if self._full.parent in ends else None
-        return max(ends, key=self.book.turns.index, default=None)  # it was rewritten: most likely of the last one
+        return max(
+            ends, key=self.book.turns.index, default=None
+        )  # it was rewritten: most likely of the last one
 
-    # -- time ----------------------------------------------------------------------------------------------
+    # -- time
+    # ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _in_flight(self) -> Iterator[None]:

@@ -4,10 +4,11 @@
                  └────► turn 3            branch 1: turns 0, 1, 3, of which 3 is trained
     turn 4                                branch 2: the client had compacted its history
 
-A turn follows another one when its prompt is that one's tokens, prompt and answer, and something behind them: what a
-client sends back is matched with what it was given, and goes on from there. What it has changed, or left out, is a
-branch, whose prompt is rendered anew, with the tokens of every answer that is still in it as they were sampled. So
-tokens of the model are never tokenised again, and each is trained once.
+A turn follows another one when its prompt is that one's tokens, prompt and answer, and something
+behind them: what a client sends back is matched with what it was given, and goes on from there.
+What it has changed, or left out, is a branch, whose prompt is rendered anew, with the tokens of
+every answer that is still in it as they were sampled. So tokens of the model are never tokenised
+again, and each is trained once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Turn:
     Attributes:
         parent: the turn that it follows; None: it begins a conversation.
         lead: tokens before its answer, from the end of the parent's on; not of the model.
-        output, log_probs: the answer's tokens, the one that ended it included, and a log-prob for each.
+        output, log_probs: the answer's tokens, the one that ended it included, and a log-prob for
+            each.
         weight_runs: [[first token, weight version], …] of the answer.
         said: the texts between the parent's answer and this one.
         length: tokens up to the answer's end, the parents' included.
@@ -108,8 +110,9 @@ class Book:
     """The turns of one execution.
 
     Args:
-        dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be without training;
-            "continue": an answer without its reasoning counts as the whole answer.
+        dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be
+            without training; "continue": an answer without its reasoning counts as the whole
+            answer.
 
     Attributes:
         turns: in the order in which they were answered.
@@ -124,7 +127,8 @@ class Book:
         self._by_visible: dict[bytes, list[Turn]] = {}
         self._asked: Counter[bytes] = Counter()
 
-    # -- from messages to tokens ---------------------------------------------------------------------------
+    # -- from messages to tokens
+    # ---------------------------------------------------------------------------
 
     def place(self, ask: Ask) -> Place:
         """Where a request belongs, and its tokens; it counts as asked.
@@ -144,7 +148,11 @@ class Book:
         lead = self._tokens(ask, rest, parent)
         before = parent.tokens() if parent is not None else []
         if parent is None:  # the client may have told the same in another way
-            before = max((known for turn in self.turns if (known := _beginning(turn, lead))), key=len, default=[])
+            before = max(
+                (known for turn in self.turns if (known := _beginning(turn, lead))),
+                key=len,
+                default=[],
+            )
             parent = next((turn for turn in self.turns if before and turn.tokens() == before), None)
             lead = lead[len(before) :]
             rest = rest if parent is None else self._behind(parent, rest)
@@ -152,8 +160,11 @@ class Book:
         return Place(parent, lead, before + lead, history, self._asked[history], said, count)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
-        """Digest of all messages; the last turn that they begin with, and how many of them that are."""
-        history = digest(b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS))
+        """Digest of all messages; the last turn that they begin with, and how many of them that
+        are."""
+        history = digest(
+            b"", orjson.dumps([ask.tools, ask.template_kwargs], option=orjson.OPT_SORT_KEYS)
+        )
         parent = None
         count = 0
         for number, message in enumerate(ask.messages, 1):
@@ -166,13 +177,18 @@ class Book:
     def _behind(self, turn: Turn, messages: Messages) -> Messages:
         """Those after the turn's answer."""
         key = self._key(turn.reading.message())
-        return messages[max((n for n, message in enumerate(messages, 1) if self._key(message) == key), default=0) :]
+        return messages[
+            max(
+                (n for n, message in enumerate(messages, 1) if self._key(message) == key), default=0
+            ) :
+        ]
 
     def _key(self, message: dict[str, Any]) -> bytes:
         return key_of(message, with_reasoning=self._with_reasoning)
 
     def _tokens(self, ask: Ask, messages: Messages, parent: Turn | None) -> list[int]:
-        """Tokens of messages up to where the assistant is to speak; those of known answers as they were sampled."""
+        """Tokens of messages up to where the assistant is to speak; those of known answers as they
+        were sampled."""
         ids: list[int] = []
         last = parent.output if parent is not None else None
         waiting: Messages = []
@@ -186,15 +202,20 @@ class Book:
             waiting = []
         return ids + self._rendered(ask, last, waiting)
 
-    def _rendered(self, ask: Ask, last: list[int] | None, messages: Messages, *, to_past: bool = False) -> list[int]:
+    def _rendered(
+        self, ask: Ask, last: list[int] | None, messages: Messages, *, to_past: bool = False
+    ) -> list[int]:
         if last is None:
             return self.speech.opening(ask, messages, to_past=to_past)
         return self.speech.between(ask, last, messages, to_past=to_past)
 
     def _known_answer(self, message: dict[str, Any]) -> tuple[list[int], bool]:
-        """Tokens of a message that the model wrote, and whether they are the whole answer; [] for any other."""
+        """Tokens of a message that the model wrote, and whether they are the whole answer; [] for
+        any other."""
         thought = self._with_reasoning and message.get("reasoning_content")
-        if message["role"] != "assistant" or not (message["content"] or message.get("tool_calls") or thought):
+        if message["role"] != "assistant" or not (
+            message["content"] or message.get("tool_calls") or thought
+        ):
             return [], False
         key = self._key(message)
         if whole := self._by_reply.get(key):
@@ -203,7 +224,8 @@ class Book:
             return self.speech.visible_part(_meant(part, message).output), False
         return [], False
 
-    # -- what was answered ---------------------------------------------------------------------------------
+    # -- what was answered
+    # ---------------------------------------------------------------------------------
 
     def record(self, place: Place, ask: Ask, answer: Sample, reading: Reading) -> Turn:
         """Note an answer.
@@ -244,7 +266,8 @@ class Book:
             self._by_visible.setdefault(key_of(message, with_reasoning=False), []).append(turn)
         return turn
 
-    # -- branches ------------------------------------------------------------------------------------------
+    # -- branches
+    # ------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Turn]:
         """The last turn of every branch, in the order in which they were answered."""
@@ -262,8 +285,8 @@ def _beginning(turn: Turn, tokens: list[int]) -> list[int]:
 
 
 def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
-    """Of turns that said the same, the last one whose calls have the ids of the message, or whose text is the same to
-    the last blank; else the last one."""
+    """Of turns that said the same, the last one whose calls have the ids of the message, or whose
+    text is the same to the last blank; else the last one."""
     ids = call_ids(message)
     content = message["content"]
 
@@ -273,13 +296,16 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
     return max(reversed(turns), key=likeness)
 
 
-# -- samples -------------------------------------------------------------------------------------------------------
+# -- samples
+# -------------------------------------------------------------------------------------------------------
 
 
 def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:
-    """A sample for each branch, named by its last turn; turns that several share are trained in the first of them.
+    """A sample for each branch, named by its last turn; turns that several share are trained in the
+    first of them.
 
-    The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if it has one.
+    The first is ``drawn`` itself; the others are copies without its trace. All have its reward, if
+    it has one.
 
     Args:
         cut_short: of ``ends`` the one that the context had no room to go on with; it is TRUNCATED.
@@ -344,4 +370,6 @@ def _fill(sample: Sample, path: list[Turn], trained: set[int]) -> None:
 
 def _sum(one: Any, other: Any) -> Any:
     """Counters of two records of a kind, added."""
-    return type(one)(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)})
+    return type(one)(
+        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)}
+    )

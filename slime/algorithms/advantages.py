@@ -1,7 +1,8 @@
 """Advantages and returns of a rollout, one tensor per sample.
 
-Rewards arrive as `slime.algorithms.baseline` left them, already centred and scaled within their group where the
-estimator wants it: groups are known when samples are converted, and may be spread over ranks here.
+Rewards arrive as `slime.algorithms.baseline` left them, already centred and scaled within their
+group where the estimator wants it: groups are known when samples are converted, and may be spread
+over ranks here.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class AdvantageInputs:
 
     Attributes:
         rewards: R_i, post-processed.
-        kl: float32 [L_i] per sample, the KL estimate of each response token against the reference; zeros when
-            ``kl_coef`` is 0.
+        kl: float32 [L_i] per sample, the KL estimate of each response token against the reference;
+            zeros when ``kl_coef`` is 0.
         loss_masks: [L_i] per sample, 0 or 1.
         kl_coef: weight of the KL penalty inside the reward.
         gamma: discount per trained token.
@@ -40,7 +41,8 @@ Estimate = tuple[list[Tensor], list[Tensor]]
 
 
 def grpo(inputs: AdvantageInputs) -> Estimate:
-    """A_t = R for every token t of a sample, R being its normalised reward. Also GSPO's and CISPO's.
+    """A_t = R for every token t of a sample, R being its normalised reward. Also GSPO's and
+    CISPO's.
 
     ``kl_coef`` has no effect here: the reward is one number per sample (use the KL loss instead).
 
@@ -56,13 +58,15 @@ def grpo(inputs: AdvantageInputs) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
-    """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s, plus R on the last token; s and t number trained tokens.
+    """A_t = Σ_{s ≥ t} γ^(s-t) r_s with r_s = -kl_coef · kl_s, plus R on the last token; s and t
+    number trained tokens.
 
-    A token that is not trained (the answer of a tool) is no action of the policy: it is no time step, gets no reward
-    and no advantage, and nothing is discounted across it. Whitening over the whole batch has to follow
-    (``--normalize-advantages``).
+    A token that is not trained (the answer of a tool) is no action of the policy: it is no time
+    step, gets no reward and no advantage, and nothing is discounted across it. Whitening over the
+    whole batch has to follow (``--normalize-advantages``).
 
-    A sample without a trained token (``remove_sample``) has no place for its reward, and returns of 0.
+    A sample without a trained token (``remove_sample``) has no place for its reward, and returns of
+    0.
 
     Source: Hu et al., "REINFORCE++" (arXiv:2501.03262).
 
@@ -72,7 +76,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
         >>> [round(v, 3) for v in a[0].tolist()]
         [0.95, 1.0, 0.0]
 
-    Example (a tool speaks in between: one step lies between the two trained tokens, so the first gets γ · 1):
+    Example (a tool speaks in between: one step lies between the two trained tokens, so the first
+    gets γ · 1):
         >>> a, _ = reinforce_plus_plus(AdvantageInputs(
         ...     [1.0], [torch.zeros(4)], [torch.tensor([1.0, 0.0, 0.0, 1.0])], gamma=0.5))
         >>> a[0].tolist()
@@ -106,7 +111,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + γ G_{t+1}, in chunks: one small matrix product per 128 tokens instead of a step per token.
+    """G_t = r_t + γ G_{t+1}, in chunks: one small matrix product per 128 tokens instead of a step
+    per token.
 
     Args:
         rewards: [L].
@@ -121,7 +127,9 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
     size = min(_SCAN_CHUNK, max(length, 1))
     steps = torch.arange(size, device=rewards.device)
     distance = steps[None, :] - steps[:, None]
-    decay = torch.where(distance >= 0, torch.pow(gamma, distance.clamp(min=0).to(rewards.dtype)), 0.0)
+    decay = torch.where(
+        distance >= 0, torch.pow(gamma, distance.clamp(min=0).to(rewards.dtype)), 0.0
+    )
     returns = torch.empty_like(rewards)
     carry = rewards.new_zeros(())
     for end in range(length, 0, -size):
@@ -139,11 +147,14 @@ def whiten(
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    """Shift and scale to mean 0 and variance 1 over the trained tokens of all ranks (Bessel-corrected).
+    """Shift and scale to mean 0 and variance 1 over the trained tokens of all ranks
+    (Bessel-corrected).
 
     Args:
-        all_reduce: sums a tensor over the data-parallel ranks; every rank calls it equally often, an empty one too.
-        device: where a rank without samples takes part in the sums (NCCL knows no other device than its own).
+        all_reduce: sums a tensor over the data-parallel ranks; every rank calls it equally often,
+            an empty one too.
+        device: where a rank without samples takes part in the sums (NCCL knows no other device than
+            its own).
 
     Example:
         >>> w = whiten([torch.tensor([1.0, 3.0]), torch.tensor([9.0])], [torch.ones(2), torch.zeros(1)])

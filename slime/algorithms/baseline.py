@@ -1,4 +1,5 @@
-"""From raw rewards to one centred and scaled reward per sample, group by group. Plain numbers, no tensors."""
+"""From raw rewards to one centred and scaled reward per sample, group by group. Plain numbers, no
+tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ EPSILON = 1e-6
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the group, for each of its executions; exactly the common value when all rewards are equal, so that
-    such groups get advantages of exactly zero.
+    """The mean of the group, for each of its executions; exactly the common value when all rewards
+    are equal, so that such groups get advantages of exactly zero.
 
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
@@ -33,12 +34,14 @@ def normalise_rewards(
     baseline: Baseline | None = group_mean,
     scale: bool = True,
 ) -> list[float]:
-    """(r − baseline) / (standard deviation of its group + 1e-6), as in GRPO (arXiv:2402.03300, section 4.1.2).
+    """(r − baseline) / (standard deviation of its group + 1e-6), as in GRPO (arXiv:2402.03300,
+    section 4.1.2).
 
-    Statistics go by group id, whatever the sizes of the groups, and count each execution once: samples that one
-    execution fanned out into enter with their mean. The deviation is the unbiased one (n − 1); a group of a single
-    execution, and one whose executions are all equal in the mean (two players whose rewards add up to 0), is only
-    centred. Sums are exact (`math.fsum`), so the order of the samples does not matter.
+    Statistics go by group id, whatever the sizes of the groups, and count each execution once:
+    samples that one execution fanned out into enter with their mean. The deviation is the unbiased
+    one (n − 1); a group of a single execution, and one whose executions are all equal in the mean
+    (two players whose rewards add up to 0), is only centred. Sums are exact (`math.fsum`), so the
+    order of the samples does not matter.
 
     Args:
         rewards: one per sample.
@@ -61,7 +64,9 @@ def normalise_rewards(
     divisor: dict[int, float] = {}
     for group, members in by_group.items():
         means = [_mean(values) for values in members.values()]
-        subtracted |= {(group, execution): b for execution, b in zip(members, baseline(means), strict=True)}
+        subtracted |= {
+            (group, execution): b for execution, b in zip(members, baseline(means), strict=True)
+        }
         deviation = _deviation(means) if scale and len(means) > 1 else 0.0
         divisor[group] = deviation + EPSILON if deviation else 1.0
     return [

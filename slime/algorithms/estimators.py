@@ -2,8 +2,9 @@
 
     rewards ─ baseline, scale ─► advantages ─► loss
 
-A new one is a function for what is new about it and a row in `ESTIMATORS`; its name and its facts, from which the flags
-follow, are a record in `slime.config.estimators`. Every fact has to be told: a row that leaves one out cannot be made.
+A new one is a function for what is new about it and a row in `ESTIMATORS`; its name and its facts,
+from which the flags follow, are a record in `slime.config.estimators`. Every fact has to be told: a
+row that leaves one out cannot be made.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Estimator:
         facts: what the flags know of it, its name in the first place.
         paper: where it comes from.
         baseline: what a reward loses, by the rewards of its group; None: rewards go in as they are.
-        advantages: normalised rewards of a rollout → advantages and returns, one tensor [L_i] per sample.
+        advantages: normalised rewards of a rollout → advantages and returns, one tensor [L_i] per
+            sample.
         loss: log-probs and advantages of a micro-batch → loss per token, flat [T].
     """
 

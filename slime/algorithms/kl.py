@@ -45,13 +45,16 @@ def k2(r: Tensor) -> Tensor:
 
 
 def k3(r: Tensor) -> Tensor:
-    """exp(-r) - 1 + r: unbiased, of low variance, never negative; r below -`MAX_LOG_RATIO` counts as that.
+    """exp(-r) - 1 + r: unbiased, of low variance, never negative; r below -`MAX_LOG_RATIO` counts
+    as that.
 
     Example:
         >>> [round(v, 4) for v in k3(torch.tensor([0.0, -0.5])).tolist()]
         [0.0, 0.1487]
     """
-    r = r.clamp(min=-MAX_LOG_RATIO)  # exp(-r) would overflow, and its gradient be NaN where a clamp follows
+    r = r.clamp(
+        min=-MAX_LOG_RATIO
+    )  # exp(-r) would overflow, and its gradient be NaN where a clamp follows
     return torch.expm1(-r) + r
 
 
@@ -63,16 +66,20 @@ KL_KINDS: dict[str, KlKind] = {
 }
 
 
-def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor, base_log_probs: Tensor, kind: str, log_ratio: Tensor | None = None
+) -> Tensor:
     """KL estimate of each token; the kinds are the rows of `KL_KINDS`.
 
     Args:
         log_probs, base_log_probs: any one shape; log-probs of the same tokens, in nats.
-        log_ratio: log of the importance ratio policy/behaviour of each token. When given, the estimate is multiplied
-            by the ratio, gradient included, so that it stays unbiased off-policy.
+        log_ratio: log of the importance ratio policy/behaviour of each token. When given, the
+            estimate is multiplied by the ratio, gradient included, so that it stays unbiased
+            off-policy.
     Returns:
         A tensor of the same shape. Exactly 0 where both log-probs are the same bits.
-    Source: Schulman, "Approximating KL divergence" (2020); the weighted form: DeepSeek-V3.2 report, eq. 7.
+    Source: Schulman, "Approximating KL divergence" (2020); the weighted form: DeepSeek-V3.2 report,
+    eq. 7.
 
     Example:
         >>> kl_estimate(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl").item()  # k3 is 2972

@@ -1,12 +1,16 @@
-"""Log-probs of given tokens straight from hidden states: the [tokens, vocabulary] logits never exist as a whole.
+"""Log-probs of given tokens straight from hidden states: the [tokens, vocabulary] logits never
+exist as a whole.
 
     hidden [N, H] ──┐
-                    ├─ block of rows × block of vocabulary ─► running max, sum, target logit, Σ p·x ─► log-prob, entropy
-    weight [V, H] ──┘                      (backward: the same blocks again, each written once into the gradients)
+                    ├─ block of rows × block of vocabulary ─► running max, sum, target logit, Σ p·x
+                    ─► log-prob, entropy
+    weight [V, H] ──┘                      (backward: the same blocks again, each written once into
+    the gradients)
 
-Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds several of them. Here a
-block of a few million logits is all there is at any time, for one more matrix product in the backward pass. On a CPU
-the block is small enough to stay in the cache, which is faster than the whole product besides.
+Logits of 16k tokens over a vocabulary of 150k are 10 GB in float32, and a backward pass holds
+several of them. Here a block of a few million logits is all there is at any time, for one more
+matrix product in the backward pass. On a CPU the block is small enough to stay in the cache, which
+is faster than the whole product besides.
 """
 
 from __future__ import annotations
@@ -53,11 +57,13 @@ def linear_log_probs(
     chunk_size: int = -1,
     grad_accumulator: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature)[target] of each row, and the entropy of each row's distribution.
+    """log softmax(hidden @ weight.T / temperature)[target] of each row, and the entropy of each
+    row's distribution.
 
-    Products run in the dtype of the inputs, the softmax in float32 (float64 for float64 inputs). Differentiable in
-    ``hidden`` and ``weight``, once. With a sharded vocabulary the gradient of ``hidden`` is this shard's part; the
-    caller sums it over the group (as ``copy_to_tensor_model_parallel_region`` does).
+    Products run in the dtype of the inputs, the softmax in float32 (float64 for float64 inputs).
+    Differentiable in ``hidden`` and ``weight``, once. With a sharded vocabulary the gradient of
+    ``hidden`` is this shard's part; the caller sums it over the group (as
+    ``copy_to_tensor_model_parallel_region`` does).
 
     Args:
         hidden: [N, H], one row per target.
@@ -67,12 +73,14 @@ def linear_log_probs(
         with_entropy: also compute the entropy, differentiably.
         shard: which rows ``weight`` holds; default: all of them, none padding.
         chunk_size: rows per block; -1 lets the device decide.
-        grad_accumulator: [V, H], any float dtype. When given, the gradient of ``weight`` is added to it and not
-            returned to autograd: Megatron's ``main_grad``, which saves a copy of the largest matrix of the model.
+        grad_accumulator: [V, H], any float dtype. When given, the gradient of ``weight`` is added
+            to it and not returned to autograd: Megatron's ``main_grad``, which saves a copy of the
+            largest matrix of the model.
     Returns:
         (log_probs [N] float32, entropy [N] float32 or None).
-    Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise together with the
-        linear layer is known from Wijmans et al., "Cut Your Losses" (arXiv:2411.09009).
+    Source: the running softmax is Milakov & Gimelshein (arXiv:1805.02867); computing it blockwise
+        together with the linear layer is known from Wijmans et al., "Cut Your Losses"
+        (arXiv:2411.09009).
 
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
@@ -82,7 +90,13 @@ def linear_log_probs(
     """
     if shard is None:
         shard = VocabShard(0, weight.size(0))
-    options = _Options(1.0 / temperature, with_entropy, shard, _rows_per_block(hidden, chunk_size), grad_accumulator)
+    options = _Options(
+        1.0 / temperature,
+        with_entropy,
+        shard,
+        _rows_per_block(hidden, chunk_size),
+        grad_accumulator,
+    )
     log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options)
     return log_probs, entropy if with_entropy else None
 
@@ -96,7 +110,8 @@ class _Options:
     grad_accumulator: Tensor | None
 
     def columns(self, device: torch.device, rows: int) -> int:
-        """Vocabulary rows per block, so that a block of logits has the size that suits the device."""
+        """Vocabulary rows per block, so that a block of logits has the size that suits the
+        device."""
         elements = _BLOCK_ELEMENTS.get(device.type, 1 << 22)
         return max(_MIN_COLUMNS, elements // max(rows, 1) // 64 * 64)
 
@@ -111,7 +126,9 @@ def _softmax_dtype(hidden: Tensor) -> torch.dtype:
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor]:
         dtype = _softmax_dtype(hidden)
         n = hidden.size(0)
         # rows: max, Σ exp, target logit, Σ exp · x; x relative to the max
@@ -123,7 +140,9 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = target - log_sum
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
-        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing on the way back
+        ctx.set_materialize_grads(
+            False
+        )  # an entropy that is only logged costs nothing on the way back
         ctx.options = options
         return log_probs, entropy
 
@@ -161,14 +180,16 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
-    """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max): [4, rows]."""
+    """max, Σ exp(x - max), target logit (0 if another rank holds it) and Σ exp(x - max)·(x - max):
+    [4, rows]."""
     n = hidden.size(0)
     shard = options.shard
     stats = torch.zeros(4, n, dtype=_softmax_dtype(hidden), device=hidden.device)
     stats[0] = _LOWEST
     local = targets - shard.start
     step = options.columns(hidden.device, n)
-    # in one kernel the entropy is free, and log-probs computed with and without it have the same bits
+    # in one kernel the entropy is free, and log-probs computed with and without it have the same
+    # bits
     with_entropy = options.with_entropy or hidden.is_cuda
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
@@ -177,7 +198,9 @@ def _running_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, options: _
 
 
 @fused
-def _absorb(logits: Tensor, targets: Tensor, stats: Tensor, scale: float, with_entropy: bool) -> Tensor:
+def _absorb(
+    logits: Tensor, targets: Tensor, stats: Tensor, scale: float, with_entropy: bool
+) -> Tensor:
     """The statistics of `_running_softmax` with one more block of logits, which is overwritten."""
     top, total, target, weighted = stats.unbind()
     width = logits.size(1)
@@ -205,7 +228,9 @@ def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Te
         global_top = top.clone()
         dist.all_reduce(global_top, op=dist.ReduceOp.MAX, group=group)
         rescale = torch.exp(top - global_top)
-        sums = torch.stack([rescale * total, target, rescale * (weighted + (top - global_top) * total)])
+        sums = torch.stack(
+            [rescale * total, target, rescale * (weighted + (top - global_top) * total)]
+        )
         dist.all_reduce(sums, group=group)
         top = global_top
         (total, target, weighted) = sums.unbind()
@@ -223,26 +248,38 @@ def _backward_rows(
     need_hidden: bool,
     options: _Options,
 ) -> Tensor | None:
-    """Gradient of these rows of ``hidden`` (float32); the gradient of ``weight`` is added to ``weight_sink``.
+    """Gradient of these rows of ``hidden`` (float32); the gradient of ``weight`` is added to
+    ``weight_sink``.
 
-    With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j + entropy).
+    With p = softmax: d log_prob / d x_j = 1[j = target] - p_j and d entropy / d x_j = -p_j (log p_j
+    + entropy).
     """
     n = hidden.size(0)
     shard = options.shard
     dtype = _softmax_dtype(hidden)
-    grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+    grad_hidden = (
+        torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+    )
     grad_log_probs = grad_log_probs.to(dtype)[:, None]
-    per_row = [log_sum[:, None], grad_log_probs, *(part.to(dtype)[:, None] for part in entropy_part or ())]
+    per_row = [
+        log_sum[:, None],
+        grad_log_probs,
+        *(part.to(dtype)[:, None] for part in entropy_part or ()),
+    ]
     local = targets - shard.start
     step = options.columns(hidden.device, n)
     for lo in range(0, shard.size, step):
         hi = min(lo + step, shard.size)
         logits = hidden @ weight[lo:hi].t()
         here = ((local >= lo) & (local < hi))[:, None]
-        column = (local - lo).clamp(0, hi - lo - 1)[:, None]  # one per row: nothing to accumulate, nothing to sort
+        column = (local - lo).clamp(0, hi - lo - 1)[
+            :, None
+        ]  # one per row: nothing to accumulate, nothing to sort
         at_target = _slope(logits.gather(1, column).to(dtype), options.scale, *per_row)
         at_target += torch.where(here, grad_log_probs * options.scale, 0.0)
-        grad = _slope(logits, options.scale, *per_row).scatter_(1, column, at_target.to(hidden.dtype))
+        grad = _slope(logits, options.scale, *per_row).scatter_(
+            1, column, at_target.to(hidden.dtype)
+        )
         if weight_sink is not None:
             add_product(weight_sink[lo:hi], grad.t(), hidden)
         if grad_hidden is not None:
@@ -259,7 +296,8 @@ def _slope(
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of logits that are no row's target, in their dtype; they are overwritten. Others are [rows, 1]."""
+    """The gradient of logits that are no row's target, in their dtype; they are overwritten. Others
+    are [rows, 1]."""
     x = logits.to(log_sum.dtype)
     if scale != 1.0:
         x = x.mul_(scale)

@@ -1,8 +1,8 @@
-"""Losses per token, and what is multiplied with them. Flat tensors [T]: the response tokens of a micro-batch, one
-sample after the other.
+"""Losses per token, and what is multiplied with them. Flat tensors [T]: the response tokens of a
+micro-batch, one sample after the other.
 
-Every policy loss takes the same `PolicyInputs` and returns the same `PolicyLoss`; which one runs is a field of the
-`slime.algorithms.estimators.Estimator`.
+Every policy loss takes the same `PolicyInputs` and returns the same `PolicyLoss`; which one runs is
+a field of the `slime.algorithms.estimators.Estimator`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,25 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Per token: the loss, whether the ratio was clipped (0 or 1), and old minus new log-prob (``ppo_kl``)."""
+    """Per token: the loss, whether the ratio was clipped (0 or 1), and old minus new log-prob
+    (``ppo_kl``)."""
 
     loss: Tensor
     clipped: Tensor
     ppo_kl: Tensor
 
 
-#: Log-ratios are clamped to ± this before they are exponentiated: e^20 is 5e8, e^89 overflows float32.
+#: Log-ratios are clamped to ± this before they are exponentiated: e^20 is 5e8, e^89 overflows
+#: float32.
 MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), finite: log_ratio is clamped to ± `MAX_LOG_RATIO`, beyond which its gradient is 0.
+    """exp(log_ratio), finite: log_ratio is clamped to ± `MAX_LOG_RATIO`, beyond which its gradient
+    is 0.
 
-    Without the clamp a ratio overflows to Inf, and a token of weight 0 then has a gradient of 0 · Inf = NaN. Within it
-    nothing changes.
+    Without the clamp a ratio overflows to Inf, and a token of weight 0 then has a gradient of 0 ·
+    Inf = NaN. Within it nothing changes.
 
     Example:
         >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [1.0, torch.tensor(20.0).exp().item()]
@@ -66,10 +69,11 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob); asymmetric and dual clipping by the inputs.
+    """max(-ρA, -clip(ρ)A) with ρ = exp(log_prob - old_log_prob); asymmetric and dual clipping by
+    the inputs.
 
-    Source: Schulman et al., "PPO" (arXiv:1707.06347), eq. 7; clip-higher: Yu et al., "DAPO" (arXiv:2503.14476);
-    dual clip: Ye et al. (arXiv:1912.09729), eq. 5.
+    Source: Schulman et al., "PPO" (arXiv:1707.06347), eq. 7; clip-higher: Yu et al., "DAPO"
+    (arXiv:2503.14476); dual clip: Ye et al. (arXiv:1912.09729), eq. 5.
 
     Example (the ratio 1.5 with a positive advantage is clipped to 1.2):
         >>> one = torch.ones(1)
@@ -82,7 +86,8 @@ def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
 
 
 def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
-    """PPO's clipped loss with one ratio per sequence: ρ = exp(mean over tokens of log_prob - old_log_prob).
+    """PPO's clipped loss with one ratio per sequence: ρ = exp(mean over tokens of log_prob -
+    old_log_prob).
 
     Source: Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), eq. 5-7.
 
@@ -98,8 +103,9 @@ def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
 def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
     """REINFORCE with a clipped, constant importance weight: -stop_gradient(clip(ρ)) · A · log_prob.
 
-    No token loses its gradient to clipping. ``eps_clip >= 1`` leaves the lower side open, as in the paper. The mean is
-    taken over all trained tokens of a prompt's group (`slime.config.estimators.EstimatorFacts.averages_group`).
+    No token loses its gradient to clipping. ``eps_clip >= 1`` leaves the lower side open, as in the
+    paper. The mean is taken over all trained tokens of a prompt's group
+    (`slime.config.estimators.EstimatorFacts.averages_group`).
 
     Source: MiniMax, "MiniMax-M1" (arXiv:2506.13585), eq. 4-5.
 
@@ -138,12 +144,14 @@ def _clipped(inputs: PolicyInputs, ppo_kl: Tensor) -> PolicyLoss:
     return PolicyLoss(loss, clipped, ppo_kl)
 
 
-# -- what is multiplied with the loss: tokens that a slightly different distribution produced ----------------------
+# -- what is multiplied with the loss: tokens that a slightly different distribution produced
+# ----------------------
 
 
 @dataclass(frozen=True)
 class Correction:
-    """``weights`` [T] to multiply the token losses with, and metrics [T] to be averaged as the loss is."""
+    """``weights`` [T] to multiply the token losses with, and metrics [T] to be averaged as the loss
+    is."""
 
     weights: Tensor
     metrics: dict[str, Tensor]
@@ -153,8 +161,10 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
     """Importance ratio exp(log_ratio) clamped to [low, high]: bounded variance, some bias.
 
     Args:
-        log_ratio: [T], without gradient: the log-prob under the trainer's weights before the step minus the engine's.
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+        log_ratio: [T], without gradient: the log-prob under the trainer's weights before the step
+            minus the engine's.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+    (2025).
 
     Example:
         >>> c = truncated_importance_sampling(torch.log(torch.tensor([0.5, 1.0, 4.0])), 0.0, 2.0)
@@ -164,16 +174,19 @@ def truncated_importance_sampling(log_ratio: Tensor, low: float, high: float) ->
     ratio = importance_ratio(log_ratio)
     weights = ratio.clamp(low, high)
     clipped = (weights != ratio).to(ratio.dtype)
-    return Correction(weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()})
+    return Correction(
+        weights, {"tis": ratio, "tis_clipfrac": clipped, "tis_abs": (ratio - 1.0).abs()}
+    )
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
-    """Importance ratio exp(log_ratio), 0 outside of [low, high]: tokens that trainer and engine see too differently
-    teach nothing, instead of something with a weight that is not theirs.
+    """Importance ratio exp(log_ratio), 0 outside of [low, high]: tokens that trainer and engine see
+    too differently teach nothing, instead of something with a weight that is not theirs.
 
     Args:
         log_ratio: [T], as `truncated_importance_sampling` takes it.
-    Source: Zhao et al., "Small leak can sink a great ship: boost RL training on MoE with IcePop" (2025).
+    Source: Zhao et al., "Small leak can sink a great ship: boost RL training on MoE with IcePop"
+    (2025).
 
     Example:
         >>> c = icepop(torch.log(torch.tensor([0.4, 1.0, 4.0])), 0.5, 2.0)
@@ -183,13 +196,22 @@ def icepop(log_ratio: Tensor, low: float, high: float) -> Correction:
     ratio = importance_ratio(log_ratio)
     outside = (ratio < low) | (ratio > high)
     weights = ratio.masked_fill(outside, 0.0)
-    return Correction(weights, {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()})
+    return Correction(
+        weights,
+        {"tis": ratio, "tis_clipfrac": outside.to(ratio.dtype), "tis_abs": (ratio - 1.0).abs()},
+    )
 
 
 def off_policy_sequence_mask(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, masks: Tensor, lengths: Tensor, delta: float
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    masks: Tensor,
+    lengths: Tensor,
+    delta: float,
 ) -> Tensor:
-    """0 for every token of a sample with negative advantage whose mean log-ratio old/new exceeds ``delta``, else 1.
+    """0 for every token of a sample with negative advantage whose mean log-ratio old/new exceeds
+    ``delta``, else 1.
 
     Source: DeepSeek-V3.2 report (2025), off-policy sequence masking.
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def add_product(sink: Tensor, a: Tensor, b: Tensor) -> None:
-    """sink += a @ b, without an intermediate where the dtypes allow it: they are equal, or, on a GPU, ``sink`` is
-    float32, in which 16-bit products are summed up anyway.
+    """sink += a @ b, without an intermediate where the dtypes allow it: they are equal, or, on a
+    GPU, ``sink`` is float32, in which 16-bit products are summed up anyway.
 
     Example:
         >>> sink = torch.ones(1, 1)

@@ -1,7 +1,9 @@
-"""From one value per token to one number, the same number at any packing, micro-batch size and parallel layout.
+"""From one value per token to one number, the same number at any packing, micro-batch size and
+parallel layout.
 
-Denominators are known before the step (`slime.samples.packing` counts them over all ranks), so a reduction is one
-weight per token, and the weighted sums of all micro-batches and ranks simply add up.
+Denominators are known before the step (`slime.samples.packing` counts them over all ranks), so a
+reduction is one weight per token, and the weighted sums of all micro-batches and ranks simply add
+up.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ def token_weights(
 ) -> Tensor:
     """The weight of each response token in the loss and in every averaged metric.
 
-    Default: each execution counts alike, and within it each trained token: ``mask / mask_sum / global_batch_size``.
-    Per token (``num_loss_tokens`` given): each trained token counts alike: ``mask / num_loss_tokens``.
+    Default: each execution counts alike, and within it each trained token: ``mask / mask_sum /
+    global_batch_size``. Per token (``num_loss_tokens`` given): each trained token counts alike:
+    ``mask / num_loss_tokens``.
 
     Args:
         loss_masks: [R_i] per sample of the micro-batch, 0 or 1.
-        mask_sums: trained tokens of sample i's whole execution, which may span several samples, or their mean over the
-            executions of its group; 0 counts as 1.
+        mask_sums: trained tokens of sample i's whole execution, which may span several samples, or
+            their mean over the executions of its group; 0 counts as 1.
         global_batch_size: executions in the optimizer step, over all ranks.
         num_loss_tokens: trained tokens in the optimizer step, over all ranks.
     Returns:
         float32 [sum of R_i].
 
-    Example (a sample of 2 trained tokens and one of 1; the second one's execution trained 3 tokens in all):
+    Example (a sample of 2 trained tokens and one of 1; the second one's execution trained 3 tokens
+    in all):
         >>> masks = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])]
         >>> [round(w, 3) for w in token_weights(masks, [2.0, 3.0], global_batch_size=2).tolist()]
         [0.25, 0.0, 0.25, 0.167]
@@ -43,11 +47,14 @@ def token_weights(
         return torch.zeros(0)
     if num_loss_tokens is not None:
         return torch.cat(list(loss_masks)).float() / max(num_loss_tokens, 1)
-    return torch.cat([mask.float() / ((s or 1.0) * global_batch_size) for mask, s in zip(loss_masks, mask_sums)])
+    return torch.cat(
+        [mask.float() / ((s or 1.0) * global_batch_size) for mask, s in zip(loss_masks, mask_sums)]
+    )
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """``sum(values * weights)`` over the tokens that count; a NaN on a token of weight 0 does no harm.
+    """``sum(values * weights)`` over the tokens that count; a NaN on a token of weight 0 does no
+    harm.
 
     Example:
         >>> weighted_sum(torch.tensor([1.0, float("nan")]), torch.tensor([0.5, 0.0])).item()
@@ -73,6 +80,12 @@ def sequence_mean(values: Tensor, masks: Tensor, lengths: Tensor) -> Tensor:
     if values.numel() == 0:  # a rank with nothing to train; there is no reduction over no segments
         return values * masks
     unchecked = values.is_cuda  # looking at the lengths would wait for the device
-    sums = torch.segment_reduce(values * masks, "sum", lengths=lengths, unsafe=unchecked, initial=0.0)
-    counts = torch.segment_reduce(masks.to(values.dtype), "sum", lengths=lengths, unsafe=unchecked, initial=0.0)
-    return torch.repeat_interleave(sums / counts.clamp(min=1.0), lengths, output_size=values.numel())
+    sums = torch.segment_reduce(
+        values * masks, "sum", lengths=lengths, unsafe=unchecked, initial=0.0
+    )
+    counts = torch.segment_reduce(
+        masks.to(values.dtype), "sum", lengths=lengths, unsafe=unchecked, initial=0.0
+    )
+    return torch.repeat_interleave(
+        sums / counts.clamp(min=1.0), lengths, output_size=values.numel()
+    )

@@ -1,11 +1,12 @@
-"""The directory of Megatron checkpoints: names, the tracker file, completeness, atomic publishing, retention.
+"""The directory of Megatron checkpoints: names, the tracker file, completeness, atomic publishing,
+retention.
 
     checkpoints/
-      iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there at all
-      latest_checkpointed_iteration.txt     "10"; written last
-      .latest                               "10" once more, by which damage of that file is noticed
-      .iter_0000013.partial/                a save under way, or one that died
-      iter_0000008.damaged/                 was found damaged when a run went on, which took the one before it
+      iter_0000007/  iter_0000010/          one directory per saved rollout; complete or not there
+      at all latest_checkpointed_iteration.txt     "10"; written last .latest
+      "10" once more, by which damage of that file is noticed .iter_0000013.partial/
+      a save under way, or one that died iter_0000008.damaged/                 was found damaged
+      when a run went on, which took the one before it
 
 Imports no torch: the launch looks here before anything is started.
 """
@@ -45,32 +46,50 @@ def iteration_name(iteration: int | str) -> str:
 
 
 def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory, in order; [] when ``root`` is not there. Copies under other names are none.
+    """Iterations that have a directory, in order; [] when ``root`` is not there. Copies under other
+    names are none.
 
     Raises:
-        UserError: nobody can tell, as the directory cannot be read, or is a link to one that is not there.
+        UserError: nobody can tell, as the directory cannot be read, or is a link to one that is not
+            there.
     """
     try:
-        named = [entry.name for entry in root.iterdir() if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+        named = [
+            entry.name
+            for entry in root.iterdir()
+            if _ITERATION.fullmatch(entry.name) and entry.is_dir()
+        ]
     except (FileNotFoundError, NotADirectoryError) as error:
         if root.is_symlink():
             what = f"the checkpoints in {root} are out of reach"
-            raise UserError(what, f"it is a link to {os.readlink(root)}, which is not there", "mount it") from error
+            raise UserError(
+                what, f"it is a link to {os.readlink(root)}, which is not there", "mount it"
+            ) from error
         return []
     except OSError as error:
-        raise UserError(f"the checkpoints in {root} cannot be read", why=error.strerror or str(error)) from error
-    return sorted(number for name in named if iteration_name(number := int(name.removeprefix("iter_"))) == name)
+        raise UserError(
+            f"the checkpoints in {root} cannot be read", why=error.strerror or str(error)
+        ) from error
+    return sorted(
+        number
+        for name in named
+        if iteration_name(number := int(name.removeprefix("iter_"))) == name
+    )
 
 
 def own_iterations(root: Path) -> list[int]:
-    """Those of the branch on which the run stands, in order: later ones were left with --ckpt-step."""
+    """Those of the branch on which the run stands, in order: later ones were left with
+    --ckpt-step."""
     there = saved_iterations(root)
     tracked = _tracked_if_readable(root)
-    return [iteration for iteration in there if not isinstance(tracked, int) or iteration <= tracked]
+    return [
+        iteration for iteration in there if not isinstance(tracked, int) or iteration <= tracked
+    ]
 
 
 def read_tracker(root: Path) -> int | str | None:
-    """What the tracker file says: an iteration, "release" (weights only, converted), or None without the file.
+    """What the tracker file says: an iteration, "release" (weights only, converted), or None
+    without the file.
 
     Raises:
         UserError: the file says anything else, or cannot be read.
@@ -99,7 +118,8 @@ def has_checkpoints(root: Path) -> bool:
 
 
 def _tracked_if_readable(root: Path) -> int | str | None:
-    """What the tracker file says, or should say where it is lost, damaged, or names what is not there."""
+    """What the tracker file says, or should say where it is lost, damaged, or names what is not
+    there."""
     try:
         tracked = read_tracker(root)
     except UserError:  # the file is damaged
@@ -122,8 +142,8 @@ def _last_set(root: Path) -> int | str | None:
 
 
 def check_tracker(root: Path) -> None:
-    """Refuse a tracker file that names an earlier iteration than the run has saved last: it is damaged, or somebody
-    means to go back, for which there is a flag.
+    """Refuse a tracker file that names an earlier iteration than the run has saved last: it is
+    damaged, or somebody means to go back, for which there is a flag.
 
     Raises:
         UserError: so it is.
@@ -135,13 +155,15 @@ def check_tracker(root: Path) -> None:
         raise UserError(
             f"{root / TRACKER} says {tracked}, and the run has saved {latest} last",
             why="it is damaged, or was edited to go back",
-            fix=f"write {latest} into it; to go back, repeat the command of the run with --load {root} --save {root}"
+            fix=f"write {latest} into it; to go back, repeat the command of the run with --load "
+            f"{root} --save {root}"
             f" --ckpt-step {tracked}",
         )
 
 
 def iteration_dir(root: Path, iteration: int | str) -> Path:
-    """Where an iteration is stored. A save that died while replacing it may have left it under another name."""
+    """Where an iteration is stored. A save that died while replacing it may have left it under
+    another name."""
     name = iteration_name(iteration)
     replaced = root / f".{name}.replaced"
     return replaced if not (root / name).exists() and replaced.exists() else root / name
@@ -154,7 +176,9 @@ def is_leftover(name: str) -> bool:
 
 def is_saved(root: Path, iteration: int) -> bool:
     """Is the save of ``iteration`` complete? Also while it is saved once more, it is not."""
-    return read_tracker(root) == iteration and not _partial(root / iteration_name(iteration)).exists()
+    return (
+        read_tracker(root) == iteration and not _partial(root / iteration_name(iteration)).exists()
+    )
 
 
 @dataclass(frozen=True)
@@ -166,8 +190,8 @@ class Damage:
 
 
 def find_whole(root: Path, corrupt: Sequence[Damage] = ()) -> tuple[int | str | None, list[Damage]]:
-    """The iteration to go on from: the tracked one; where that is damaged the newest one before it; where there is none
-    the newest of all.
+    """The iteration to go on from: the tracked one; where that is damaged the newest one before it;
+    where there is none the newest of all.
 
     Later ones come last, as they belong to a branch that was left with --ckpt-step.
 
@@ -209,8 +233,9 @@ def newest_whole(root: Path) -> Path | None:
 
 
 def set_aside(root: Path, iteration: int | str) -> Path | None:
-    """Give a damaged iteration a name under which nobody takes it for one, ``iter_0000010.damaged``; what had this name
-    before is removed. None where there is nothing of it."""
+    """Give a damaged iteration a name under which nobody takes it for one,
+    ``iter_0000010.damaged``; what had this name before is removed. None where there is nothing of
+    it."""
     directory = iteration_dir(root, iteration)
     if not directory.exists():
         return None
@@ -222,12 +247,14 @@ def set_aside(root: Path, iteration: int | str) -> Path | None:
     return aside
 
 
-# -- completeness ------------------------------------------------------------------------------------------
+# -- completeness
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: path relative to the iteration's directory, size, xxh3-128 of its content."""
+    """One file of a checkpoint: path relative to the iteration's directory, size, xxh3-128 of its
+    content."""
 
     path: str
     nbytes: int
@@ -235,7 +262,8 @@ class FileRecord:
 
 
 def write_manifest(directory: Path, records: list[FileRecord]) -> None:
-    """Written as the last file of a checkpoint: what must be there for it to be complete, and under which name."""
+    """Written as the last file of a checkpoint: what must be there for it to be complete, and under
+    which name."""
     listed = {record.path: {"nbytes": record.nbytes, "xxh3": record.xxh3} for record in records}
     content = {"name": _name_in_the_end(directory), "files": listed}
     content["checksum"] = _checksum(content)
@@ -257,8 +285,8 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
     """The manifest, or None for a checkpoint that another program wrote.
 
     Raises:
-        UserError: the manifest cannot be read, is of another iteration or does not list all files; or it is missing,
-            although this program wrote the checkpoint.
+        UserError: the manifest cannot be read, is of another iteration or does not list all files;
+            or it is missing, although this program wrote the checkpoint.
     """
     path = directory / MANIFEST
     try:
@@ -266,18 +294,31 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
         checksum = data.pop("checksum", None)
         if checksum not in (None, _checksum(data)):  # an earlier release wrote none
             raise ValueError("its checksum is another")
-        records = [FileRecord(str(name), entry["nbytes"], entry["xxh3"]) for name, entry in data["files"].items()]
+        records = [
+            FileRecord(str(name), entry["nbytes"], entry["xxh3"])
+            for name, entry in data["files"].items()
+        ]
         written_as = data.get("name", _name_in_the_end(directory))
     except FileNotFoundError as error:
         if _is_ours(directory):
-            why = f"its {MANIFEST} is missing: nobody can tell whether its files are what was written"
-            raise UserError(f"{directory} cannot be trusted", why=why, fix=_go_back(directory)) from error
+            why = (
+                f"its {MANIFEST} is missing: nobody can tell whether its files are what was written"
+            )
+            raise UserError(
+                f"{directory} cannot be trusted", why=why, fix=_go_back(directory)
+            ) from error
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = error.strerror or str(error) if isinstance(error, OSError) else f"it is no manifest: {error!r:.100}"
+        why = (
+            error.strerror or str(error)
+            if isinstance(error, OSError)
+            else f"it is no manifest: {error!r:.100}"
+        )
         raise UserError(f"{path} is damaged", why=why, fix=_go_back(directory)) from error
     listed = {record.path for record in records}
-    if written_as != _name_in_the_end(directory) and _ITERATION.fullmatch(_name_in_the_end(directory)):
+    if written_as != _name_in_the_end(directory) and _ITERATION.fullmatch(
+        _name_in_the_end(directory)
+    ):
         why = f"it was written as {written_as}, of which this is a copy, or which was renamed"
     elif any(name != Path(name).name for name in listed):
         why = "it lists files of other directories"
@@ -291,14 +332,17 @@ def read_manifest(directory: Path) -> list[FileRecord] | None:
 def _is_ours(directory: Path) -> bool:
     """Whether this program wrote a checkpoint, which it never does without a manifest."""
     try:
-        return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(directory / "common.pt")
+        return (directory / EXTRA_STATE).exists() or _OUR_MARK in read_plain(
+            directory / "common.pt"
+        )
     except OSError:
         return False
 
 
 def check_complete(directory: Path) -> None:
-    """Every file of the manifest is there and has its size. Cheap: reads no data. A checkpoint that another program
-    wrote has no manifest: it must have the files without which there is nothing to load.
+    """Every file of the manifest is there and has its size. Cheap: reads no data. A checkpoint that
+    another program wrote has no manifest: it must have the files without which there is nothing to
+    load.
 
     Raises:
         UserError: names the files that are missing or truncated, and the iterations to go back to.
@@ -310,13 +354,17 @@ def check_complete(directory: Path) -> None:
         missing = sorted(name for name in _NEEDED if not (directory / name).is_file())
         if missing:
             raise UserError(
-                f"{directory} is not a complete checkpoint", f"missing: {', '.join(missing)}", _go_back(directory)
+                f"{directory} is not a complete checkpoint",
+                f"missing: {', '.join(missing)}",
+                _go_back(directory),
             )
         return
     faults = [fault for record in records if (fault := _fault_of(directory, record))]
     if faults:
         more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise UserError(f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory))
+        raise UserError(
+            f"{directory} is damaged", why="; ".join(faults[:4]) + more, fix=_go_back(directory)
+        )
 
 
 def _fault_of(directory: Path, record: FileRecord) -> str:
@@ -335,7 +383,8 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
     """Compare the files' fingerprints with the manifest; each rank reads its share.
 
     Raises:
-        UserError: names the first file whose content changed after it was written, or cannot be read.
+        UserError: names the first file whose content changed after it was written, or cannot be
+            read.
     """
     records = read_manifest(directory) or []
     for record in records[rank::world_size]:
@@ -346,7 +395,9 @@ def check_contents(directory: Path, rank: int = 0, world_size: int = 1) -> None:
             is_same = False
             why = f"it cannot be read: {error.strerror}"
         if not is_same:
-            raise UserError(f"{directory / record.path} is corrupt", why=why, fix=_go_back(directory))
+            raise UserError(
+                f"{directory / record.path} is corrupt", why=why, fix=_go_back(directory)
+            )
 
 
 def file_record(path: Path) -> FileRecord:
@@ -370,11 +421,15 @@ def _go_back(directory: Path) -> str:
     own = directory.name
     others = [i for i in saved_iterations(root) if iteration_name(i) != own]
     if others:
-        return f"pass --ckpt-step with an earlier iteration of {root}: {', '.join(map(str, others[-5:]))}"
+        return (
+            f"pass --ckpt-step with an earlier iteration of {root}: "
+            f"{', '.join(map(str, others[-5:]))}"
+        )
     return "pass --load with another checkpoint, or leave --load out to start from --hf-checkpoint"
 
 
-# -- writing -----------------------------------------------------------------------------------------------
+# -- writing
+# -----------------------------------------------------------------------------------------------
 
 
 def _bring_to_disk_below(directory: Path) -> None:
@@ -386,7 +441,8 @@ def _bring_to_disk_below(directory: Path) -> None:
 
 
 def partial_dir(final: Path) -> Path:
-    """An empty directory beside ``final`` to write into; what an earlier attempt left there is removed.
+    """An empty directory beside ``final`` to write into; what an earlier attempt left there is
+    removed.
 
     Raises:
         UserError: the place cannot be written to.
@@ -399,7 +455,9 @@ def partial_dir(final: Path) -> Path:
         path.mkdir()
     except OSError as error:
         raise UserError(
-            f"cannot write to {final.parent}", why=f"{error.strerror}", fix="pass a directory that you may write to"
+            f"cannot write to {final.parent}",
+            why=f"{error.strerror}",
+            fix="pass a directory that you may write to",
         ) from error
     return path
 
@@ -409,9 +467,11 @@ def _partial(final: Path) -> Path:
 
 
 def discard_partial(final: Path) -> bool:
-    """Remove what a save that will not be finished has written; False when there is nothing to remove.
+    """Remove what a save that will not be finished has written; False when there is nothing to
+    remove.
 
-    It gets another name first: a writer that is not quite dead can then no longer publish what is left of it.
+    It gets another name first: a writer that is not quite dead can then no longer publish what is
+    left of it.
     """
     discarded = final.with_name(f".{final.name}.discarded")
     shutil.rmtree(discarded, ignore_errors=True)
@@ -424,9 +484,11 @@ def discard_partial(final: Path) -> bool:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Make a finished directory visible under its name. An older one of that name is removed afterwards.
+    """Make a finished directory visible under its name. An older one of that name is removed
+    afterwards.
 
-    Between the two renames the older one lies at ``.<name>.replaced``, where `iteration_dir` finds it.
+    Between the two renames the older one lies at ``.<name>.replaced``, where `iteration_dir` finds
+    it.
     """
     _bring_to_disk_below(partial)
     replaced = final.with_name(f".{final.name}.replaced")
@@ -441,7 +503,8 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def set_latest(root: Path, iteration: int | str) -> None:
-    """Have the tracker name this iteration. Killed between its two files, the later one counts (`check_tracker`)."""
+    """Have the tracker name this iteration. Killed between its two files, the later one counts
+    (`check_tracker`)."""
     before = _last_set(root)
     goes_back = isinstance(before, int) and isinstance(iteration, int) and iteration < before
     for name in (_LATEST, TRACKER) if goes_back else (TRACKER, _LATEST):
@@ -449,7 +512,8 @@ def set_latest(root: Path, iteration: int | str) -> None:
 
 
 def retain(root: Path, keep: int | None) -> list[int]:
-    """Remove all but the newest ``keep`` iterations, and what dead saves left. The tracked one always stays.
+    """Remove all but the newest ``keep`` iterations, and what dead saves left. The tracked one
+    always stays.
 
     Returns:
         The iterations that were removed.
@@ -458,19 +522,25 @@ def retain(root: Path, keep: int | None) -> list[int]:
         if is_leftover(entry.name) and entry.is_dir():
             owner = root / entry.name.split(".")[1]
             if entry.name.endswith(".replaced") and not owner.exists():
-                entry.rename(owner)  # died between the two renames of `publish`: this is the only one there is
+                entry.rename(
+                    owner
+                )  # died between the two renames of `publish`: this is the only one there is
             else:
                 shutil.rmtree(entry, ignore_errors=True)
     if keep is None:
         return []
     latest = read_tracker(root)
     iterations = saved_iterations(root)
-    if isinstance(latest, int):  # later ones belong to a branch that was left with --ckpt-step: they go first
+    if isinstance(
+        latest, int
+    ):  # later ones belong to a branch that was left with --ckpt-step: they go first
         iterations.sort(key=lambda iteration: (iteration <= latest, iteration))
     doomed = [i for i in iterations[: max(0, len(iterations) - max(1, keep))] if i != latest]
     for iteration in doomed:
         victim = root / iteration_name(iteration)
-        hidden = victim.with_name(f".{victim.name}.discarded")  # invisible at once, even if the removal is cut short
+        hidden = victim.with_name(
+            f".{victim.name}.discarded"
+        )  # invisible at once, even if the removal is cut short
         victim.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
     return doomed

@@ -1,13 +1,15 @@
 """Bringing parameters here from the ranks that hold them, many at a time.
 
-A model of experts has ten thousand parameters and more, and each collective costs the same few dozen microseconds
-whatever its size. So parameters that travel the same way travel in one flat buffer:
+A model of experts has ten thousand parameters and more, and each collective costs the same few
+dozen microseconds whatever its size. So parameters that travel the same way travel in one flat
+buffer:
 
     pipeline   one broadcast per stage that holds some of the batch
     experts    one broadcast per expert-parallel rank that holds some of it
     tensor     one all-gather of everything that is cut, experts and the rest apart
 
-Only bytes are moved: what arrives is bit for bit what was sent. Every rank of the groups calls it with the same batch.
+Only bytes are moved: what arrives is bit for bit what was sent. Every rank of the groups calls it
+with the same batch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """A parameter that some rank of this pipeline (and expert) group holds: everything the others must know.
+    """A parameter that some rank of this pipeline (and expert) group holds: everything the others
+    must know.
 
     Attributes:
         shape, dtype: of the holder's own piece.
@@ -59,7 +62,8 @@ def whole_bytes(one: PlacedParameter, placement: Placement) -> int:
 def batches(
     held: Sequence[PlacedParameter], placement: Placement, limit: int = BATCH_BYTES
 ) -> Iterator[list[PlacedParameter]]:
-    """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger one comes alone."""
+    """Consecutive parameters whose whole tensors have at most ``limit`` bytes together; a larger
+    one comes alone."""
     batch: list[PlacedParameter] = []
     size = 0
     for one in held:
@@ -75,9 +79,13 @@ def batches(
 
 
 def gather(
-    batch: Sequence[PlacedParameter], local: Mapping[str, torch.Tensor], place: Placement, device: torch.device
+    batch: Sequence[PlacedParameter],
+    local: Mapping[str, torch.Tensor],
+    place: Placement,
+    device: torch.device,
 ) -> dict[str, list[torch.Tensor]]:
-    """The tensor-parallel pieces of each parameter, in the order of the ranks; views of shared buffers.
+    """The tensor-parallel pieces of each parameter, in the order of the ranks; views of shared
+    buffers.
 
     Args:
         local: this rank's own parameters.
@@ -104,7 +112,8 @@ def _spread(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Broadcast each parameter from its source in the group; ``here`` has all of them afterwards."""
+    """Broadcast each parameter from its source in the group; ``here`` has all of them
+    afterwards."""
     for source in sorted(set(sources.values())):
         own = [one for one in held if sources[one.name] == source]
         flat = _flat(own, here, device) if group.rank() == source else _empty(own, device)
@@ -114,7 +123,10 @@ def _spread(
 
 
 def _all_gather(
-    held: Sequence[PlacedParameter], here: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+    held: Sequence[PlacedParameter],
+    here: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[str, list[torch.Tensor]]:
     flat = _flat(held, here, device)
     parts = [torch.empty_like(flat) for _ in range(group.size())]
@@ -124,7 +136,8 @@ def _all_gather(
 
 
 def _offsets(held: Iterable[PlacedParameter]) -> tuple[list[int], int]:
-    """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's size."""
+    """Where each parameter begins in a flat buffer, aligned for any dtype, and the buffer's
+    size."""
     offsets = []
     end = 0
     for one in held:
@@ -137,13 +150,17 @@ def _empty(held: Sequence[PlacedParameter], device: torch.device) -> torch.Tenso
     return torch.empty(_offsets(held)[1], dtype=torch.uint8, device=device)
 
 
-def _flat(held: Sequence[PlacedParameter], tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _flat(
+    held: Sequence[PlacedParameter], tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
     flat = _empty(held, device)
     for name, view in _unpacked(held, flat):
         view.copy_(tensors[name])
     return flat
 
 
-def _unpacked(held: Sequence[PlacedParameter], flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _unpacked(
+    held: Sequence[PlacedParameter], flat: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     for one, offset in zip(held, _offsets(held)[0]):
         yield one.name, flat[offset : offset + one.nbytes].view(dtype_of(one.dtype)).view(one.shape)

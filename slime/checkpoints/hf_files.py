@@ -1,9 +1,9 @@
-"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing. Imports torch
-only where tensors are read or written.
+"""Hugging Face checkpoint directories on disk: verified reading by slices, atomic sharded writing.
+Imports torch only where tensors are read or written.
 
-HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything is loaded
-reader["model.norm.weight"][0:16]       reads these bytes only
-with HfWriter(dir, assets_from) as out: out.add(name, tensor)
+HfReader(dir).verify(family, spec)      every shard, every index entry, every layer, before anything
+is loaded reader["model.norm.weight"][0:16]       reads these bytes only with HfWriter(dir,
+assets_from) as out: out.add(name, tensor)
 """
 
 from __future__ import annotations
@@ -39,11 +39,22 @@ _QUANTISED = {
     ".weight_packed": "INT4",
     ".qweight": "INT4",
 }
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+    ".index.json",
+)
 
 
 class LazyTensor:
-    """A tensor in a safetensors file; indexing reads only the bytes asked for (`[a:b]`, `[:, a:b]`, `[:]`)."""
+    """A tensor in a safetensors file; indexing reads only the bytes asked for (`[a:b]`, `[:, a:b]`,
+    `[:]`)."""
 
     def __init__(self, piece: Any) -> None:
         self._piece = piece
@@ -56,13 +67,14 @@ class LazyTensor:
 class HfReader:
     """The tensors of a Hugging Face directory, one file or several with an index.
 
-    Opening checks that the files are there and agree with the index; nothing is read but the headers.
+    Opening checks that the files are there and agree with the index; nothing is read but the
+    headers.
 
     Args:
         names_only: no tensor will be read; then torch is not imported.
     Raises:
-        UserError: no safetensors (with advice when there are .bin files), shards missing or damaged, index entries
-            that no shard has. Everything that is wrong is in one message.
+        UserError: no safetensors (with advice when there are .bin files), shards missing or
+            damaged, index entries that no shard has. Everything that is wrong is in one message.
     """
 
     def __init__(self, directory: str | Path, *, names_only: bool = False) -> None:
@@ -76,7 +88,8 @@ class HfReader:
             if expected is not None and expected - names:
                 missing = sorted(expected - names)
                 raise UserError(
-                    f"{self.directory / file_name} lacks {len(missing)} tensors that the index promises",
+                    f"{self.directory / file_name} lacks {len(missing)} tensors that the index "
+                    "promises",
                     why=f"the first: {', '.join(missing[:3])}",
                     fix=f"download {file_name} and {INDEX} again from the same revision",
                 )
@@ -101,7 +114,8 @@ class HfReader:
         Returns:
             Tensors that are there and known not to be used.
         Raises:
-            UserError: tensors missing or unknown, named by layer, or of another shape than config.json makes them.
+            UserError: tensors missing or unknown, named by layer, or of another shape than
+                config.json makes them.
         """
         shapes = dict(family.hf_tensors(spec))
         expected = set(shapes)
@@ -116,20 +130,27 @@ class HfReader:
             raise UserError(
                 f"{self.directory} holds weights quantised to {kind}",
                 why=f"it has {quantised}; training needs the weights themselves",
-                fix="use a bfloat16 copy of the model (slime convert quantised-to-hf makes one of FP8 and INT4);"
+                fix="use a bfloat16 copy of the model (slime convert quantised-to-hf makes one of "
+                "FP8 and INT4);"
                 " where only engines are to be quantised, name the copy with --ref-load",
             )
         if missing or unknown:
             raise UserError(
                 f"{self.directory} is not a complete {family.name} model",
-                why="; ".join(_describe(missing, "missing", spec) + _describe(unknown, "unknown", spec)),
-                fix="download the missing files again; if config.json belongs to another model, replace it",
+                why="; ".join(
+                    _describe(missing, "missing", spec) + _describe(unknown, "unknown", spec)
+                ),
+                fix="download the missing files again; if config.json belongs to another model, "
+                "replace it",
             )
         self._check_shapes(shapes, family, spec)
         return ignored
 
-    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, spec: ModelSpec) -> None:
-        """The rows of embeddings may be fewer or more than the vocabulary: they are padded and cut."""
+    def _check_shapes(
+        self, shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, spec: ModelSpec
+    ) -> None:
+        """The rows of embeddings may be fewer or more than the vocabulary: they are padded and
+        cut."""
         wrong = []
         for name, shape in shapes.items():
             found = tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
@@ -137,10 +158,12 @@ class HfReader:
                 wrong.append(f"{name} is {list(found)} and would be {list(shape)}")
         if wrong:
             raise UserError(
-                f"{self.directory}: {len(wrong)} of {len(shapes)} weights are not of the shape that config.json gives"
+                f"{self.directory}: {len(wrong)} of {len(shapes)} weights are not of the shape "
+                "that config.json gives"
                 f" a {family.name} model",
                 why="; ".join(wrong[:3]),
-                fix="config.json was edited, or belongs to another model: download both from the same revision",
+                fix="config.json was edited, or belongs to another model: download both from the "
+                "same revision",
             )
 
     def _expected_files(self) -> dict[str, set[str] | None]:
@@ -153,13 +176,21 @@ class HfReader:
         try:
             weight_map: dict[str, Any] = dict(json.loads(index.read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is damaged", why=str(error), fix="download it again") from error
+            raise UserError(
+                f"{index} is damaged", why=str(error), fix="download it again"
+            ) from error
         # a conversion writes under these names
-        outside = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+        outside = [
+            name
+            for name in weight_map.values()
+            if not isinstance(name, str) or Path(name).name != name
+        ]
         if outside:
             why = f"its weight_map names {outside[0]!r}, which is no file of this directory"
             raise UserError(
-                f"{index} is damaged", why=why, fix="download it again; do not use what others have changed"
+                f"{index} is damaged",
+                why=why,
+                fix="download it again; do not use what others have changed",
             )
         promised: dict[str, set[str] | None] = {}
         for name, file_name in weight_map.items():
@@ -185,23 +216,30 @@ class HfReader:
             raise UserError(
                 f"{path} is not a readable safetensors file",
                 why=f"{error} (it has {path.stat().st_size} bytes)",
-                fix="download it again: the download was cut short, or a Git LFS pointer lies in its place",
+                fix="download it again: the download was cut short, or a Git LFS pointer lies in "
+                "its place",
             ) from error
 
     def _no_weights(self) -> UserError:
         if not self.directory.is_dir():
             return UserError(
-                f"there is no directory {self.directory}", fix="name a Hugging Face model directory of this host"
+                f"there is no directory {self.directory}",
+                fix="name a Hugging Face model directory of this host",
             )
         names = sorted(entry.name for entry in self.directory.iterdir())
         if any(name.endswith(".bin") for name in names):
             return UserError(
                 f"{self.directory} holds PyTorch .bin weights",
                 why="pickled files run code when they are read and cannot be read by slices",
-                fix="convert once: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir), and use new_dir",
+                fix="convert once: "
+                "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir), and use "
+                "new_dir",
             )
         if any(name.endswith(".gguf") for name in names):
-            fix = f"convert once: slime convert gguf-to-hf, then use the new directory instead of {self.directory}"
+            fix = (
+                "convert once: slime convert gguf-to-hf, then use the new directory instead of "
+                f"{self.directory}"
+            )
             return UserError(f"{self.directory} holds GGUF weights", fix=fix)
         return UserError(
             f"no weights in {self.directory}",
@@ -212,7 +250,9 @@ class HfReader:
 
 def _layers_of(names: Iterable[str]) -> str:
     """ "3-5, 9" for tensors of these layers."""
-    layers = sorted({int(found.group(1)) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))})
+    layers = sorted(
+        {int(found.group(1)) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))}
+    )
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:
@@ -226,7 +266,9 @@ def _describe(names: list[str], adjective: str, spec: ModelSpec) -> list[str]:
     """What is wrong, whole layers first: "layer 3 is missing" says more than nine tensor names."""
     if not names:
         return []
-    per_layer = Counter(found.group(1) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name)))
+    per_layer = Counter(
+        found.group(1) for name in names if (found := re.search(r"\.layers\.(\d+)\.", name))
+    )
     count = f"{len(names)} tensors {adjective}" if len(names) > 1 else f"1 tensor {adjective}"
     layers = _layers_of(names)
     where = f" in layers {layers} of {spec.num_layers}" if per_layer else ""
@@ -239,9 +281,13 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
     Args:
         kept: by the flag that names it, what must not be lost.
     Raises:
-        UserError: one of ``kept`` is the directory or in it; the directory holds anything but a model's files.
+        UserError: one of ``kept`` is the directory or in it; the directory holds anything but a
+            model's files.
     """
-    fix = "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}; --no-export-model makes none"
+    fix = (
+        "give exports a directory of their own, e.g. --save-hf exports/{rollout_id}; "
+        "--no-export-model makes none"
+    )
     for flag, path in kept.items():
         if path.resolve() == directory.resolve():
             why = "the export replaces the directory as a whole, and what is there would be lost"
@@ -251,30 +297,49 @@ def check_export(directory: Path, kept: Mapping[str, Path]) -> None:
             raise UserError(f"{directory} holds {flag} {path}", why=why, fix=fix)
     entries = sorted(directory.iterdir()) if directory.is_dir() else []
     is_model = any(entry.name.endswith(".safetensors") for entry in entries)
-    if directory.is_file() or any(entry.is_dir() for entry in entries) or (entries and not is_model):
+    if (
+        directory.is_file()
+        or any(entry.is_dir() for entry in entries)
+        or (entries and not is_model)
+    ):
         there = ", ".join(entry.name for entry in entries[:8]) or "a file"
-        why = f"the export replaces the directory as a whole; there is: {there}{' …' if len(entries) > 8 else ''}"
-        raise UserError(f"{directory} holds something else than an earlier export", why=why, fix=fix)
+        why = (
+            "the export replaces the directory as a whole; there is: "
+            f"{there}{' …' if len(entries) > 8 else ''}"
+        )
+        raise UserError(
+            f"{directory} holds something else than an earlier export", why=why, fix=fix
+        )
 
 
 class HfWriter:
-    """Writes a Hugging Face directory: shards, index, config and tokenizer assets. Visible only when complete.
+    """Writes a Hugging Face directory: shards, index, config and tokenizer assets. Visible only
+    when complete.
 
     Args:
         directory: final place; an earlier export there is replaced as a whole.
         assets_from: directory whose config and tokenizer files are copied.
         shard_bytes: upper bound of a weight file.
-        quantised: the tensors are as the quantization_config of ``assets_from`` says; otherwise they are plain, and the
-            copy of config.json has none.
+        quantised: the tensors are as the quantization_config of ``assets_from`` says; otherwise
+            they are plain, and the copy of config.json has none.
     Raises:
         UserError: what is in ``directory`` must not be lost (`check_export`).
     """
 
     def __init__(
-        self, directory: str | Path, assets_from: str | Path, shard_bytes: int = 4 << 30, *, quantised: bool = False
+        self,
+        directory: str | Path,
+        assets_from: str | Path,
+        shard_bytes: int = 4 << 30,
+        *,
+        quantised: bool = False,
     ) -> None:
         self._quantised = quantised
-        self.directory, self.assets_from, self.shard_bytes = Path(directory), Path(assets_from), shard_bytes
+        self.directory, self.assets_from, self.shard_bytes = (
+            Path(directory),
+            Path(assets_from),
+            shard_bytes,
+        )
         check_export(self.directory, {"--hf-checkpoint": self.assets_from})
 
     def __enter__(self) -> HfWriter:
@@ -292,14 +357,18 @@ class HfWriter:
         nbytes = tensor.numel() * tensor.element_size()
         if self._open and self._open_bytes + nbytes > self.shard_bytes:
             self._flush()
-        # a view would be saved with the storage it looks into, and may be overwritten before the flush
+        # a view would be saved with the storage it looks into, and may be overwritten before the
+        # flush
         self._open[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._open_bytes += nbytes
         self.total_bytes += nbytes
         self._dtypes[dtype_name(tensor.dtype)] += tensor.numel()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -320,7 +389,8 @@ class HfWriter:
         except OSError as failure:
             raise UserError(
                 f"could not write {self.directory}",
-                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights had come by then",
+                why=f"{failure.strerror or failure}; {self.total_bytes / 1e9:.1f} GB of weights "
+                "had come by then",
                 fix="free space, or pass another --save-hf; nothing was left half-written",
             ) from failure
 
@@ -343,7 +413,10 @@ class HfWriter:
             (self._partial / f"shard-{number:05d}.safetensors").rename(self._partial / final)
             weight_map.update(dict.fromkeys(names, final))
         if count > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
             (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         dtype = self._dtypes.most_common(1)[0][0] if self._dtypes and not self._quantised else None
         copy_assets(self.assets_from, self._partial, dtype)
@@ -354,10 +427,15 @@ def copy_assets(source: Path, target: Path, dtype: str | None = None) -> None:
     """Copy config, tokenizer and remote-code files; everything at top level that is not weights.
 
     Args:
-        dtype: of plain weights beside them: config.json says so, and nothing of quantised ones. None leaves it alone.
+        dtype: of plain weights beside them: config.json says so, and nothing of quantised ones.
+            None leaves it alone.
     """
     for entry in sorted(source.iterdir()):
-        if not entry.is_file() or entry.name.startswith(".") or entry.name.endswith(_WEIGHT_SUFFIXES):
+        if (
+            not entry.is_file()
+            or entry.name.startswith(".")
+            or entry.name.endswith(_WEIGHT_SUFFIXES)
+        ):
             continue
         shutil.copyfile(entry, target / entry.name)
     config_path = target / "config.json"

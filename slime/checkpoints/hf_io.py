@@ -1,9 +1,10 @@
 """Megatron model ↔ Hugging Face tensors, on any parallel layout.
 
-    Hugging Face directory ── load_hf ──► model chunks ── iter_hf_tensors ──► (name, tensor) … ── save_hf ──► directory
+    Hugging Face directory ── load_hf ──► model chunks ── iter_hf_tensors ──► (name, tensor) … ──
+    save_hf ──► directory
 
-`load_hf` reads on each rank only the slices that it keeps. `iter_hf_tensors` is collective: all ranks call it, all
-ranks get every tensor whole, in the same order whatever the layout.
+`load_hf` reads on each rank only the slices that it keeps. `iter_hf_tensors` is collective: all
+ranks call it, all ranks get every tensor whole, in the same order whatever the layout.
 """
 
 from __future__ import annotations
@@ -59,8 +60,14 @@ class HfLoadReport:
     def __str__(self) -> str:
         amount = f"{self.num_elements / 1e6:,.1f} M numbers, {self.nbytes / 1e6:,.0f} MB"
         source = f"{len(self.files)} file(s) of {self.directory}"
-        text = f"loaded {self.num_loaded} parameters ({amount}) from {source} in {self.seconds:.1f} s"
-        return text + (f"; {len(self.ignored)} tensors are not used by this model family" if self.ignored else "")
+        text = (
+            f"loaded {self.num_loaded} parameters ({amount}) from {source} in {self.seconds:.1f} s"
+        )
+        return text + (
+            f"; {len(self.ignored)} tensors are not used by this model family"
+            if self.ignored
+            else ""
+        )
 
 
 def load_hf(
@@ -72,7 +79,8 @@ def load_hf(
 ) -> HfLoadReport:
     """Fill the model with a Hugging Face checkpoint. Collective under ``torch.distributed``.
 
-    An optimizer that keeps its own copy of the parameters must be told afterwards (``reload_model_params``).
+    An optimizer that keeps its own copy of the parameters must be told afterwards
+    (``reload_model_params``).
 
     Args:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
@@ -80,8 +88,8 @@ def load_hf(
         hf_config: its config; read from ``hf_dir`` when None.
         model_name: conversion table, when config.json does not tell.
     Raises:
-        UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got nothing, or a tensor
-            that no parameter took; by name.
+        UserError: files missing or damaged, a tensor of the wrong shape, a parameter that got
+            nothing, or a tensor that no parameter took; by name.
     """
     started = time.perf_counter()
     config = hf_config if hf_config is not None else hf_dir
@@ -108,7 +116,9 @@ def load_hf(
                 files[file_name] = files.get(file_name, 0) + 1
     _check_all_taken(sorted(family.expected_hf_names(spec)), taken, Path(hf_dir))
     seconds = time.perf_counter() - started
-    report = HfLoadReport(Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds)
+    report = HfLoadReport(
+        Path(hf_dir), num_loaded, num_elements, nbytes, files, tuple(ignored), seconds
+    )
     logger.info("%s", report)
     return report
 
@@ -117,7 +127,8 @@ def _match(family: ModelFamily, name: str, spec: ModelSpec, tensor: torch.Tensor
     match = _match_of(family, name, spec)
     if match is None and isinstance(tensor, nn.Parameter):
         raise UserError(
-            f"the model has a parameter {name} {list(tensor.shape)} that the table of {family.name} does not know",
+            f"the model has a parameter {name} {list(tensor.shape)} that the table of "
+            f"{family.name} does not know",
             why="it would start from random numbers",
             fix="drop the flag that adds it, or choose the model family that has it",
         )
@@ -130,7 +141,9 @@ def _match_of(family: ModelFamily, name: str, spec: ModelSpec) -> Match | None:
     match = family.match_megatron(known, spec)
     if match is None or last is None:
         return match
-    return dataclasses.replace(match, exports=tuple(expert_runs.run_name(one, last) for one in match.exports))
+    return dataclasses.replace(
+        match, exports=tuple(expert_runs.run_name(one, last) for one in match.exports)
+    )
 
 
 def shard_of(match: Match, placement: Placement) -> Shard:
@@ -150,7 +163,12 @@ def with_padding_of(match: Match, tensor: torch.Tensor, spec: ModelSpec, shard: 
 
 
 def _read_piece(
-    reader: HfReader, match: Match, name: str, target: torch.Tensor, spec: ModelSpec, placement: Placement
+    reader: HfReader,
+    match: Match,
+    name: str,
+    target: torch.Tensor,
+    spec: ModelSpec,
+    placement: Placement,
 ) -> torch.Tensor:
     shard = shard_of(match, placement)
     sources = " + ".join(match.sources)
@@ -159,14 +177,17 @@ def _read_piece(
         piece = match.rule.layout.load([reader[source] for source in match.sources], shard, padded)
     except ValueError as error:
         raise UserError(
-            f"{sources} does not fit {name}", why=str(error), fix="use the config.json that belongs to the weights"
+            f"{sources} does not fit {name}",
+            why=str(error),
+            fix="use the config.json that belongs to the weights",
         ) from error
     if piece.shape != target.shape:
         raise UserError(
             f"{sources} gives {list(piece.shape)} for {name}, which is {list(target.shape)}"
             + (f" on tensor-parallel rank {shard.rank} of {shard.size}" if shard.size > 1 else ""),
             why="the weights and the model that was built have different shapes",
-            fix="leave the architecture flags out (they are read from config.json), or make them agree with it",
+            fix="leave the architecture flags out (they are read from config.json), or make them "
+            "agree with it",
         )
     return piece
 
@@ -182,7 +203,8 @@ def _check_all_taken(expected: list[str], taken: set[str], directory: Path) -> N
         raise UserError(
             f"{len(left_over)} tensors of {directory} were taken by no parameter",
             why=f"the first: {', '.join(left_over[:4])}",
-            fix="the model was built without the layers they belong to: check the flags on layers, biases and norms",
+            fix="the model was built without the layers they belong to: check the flags on "
+            "layers, biases and norms",
         )
 
 
@@ -191,7 +213,8 @@ def _collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-# -- export ------------------------------------------------------------------------------------------------
+# -- export
+# ------------------------------------------------------------------------------------------------
 
 
 class HfExporter:
@@ -201,9 +224,10 @@ class HfExporter:
         model_chunks: this rank's model, one chunk per virtual pipeline stage, wrapped or not.
         hf_config: what the model was built from.
         model_name: conversion table, when the config does not tell.
-        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and nothing crosses the
-            pipeline.
-        in_runs: experts that are stacked here come many at a time (`slime.engines.wire.expert_runs`).
+        own_stage: only what this pipeline stage holds; collective over the ranks of the stage, and
+            nothing crosses the pipeline.
+        in_runs: experts that are stacked here come many at a time
+            (`slime.engines.wire.expert_runs`).
     """
 
     def __init__(
@@ -219,7 +243,9 @@ class HfExporter:
         self.spec = self.family.model_spec(hf_config)
         place = Placement.current()
         self.placement = dataclasses.replace(place, pp_group=None) if own_stage else place
-        self._local = dict(global_parameters(model_chunks, self.spec.num_experts, self.placement, in_runs=in_runs))
+        self._local = dict(
+            global_parameters(model_chunks, self.spec.num_experts, self.placement, in_runs=in_runs)
+        )
         self._matches: dict[str, Match] = {}
         for name, tensor in self._local.items():
             match = _match(self.family, name, self.spec, tensor)
@@ -229,10 +255,12 @@ class HfExporter:
         self._names = [name for _, match in self._plan for name in match.exports]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor), the same on every rank: embedding, layers in order, final norm, output.
+        """(Hugging Face name, whole tensor), the same on every rank: embedding, layers in order,
+        final norm, output.
 
-        On one rank the tensors are views of the parameters where the layout allows: use them before the next
-        optimizer step, or copy. On several they are views of buffers that hold a batch of them: copy what is kept.
+        On one rank the tensors are views of the parameters where the layout allows: use them before
+        the next optimizer step, or copy. On several they are views of buffers that hold a batch of
+        them: copy what is kept.
         """
         exported = {held.name: match for held, match in self._plan if match.exports}
         plan = [held for held, match in self._plan if match.exports]
@@ -274,7 +302,9 @@ class HfExporter:
         ]
         for group in (place.ep_group, place.pp_group):
             if group is not None:
-                said = [row for part in all_gather([vars(held) for held in mine], group) for row in part]
+                said = [
+                    row for part in all_gather([vars(held) for held in mine], group) for row in part
+                ]
                 mine = [PlacedParameter(**{**row, "shape": tuple(row["shape"])}) for row in said]
         first: dict[str, PlacedParameter] = {}
         for held in mine:
@@ -286,7 +316,8 @@ class HfExporter:
 
 
 def _exported(match: Match, pieces: Sequence[torch.Tensor], spec: ModelSpec) -> list[torch.Tensor]:
-    """Hugging Face tensors from the pieces of all tensor-parallel ranks; [experts, out, in] each for a run."""
+    """Hugging Face tensors from the pieces of all tensor-parallel ranks; [experts, out, in] each
+    for a run."""
     if expert_runs.ExpertRun.parse(match.exports[0]) is None:
         return match.rule.layout.export(pieces, spec)
     # layouts know the axes of one expert: that of the experts goes behind them for the while
@@ -317,7 +348,8 @@ def save_hf(
     dtype: torch.dtype | None = None,
     model_name: str | None = None,
 ) -> Path:
-    """Write the model as a Hugging Face directory (sharded safetensors, index, config, tokenizer). Collective.
+    """Write the model as a Hugging Face directory (sharded safetensors, index, config, tokenizer).
+    Collective.
 
     Rank 0 writes, into a hidden directory that is renamed when it is complete.
 
@@ -325,7 +357,8 @@ def save_hf(
         assets_from: Hugging Face directory whose config and tokenizer files go along.
         dtype: of the floating-point weights; the model's own when None.
     Raises:
-        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing half-written is left).
+        UserError: ``directory`` is ``assets_from``, or it cannot be written (rank 0; nothing
+            half-written is left).
     """
     tensors = iter_hf_tensors(model_chunks, hf_config, model_name=model_name)
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -337,7 +370,9 @@ def save_hf(
             for name, tensor in tensors:
                 writer.add(name, tensor.to(dtype_in(dtype, name, tensor.dtype)))
     except (OSError, UserError):
-        for _ in tensors:  # the other ranks are inside the collectives; leave them no one to wait for
+        for (
+            _
+        ) in tensors:  # the other ranks are inside the collectives; leave them no one to wait for
             pass
         raise
     logger.info("wrote %.2f GB of weights to %s", writer.total_bytes / 1e9, directory)

@@ -36,16 +36,19 @@ class LoadPlan:
     """What to load and where to go on.
 
     Attributes:
-        kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face directory).
+        kind: "megatron" (a checkpoint of this program or of Megatron-LM) or "hf" (a Hugging Face
+            directory).
         path: the iteration's directory, or the Hugging Face directory.
-        iteration: the rollout after which the checkpoint was saved; None for weights without a past, or when only the
-            weights are wanted.
+        iteration: the rollout after which the checkpoint was saved; None for weights without a
+            past, or when only the weights are wanted.
         start_rollout_id: the next rollout.
-        load_optimizer, load_rng: whether training goes on from the saved optimizer and random numbers.
+        load_optimizer, load_rng: whether training goes on from the saved optimizer and random
+            numbers.
         is_resume: the run goes on in its own --save directory.
         note: one line for people: what is loaded and why.
         damaged: iterations of a run that goes on which would have come first.
-        is_foreign: another program wrote it, and nothing tells whether its files are what was written.
+        is_foreign: another program wrote it, and nothing tells whether its files are what was
+            written.
     """
 
     kind: Literal["megatron", "hf"]
@@ -66,20 +69,25 @@ class LoadPlan:
 def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
     """The actor's weights.
 
-    * ``--load`` equal to ``--save`` with nothing saved yet: fresh start from ``--ref-load`` or ``--hf-checkpoint``.
-    * ``--load`` equal to ``--save``: the newest checkpoint that is whole; changes nothing there (`agreed_plan` does).
-    * ``--load`` with another Megatron checkpoint, or ``--ckpt-step``: that iteration, or the latest.
+    * ``--load`` equal to ``--save`` with nothing saved yet: fresh start from ``--ref-load`` or
+      ``--hf-checkpoint``.
+    * ``--load`` equal to ``--save``: the newest checkpoint that is whole; changes nothing there
+      (`agreed_plan` does).
+    * ``--load`` with another Megatron checkpoint, or ``--ckpt-step``: that iteration, or the
+      latest.
     * ``--load`` with a Hugging Face directory, or no ``--load``: a fresh start from it.
 
     Args:
         corrupt: iterations that are known to be, where the run goes on.
     Raises:
-        UserError: nothing loadable at --load; names the directory, what is in it, and the flags. Also: --save holds
-            another run's checkpoints.
+        UserError: nothing loadable at --load; names the directory, what is in it, and the flags.
+            Also: --save holds another run's checkpoints.
     """
     flags = config.checkpoint
     given = flags.load
-    resumable = given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
+    resumable = (
+        given is not None and flags.save is not None and _same(Path(given), Path(flags.save))
+    )
     if not resumable and flags.save is not None:
         _refuse_foreign_save(Path(flags.save))
     if given is not None:
@@ -90,16 +98,21 @@ def resolve_load(config: Config, corrupt: Sequence[Damage] = ()) -> LoadPlan:
             return _fresh(config, f"nothing saved yet in {root} (--load is --save)")
         tracked = read_tracker(root)
         if tracked is not None or (flags.ckpt_step is not None and saved_iterations(root)):
-            return _megatron(config, *_pick(root, tracked, flags.ckpt_step, "--ckpt-step"), resumable)
+            return _megatron(
+                config, *_pick(root, tracked, flags.ckpt_step, "--ckpt-step"), resumable
+            )
         if is_hf_dir(root):
             _refuse_step(root, flags.ckpt_step, "--ckpt-step")
-            return _weights_only("hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id)
+            return _weights_only(
+                "hf", root, f"Hugging Face weights from {root}", config.rollout.start_rollout_id
+            )
         raise _nothing_there(root, "--load")
     return _fresh(config, "no --load")
 
 
 def check_length(config: Config, plan: LoadPlan) -> None:
-    """What is loaded does not lie behind the end of the run. At its end a run may stand that was killed as it ended.
+    """What is loaded does not lie behind the end of the run. At its end a run may stand that was
+    killed as it ended.
 
     Raises:
         UserError: it does, so that nothing would be trained.
@@ -110,13 +123,14 @@ def check_length(config: Config, plan: LoadPlan) -> None:
         raise UserError(
             f"--num-rollout {length} is too short: {done} rollouts are trained on already",
             why=f"it is the length of the whole run; {plan.note}",
-            fix=f"pass --num-rollout {done + length} for {length} more, or another --load or --ckpt-step",
+            fix=f"pass --num-rollout {done + length} for {length} more, or another --load or "
+            "--ckpt-step",
         )
 
 
 def going_on(config: Config) -> Config:
-    """The configuration with which a run goes on from the newest of its own checkpoints: what said where its first
-    launch began counts no more. Before the first checkpoint it is the same.
+    """The configuration with which a run goes on from the newest of its own checkpoints: what said
+    where its first launch began counts no more. Before the first checkpoint it is the same.
 
     Raises:
         UserError: the run saves no checkpoints.
@@ -130,7 +144,14 @@ def going_on(config: Config) -> Config:
         )
     if not has_checkpoints(Path(flags.save)):
         return config
-    own = replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    own = replace(
+        flags,
+        load=flags.save,
+        ckpt_step=None,
+        finetune=False,
+        no_load_optim=False,
+        no_load_rng=False,
+    )
     return replace(config, checkpoint=own, rollout=replace(config.rollout, start_rollout_id=None))
 
 
@@ -141,12 +162,15 @@ def resolve_reference(config: Config) -> LoadPlan:
         UserError: as `resolve_load`.
     """
     if _without_a_past(config) is None:
-        raise UserError("no weights for the reference model", fix="pass --ref-load or --hf-checkpoint")
+        raise UserError(
+            "no weights for the reference model", fix="pass --ref-load or --hf-checkpoint"
+        )
     return _reference_weights(config, "reference model from")
 
 
 def is_hf_dir(path: Path) -> bool:
-    """Does the directory hold a Hugging Face model: a config.json with a model_type or architectures?"""
+    """Does the directory hold a Hugging Face model: a config.json with a model_type or
+    architectures?"""
     try:
         data = json.loads(read_plain(path / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -156,12 +180,19 @@ def is_hf_dir(path: Path) -> bool:
 
 def _fresh(config: Config, reason: str) -> LoadPlan:
     if _without_a_past(config) is None:
-        raise UserError("no weights to start from", why=reason, fix="pass --hf-checkpoint, or --load with a checkpoint")
-    return _reference_weights(config, f"{reason}: fresh start from", start=config.rollout.start_rollout_id)
+        raise UserError(
+            "no weights to start from",
+            why=reason,
+            fix="pass --hf-checkpoint, or --load with a checkpoint",
+        )
+    return _reference_weights(
+        config, f"{reason}: fresh start from", start=config.rollout.start_rollout_id
+    )
 
 
 def _without_a_past(config: Config) -> tuple[str, str] | None:
-    """The flag that names the weights of the reference model, which a fresh start begins with too, and its value."""
+    """The flag that names the weights of the reference model, which a fresh start begins with too,
+    and its value."""
     flags = config.checkpoint
     own = None if config.origins["ref_load"].startswith("derived") else flags.ref_load
     given = {"--ref-load": own, "--hf-checkpoint": flags.hf_checkpoint}
@@ -195,7 +226,9 @@ def _refuse_step(root: Path, step: int | None, flag: str) -> None:
         )
 
 
-def _weights_only(kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None) -> LoadPlan:
+def _weights_only(
+    kind: Literal["megatron", "hf"], path: Path, note: str, start: int | None
+) -> LoadPlan:
     return LoadPlan(kind, path, None, start or 0, False, False, False, note)
 
 
@@ -208,11 +241,16 @@ def _newest_of_its_own(config: Config, root: Path, corrupt: Sequence[Damage]) ->
             f"no checkpoint in {root} is whole",
             why="; ".join(f"{iteration_name(damage.iteration)}: {damage.why}" for damage in damaged)
             or f"{root / TRACKER} is there, and no iteration",
-            fix=f"move {root} away to start over from the weights that config.json of the run names (load, ref_load,"
+            fix=f"move {root} away to start over from the weights that config.json of the run "
+            "names (load, ref_load,"
             " hf_checkpoint); what the journal has is not generated again",
         )
-    plan = _megatron(config, iteration_dir(root, found), None if found == RELEASE else int(found), True)
-    skipped = "".join(f"; {iteration_name(damage.iteration)} is skipped: {damage.why}" for damage in damaged)
+    plan = _megatron(
+        config, iteration_dir(root, found), None if found == RELEASE else int(found), True
+    )
+    skipped = "".join(
+        f"; {iteration_name(damage.iteration)} is skipped: {damage.why}" for damage in damaged
+    )
     return replace(plan, note=plan.note + skipped, damaged=tuple(damaged))
 
 
@@ -236,8 +274,11 @@ def _megatron(config: Config, path: Path, iteration: int | None, resumable: bool
     )
 
 
-def _pick(root: Path, tracked: int | str | None, step: int | None, flag: str) -> tuple[Path, int | None]:
-    """The directory of the wanted iteration, checked to be complete; iteration None for converted weights."""
+def _pick(
+    root: Path, tracked: int | str | None, step: int | None, flag: str
+) -> tuple[Path, int | None]:
+    """The directory of the wanted iteration, checked to be complete; iteration None for converted
+    weights."""
     wanted = step if step is not None else tracked
     assert wanted is not None
     path = iteration_dir(root, wanted)
@@ -263,7 +304,8 @@ def _refuse_foreign_save(root: Path) -> None:
     if there:
         raise UserError(
             f"--save {root} already holds checkpoints of another run",
-            why=f"the iterations there: {', '.join(map(str, there[-8:]))}; this run would overwrite or remove them",
+            why=f"the iterations there: {', '.join(map(str, there[-8:]))}; this run would "
+            "overwrite or remove them",
             fix=f"pass --load {root} too, to resume it, or another --save",
         )
 
@@ -292,10 +334,13 @@ def _nothing_there(root: Path, flag: str) -> UserError:
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         if damaged := _damage(root / "config.json"):
             what = f"{root / 'config.json'} is damaged"
-            return UserError(what, why=damaged, fix="download or copy it again; the file was cut short, perhaps")
+            return UserError(
+                what, why=damaged, fix="download or copy it again; the file was cut short, perhaps"
+            )
         what = f"{flag} {root} holds no checkpoint"
         why = (
-            "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face model_type or"
+            "no latest_checkpointed_iteration.txt, and no config.json that names a Hugging Face "
+            "model_type or"
             f" architectures; it holds: {listed or 'nothing'}"
         )
     return UserError(what, why=why, fix=_FIXES[flag])
@@ -313,10 +358,14 @@ def _damage(file: Path) -> str:
 
 
 _FIXES = {
-    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name for"
+    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name "
+    "for"
     " a Hub model; no local path of that name may exist",
-    "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an iteration) or a"
+    "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an "
+    "iteration) or a"
     " Hugging Face directory; without it the reference model is that of --hf-checkpoint",
-    "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a Hugging Face"
-    " directory; set it to the --save directory to resume, or to start fresh from --ref-load or --hf-checkpoint",
+    "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "
+    "Hugging Face"
+    " directory; set it to the --save directory to resume, or to start fresh from --ref-load or "
+    "--hf-checkpoint",
 }

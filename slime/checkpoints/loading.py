@@ -1,6 +1,8 @@
-"""Loading a Megatron checkpoint: model, optimizer, schedule, random numbers, the run's own state; at any layout.
+"""Loading a Megatron checkpoint: model, optimizer, schedule, random numbers, the run's own state;
+at any layout.
 
-    load()   files as the manifest says ─► every weight is there, none is left over ─► model ─► optimizer, schedule
+    load()   files as the manifest says ─► every weight is there, none is left over ─► model ─►
+    optimizer, schedule
              ─► reference model ─► random numbers ─► the run's own state
 
 The same numbers come back, whatever layout saved them. All functions are collective.
@@ -19,7 +21,12 @@ import torch
 from slime.checkpoints.directory import EXTRA_STATE
 from slime.checkpoints.load_plan import LoadPlan
 from slime.checkpoints.optimizer_state import ensure_state, optimizer_tensors, restore
-from slime.checkpoints.random_state import seed_after, set_random_state, sharded_random_state, why_not_continued
+from slime.checkpoints.random_state import (
+    seed_after,
+    set_random_state,
+    sharded_random_state,
+    why_not_continued,
+)
 from slime.checkpoints.resuming import first_corrupt
 from slime.checkpoints.sharded_store import StateDict, read, read_common, read_contents
 from slime.checkpoints.trainer_state import REFERENCE, TrainerState
@@ -60,7 +67,11 @@ class LoadReport:
         amount = f"{self.num_loaded} parameters ({self.num_elements / 1e6:,.1f} M numbers)"
         text = ", ".join((f"loaded {amount}", *self.parts))
         text += f" from {self.files} file(s) of {self.directory} in {self.seconds:.1f} s"
-        return text + (f"; {self.num_ignored} entries of Transformer Engine are not used" if self.num_ignored else "")
+        return text + (
+            f"; {self.num_ignored} entries of Transformer Engine are not used"
+            if self.num_ignored
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,8 @@ class LoadedCheckpoint:
     """What `load` gives back.
 
     Attributes:
-        extra_state: what was given to `save`; {} when there is none, or when only weights were wanted.
+        extra_state: what was given to `save`; {} when there is none, or when only weights were
+            wanted.
         report: what came from where.
     """
 
@@ -76,13 +88,16 @@ class LoadedCheckpoint:
     report: LoadReport
 
 
-def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0, is_compared: bool = False) -> LoadedCheckpoint:
+def load(
+    plan: LoadPlan, state: TrainerState, *, seed: int = 0, is_compared: bool = False
+) -> LoadedCheckpoint:
     """Fill the trainer from a Megatron checkpoint. Collective.
 
     Args:
         plan: of kind "megatron".
         state: as for `save`; saved at any parallel layout. ``reference`` is read if it is given.
-        seed: --seed. A run that goes on without the saved random states is seeded by it and the iteration.
+        seed: --seed. A run that goes on without the saved random states is seeded by it and the
+            iteration.
         is_compared: the files' contents are, with the manifest (`agreed_plan`).
     Raises:
         UserError: a file is corrupt, a tensor is missing, left over or does not fit.
@@ -116,13 +131,17 @@ def load(plan: LoadPlan, state: TrainerState, *, seed: int = 0, is_compared: boo
     if plan.iteration is not None:
         because = why_not_continued(common.get("layout")) if plan.load_rng else "--no-load-rng"
         if because is None:
-            set_random_state(read({"rng_state": sharded_random_state(None)}, plan.path)["rng_state"])
+            set_random_state(
+                read({"rng_state": sharded_random_state(None)}, plan.path)["rng_state"]
+            )
             parts.append("random states")
         else:
             seed_after(plan.iteration, seed, because)
     report = replace(report, parts=tuple(parts), seconds=time.perf_counter() - started)
     logger.info("%s", report)
-    return LoadedCheckpoint(read_extra_state(plan.path) if plan.iteration is not None else {}, report)
+    return LoadedCheckpoint(
+        read_extra_state(plan.path) if plan.iteration is not None else {}, report
+    )
 
 
 def read_extra_state(directory: Path) -> dict[str, Any]:
@@ -133,7 +152,8 @@ def read_extra_state(directory: Path) -> dict[str, Any]:
 
 
 def saved_reference(plan: LoadPlan) -> int | None:
-    """The rollout after which the reference model in the checkpoint was taken; None: it has none, --ref-load does.
+    """The rollout after which the reference model in the checkpoint was taken; None: it has none,
+    --ref-load does.
 
     A run that only takes the weights (--finetune) starts with its own reference.
     """
@@ -142,12 +162,13 @@ def saved_reference(plan: LoadPlan) -> int | None:
     return read_common(plan.path).get("reference_iteration")
 
 
-# -- reading -----------------------------------------------------------------------------------------------
+# -- reading
+# -----------------------------------------------------------------------------------------------
 
 
 def _read_model(plan: LoadPlan, state: TrainerState) -> None:
-    """Layers of Transformer Engine also have an extra state (the history of scaling factors with FP8), which a
-    checkpoint of other layers lacks; they then start with a new one."""
+    """Layers of Transformer Engine also have an extra state (the history of scaling factors with
+    FP8), which a checkpoint of other layers lacks; they then start with a new one."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     saved = read_contents(plan.path).state_dict_metadata
@@ -156,17 +177,23 @@ def _read_model(plan: LoadPlan, state: TrainerState) -> None:
         return not isinstance(entry, ShardedObject) or entry.unique_key in saved
 
     wanted = {
-        key: {name: entry for name, entry in chunk.items() if is_there(entry)} for key, chunk in state.model().items()
+        key: {name: entry for name, entry in chunk.items() if is_there(entry)}
+        for key, chunk in state.model().items()
     }
     loaded = read(wanted, plan.path)
     for key, chunk in state.chunks().items():
         result = chunk.load_state_dict(loaded[key], strict=False)
-        odd = [name for name in (*result.missing_keys, *result.unexpected_keys) if not name.endswith(_TE_STATE)]
+        odd = [
+            name
+            for name in (*result.missing_keys, *result.unexpected_keys)
+            if not name.endswith(_TE_STATE)
+        ]
         assert not odd, odd  # `_account_for` has compared the names
 
 
 def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> float:
-    """After the model: master weights may share memory with float32 parameters, and are the finer ones."""
+    """After the model: master weights may share memory with float32 parameters, and are the finer
+    ones."""
     ensure_state(state.optimizer, on_host=state.moments_on_host)
     tensors = optimizer_tensors(state.optimizer, state.model())
     contents = read_contents(plan.path)
@@ -176,11 +203,14 @@ def _read_optimizer(plan: LoadPlan, state: TrainerState, saved: StateDict) -> fl
     tensors.put_back()
     if tensors.without_master:
         state.optimizer.reload_model_params()
-    settings_of_checkpoint = state.scheduler is not None and state.scheduler.use_checkpoint_opt_param_scheduler
+    settings_of_checkpoint = (
+        state.scheduler is not None and state.scheduler.use_checkpoint_opt_param_scheduler
+    )
     return restore(state.optimizer, saved, settings_of_checkpoint)
 
 
-# -- is it all there ---------------------------------------------------------------------------------------
+# -- is it all there
+# ---------------------------------------------------------------------------------------
 
 
 def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) -> LoadReport:
@@ -195,17 +225,26 @@ def _account_for(model_state: dict[str, Any], contents: Any, directory: Path) ->
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    entries = [entry for entry in nested_values(model_state) if not isinstance(entry, ShardedObject)]
+    entries = [
+        entry for entry in nested_values(model_state) if not isinstance(entry, ShardedObject)
+    ]
     needed = set().union(*all_gather(sorted({entry.key for entry in entries})))
-    present = {name for name in contents.state_dict_metadata if name.split(".")[0].split("/")[0] not in _OTHER}
+    present = {
+        name
+        for name in contents.state_dict_metadata
+        if name.split(".")[0].split("/")[0] not in _OTHER
+    }
     ignored = {name for name in present if _TE_STATE in name}
     missing = sorted(needed - present)
     left_over = sorted(present - ignored - needed)
     if missing or left_over:
         raise UserError(
             f"{directory} cannot be loaded into this model",
-            why="; ".join(_named(missing, "missing") + _named(left_over, "that no parameter takes")),
-            fix="it must be a checkpoint of the same model; pass --load with another directory, or the flags that the"
+            why="; ".join(
+                _named(missing, "missing") + _named(left_over, "that no parameter takes")
+            ),
+            fix="it must be a checkpoint of the same model; pass --load with another directory, "
+            "or the flags that the"
             " model was saved with",
         )
     files = {info.relative_path for info in contents.storage_data.values()}
@@ -227,7 +266,8 @@ def _account_for_optimizer(entries: list[Any], contents: Any, directory: Path) -
     if names:
         raise UserError(
             f"{directory} has no optimizer states for {len(names)} tensors that are trained now",
-            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when it was saved, or"
+            why=f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: they were frozen when "
+            "it was saved, or"
             " --optimizer was another one",
             fix="pass the flags that it was saved with (--optimizer, --freeze-params-name-list,"
             " --only-train-params-name-list), or --no-load-optim to go on with a fresh optimizer",

@@ -1,8 +1,8 @@
 """Names of a rank's Megatron parameters with global layer and expert numbers.
 
-Under pipeline parallelism (virtual stages included) a chunk calls its first layer ``decoder.layers.0``; under expert
-parallelism a rank calls its first expert 0, and all its experts are one parameter. The conversion tables speak of
-global numbers, and of each expert.
+Under pipeline parallelism (virtual stages included) a chunk calls its first layer
+``decoder.layers.0``; under expert parallelism a rank calls its first expert 0, and all its experts
+are one parameter. The conversion tables speak of global numbers, and of each expert.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Placement:
         if not ps.model_parallel_is_initialized():
             return Placement()
 
-        def place(group: torch.distributed.ProcessGroup) -> tuple[int, int, torch.distributed.ProcessGroup | None]:
+        def place(
+            group: torch.distributed.ProcessGroup,
+        ) -> tuple[int, int, torch.distributed.ProcessGroup | None]:
             return group.rank(), group.size(), group if group.size() > 1 else None
 
         pipeline = ps.get_pipeline_model_parallel_group()
@@ -66,7 +68,9 @@ class Placement:
 
 def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """The GPT models inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
-    if "megatron.core" not in sys.modules:  # then nothing can be wrapped by it; on a CPU its import needs preparation
+    if (
+        "megatron.core" not in sys.modules
+    ):  # then nothing can be wrapped by it; on a CPU its import needs preparation
         return list(model_chunks)
     from megatron.core.utils import unwrap_model
 
@@ -74,13 +78,16 @@ def unwrapped(model_chunks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def stored_tensors(model_chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """What of this rank's chunks a checkpoint holds: parameters, and persistent buffers (a router's expert bias)."""
+    """What of this rank's chunks a checkpoint holds: parameters, and persistent buffers (a router's
+    expert bias)."""
     found: list[torch.Tensor] = []
     for chunk in model_chunks:
         found += chunk.parameters()
         for module in chunk.modules():
             computed = module._non_persistent_buffers_set
-            found += [b for name, b in module._buffers.items() if b is not None and name not in computed]
+            found += [
+                b for name, b in module._buffers.items() if b is not None and name not in computed
+            ]
     return found
 
 
@@ -96,7 +103,8 @@ def global_parameters(
     Stacked experts come one by one, as views: ``…mlp.experts.linear_fc1.weight{expert}``.
 
     Args:
-        in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts, out, in].
+        in_runs: stacked experts come many at a time, ``…linear_fc1.weight{first}-{last}`` [experts,
+            out, in].
 
     Example (second of two pipeline stages of a four-layer model):
         >>> next(global_parameters([stage]))[0]
@@ -113,7 +121,10 @@ def global_parameters(
                 weights = tensor.detach()
                 stem = _globalised(name, numbers, first_expert)
                 for start, stop in expert_runs.bounds(weights.shape[0], weights[0].nbytes):
-                    yield f"{stem}{first_expert + start}-{first_expert + stop - 1}", weights[start:stop]
+                    yield (
+                        f"{stem}{first_expert + start}-{first_expert + stop - 1}",
+                        weights[start:stop],
+                    )
             elif _STACKED.search(name):
                 for local, expert in enumerate(_unstacked(tensor)):
                     yield _globalised(f"{name}{local}", numbers, first_expert), expert
@@ -122,7 +133,8 @@ def global_parameters(
 
 
 def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
-    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is in the model.
+    """[experts, out, in] → each expert's [out, in], on the same memory: what is copied into it is
+    in the model.
 
     ``stacked_in`` tells the parameter that it is a view of, and its place there.
     """
@@ -133,7 +145,8 @@ def _unstacked(weights: torch.Tensor) -> Iterator[nn.Parameter]:
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[int, int]:
-    """Local layer id → global layer id, both from 0; the layers know their global number, from 1."""
+    """Local layer id → global layer id, both from 0; the layers know their global number, from
+    1."""
     layers = chunk.get_submodule("decoder.layers")
     return {int(local): int(layer.layer_number) - 1 for local, layer in layers.named_children()}  # type: ignore[arg-type]
 

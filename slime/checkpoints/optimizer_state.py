@@ -1,15 +1,18 @@
-"""The optimizer in a checkpoint: every number at its place in the whole parameter, whatever layout trained it.
+"""The optimizer in a checkpoint: every number at its place in the whole parameter, whatever layout
+trained it.
 
-Megatron's distributed optimizer gives each data-parallel rank a flat run of every parameter, with its master weights
-and moments. A flat run of a matrix is at most three boxes of it, and boxes are what a sharded checkpoint is made of:
+Megatron's distributed optimizer gives each data-parallel rank a flat run of every parameter, with
+its master weights and moments. A flat run of a matrix is at most three boxes of it, and boxes are
+what a sharded checkpoint is made of:
 
     parameter of shape (3, 4), this rank has [2, 9)     . . ■ ■     (0, 2) size (1, 2)
                                                         ■ ■ ■ ■     (1, 0) size (1, 4)
                                                         ■ . . .     (2, 0) size (1, 1)
 
-So every rank writes its own numbers where they lie and reads its own numbers where they belong: nothing is gathered,
-nothing is copied, and any other layout finds its boxes among them. The names are megatron-core's ("fully reshardable":
-``optimizer.state.exp_avg.decoder.…``), whose own writer gathers the whole optimizer on every rank's host instead.
+So every rank writes its own numbers where they lie and reads its own numbers where they belong:
+nothing is gathered, nothing is copied, and any other layout finds its boxes among them. The names
+are megatron-core's ("fully reshardable": ``optimizer.state.exp_avg.decoder.…``), whose own writer
+gathers the whole optimizer on every rank's host instead.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ MASTER = "param"
 _PREFIX = "optimizer.state"
 
 
-# -- boxes -------------------------------------------------------------------------------------------------
+# -- boxes
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The flat run [start, end) of a row-major tensor as boxes, in the order of its elements; 2 n - 1 at most.
+    """The flat run [start, end) of a row-major tensor as boxes, in the order of its elements; 2 n -
+    1 at most.
 
     Example:
         >>> [(box.offset, box.size) for box in boxes((3, 4), 2, 9)]
@@ -72,7 +77,8 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     return found
 
 
-# -- what a rank holds -------------------------------------------------------------------------------------
+# -- what a rank holds
+# -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,17 +100,19 @@ class FlatRun:
 
 
 def parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers inside a chained one (dense and expert parameters), or the one itself; none without
-    parameters."""
+    """Megatron's optimizers inside a chained one (dense and expert parameters), or the one itself;
+    none without parameters."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    chained = (
+        optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    )
     yield from (part for part in chained if part.optimizer is not None)
 
 
 def held_state(part: Any) -> Iterator[FlatRun]:
-    """What this rank holds of one of `parts`. The tensors are those the optimizer computes with, not copies (but see
-    `OptimizerTensors.copies`)."""
+    """What this rank holds of one of `parts`. The tensors are those the optimizer computes with,
+    not copies (but see `OptimizerTensors.copies`)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):
@@ -113,7 +121,9 @@ def held_state(part: Any) -> Iterator[FlatRun]:
                 for parameter, ranges in bucket["param_map"].items():
                     run = ranges["param"]
                     tensors = part._get_main_param_and_optimizer_states(parameter)
-                    yield FlatRun(parameter, run.start, run.end, _flat(tensors, run.end - run.start), True)
+                    yield FlatRun(
+                        parameter, run.start, run.end, _flat(tensors, run.end - run.start), True
+                    )
         return
     model_parameter = {main: parameter for parameter, main in _masters(part)}
     for group in part.optimizer.param_groups:
@@ -126,11 +136,14 @@ def held_state(part: Any) -> Iterator[FlatRun]:
 
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, its float32 master) of an optimizer of half-precision parameters that is not distributed."""
+    """(parameter, its float32 master) of an optimizer of half-precision parameters that is not
+    distributed."""
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     if isinstance(part, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        for parameters, masters in zip(
+            part.float16_groups, part.fp32_from_float16_groups, strict=True
+        ):
             yield from zip(parameters, masters, strict=True)
 
 
@@ -138,15 +151,18 @@ def _flat(tensors: dict[str, Any], numel: int) -> dict[str, Tensor]:
     def belongs(name: str, value: Any) -> bool:
         return isinstance(value, Tensor) and name != "step" and value.numel() == numel
 
-    return {name: value.detach().view(-1) for name, value in tensors.items() if belongs(name, value)}
+    return {
+        name: value.detach().view(-1) for name, value in tensors.items() if belongs(name, value)
+    }
 
 
 def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
-    """Give the optimizer the state that its first step would give it, so that it can be saved, and loaded into,
-    before that step.
+    """Give the optimizer the state that its first step would give it, so that it can be saved, and
+    loaded into, before that step.
 
     Args:
-        on_host: Adam's moments live in host memory (--offload-optimizer-states): the device may have no room for them.
+        on_host: Adam's moments live in host memory (--offload-optimizer-states): the device may
+            have no room for them.
     """
     for part in parts(optimizer):
         inner = part.optimizer
@@ -158,7 +174,9 @@ def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
                     on_device = group.get("fused") or group.get("capturable")
                     where = "cpu" if on_host else parameter.device
                     inner.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
+                        "step": torch.zeros(
+                            (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+                        ),
                         "exp_avg": torch.zeros_like(parameter, device=where),
                         "exp_avg_sq": torch.zeros_like(parameter, device=where),
                     }
@@ -166,18 +184,21 @@ def ensure_state(optimizer: Any, *, on_host: bool = False) -> None:
                     inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
-# -- to a checkpoint and back ------------------------------------------------------------------------------
+# -- to a checkpoint and back
+# ------------------------------------------------------------------------------
 
 
-def sharded_optimizer_state(optimizer: Any, model_state: StateDict, *, on_host: bool = False) -> StateDict:
+def sharded_optimizer_state(
+    optimizer: Any, model_state: StateDict, *, on_host: bool = False
+) -> StateDict:
     """The optimizer as part of a sharded state dict. Collective.
 
     Args:
         model_state: the model's sharded state dict, whose data are the parameters themselves.
         on_host: as for `ensure_state`.
     Returns:
-        ``param_state`` (sharded tensors over the optimizer's own memory) and what is the same on every rank: settings
-        and step counts of all parameter groups, the loss scaler.
+        ``param_state`` (sharded tensors over the optimizer's own memory) and what is the same on
+        every rank: settings and step counts of all parameter groups, the loss scaler.
     """
     ensure_state(optimizer, on_host=on_host)
     groups = all_gather([group for part in parts(optimizer) for group in _settings(part)])
@@ -208,12 +229,15 @@ class OptimizerTensors:
     def known_to(self, contents: Any) -> list[Any]:
         """What to read of a checkpoint, by its table of contents.
 
-        A float32 run without distributed optimizer saves no master weights, as its parameters are those; other
-        programs call those of a half-precision run ``fp32_param``.
+        A float32 run without distributed optimizer saves no master weights, as its parameters are
+        those; other programs call those of a half-precision run ``fp32_param``.
         """
         wanted = []
         for sharded in self.sharded:
-            if sharded.key.startswith(f"{_PREFIX}.{MASTER}.") and sharded.key not in contents.state_dict_metadata:
+            if (
+                sharded.key.startswith(f"{_PREFIX}.{MASTER}.")
+                and sharded.key not in contents.state_dict_metadata
+            ):
                 key = sharded.key.replace(f"{_PREFIX}.{MASTER}.", f"{_PREFIX}.fp32_{MASTER}.", 1)
                 if key not in contents.state_dict_metadata:
                     self.without_master = True
@@ -243,18 +267,24 @@ def optimizer_tensors(optimizer: Any, model_state: StateDict) -> OptimizerTensor
 
 
 def restore(optimizer: Any, saved: StateDict, settings_of_checkpoint: bool = False) -> float:
-    """The rest of the optimizer once its tensors are read: step counts, learning rates, the loss scaler.
+    """The rest of the optimizer once its tensors are read: step counts, learning rates, the loss
+    scaler.
 
-    Settings such as betas and weight decay stay those of the flags, so that flags changed for a resume take effect.
+    Settings such as betas and weight decay stay those of the flags, so that flags changed for a
+    resume take effect.
 
     Args:
-        saved: the ``optimizer`` entry of the checkpoint's common part; megatron-core's own nesting is understood.
-        settings_of_checkpoint: take all settings from the checkpoint (--use-checkpoint-opt-param-scheduler).
+        saved: the ``optimizer`` entry of the checkpoint's common part; megatron-core's own nesting
+            is understood.
+        settings_of_checkpoint: take all settings from the checkpoint
+            (--use-checkpoint-opt-param-scheduler).
     Returns:
         The step count.
     """
     groups = list(_find_groups(saved))
-    step = max((float(group["step"]) for group in groups if group.get("step") is not None), default=0.0)
+    step = max(
+        (float(group["step"]) for group in groups if group.get("step") is not None), default=0.0
+    )
     step = max(step, float(_find(saved, "common_step") or 0.0))
     for part in parts(optimizer):
         inner = part.optimizer
@@ -286,7 +316,8 @@ class _Place:
 
 
 def _places(model_state: StateDict) -> dict[int, list[_Place]]:
-    """Parameter (by id) → its blocks; gated layers keep gate and up projection apart in the checkpoint."""
+    """Parameter (by id) → its blocks; gated layers keep gate and up projection apart in the
+    checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -295,7 +326,11 @@ def _places(model_state: StateDict) -> dict[int, list[_Place]]:
         if isinstance(entry, ShardedTensor):
             pieces = [entry]
         elif isinstance(entry, ShardedTensorFactory):
-            pieces = [piece for piece in nested_values([entry.build()]) if isinstance(piece, ShardedTensor)]
+            pieces = [
+                piece
+                for piece in nested_values([entry.build()])
+                if isinstance(piece, ShardedTensor)
+            ]
         else:
             continue
         found = [_Place(_box_within(piece.data, entry.data), piece) for piece in pieces]
@@ -305,7 +340,9 @@ def _places(model_state: StateDict) -> dict[int, list[_Place]]:
 
 def _box_within(piece: Tensor, whole: Tensor) -> Box:
     """Where a view lies in the tensor that it is a block of."""
-    assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "a sharded copy, not a view"
+    assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), (
+        "a sharded copy, not a view"
+    )
     assert piece.stride() == whole.stride(), "a transposed view"
     distance = piece.storage_offset() - whole.storage_offset()
     offset = []
@@ -327,8 +364,12 @@ def _sharded(name: str, flat: Tensor, held: FlatRun, place: _Place, instance: in
         if common is None:
             continue
         inside = zip(common.offset, box.offset, common.size, strict=True)
-        block = block[tuple(slice(first - start, first - start + extent) for first, start, extent in inside)]
-        distance = [0] * axes + [first - start for first, start in zip(common.offset, place.box.offset, strict=True)]
+        block = block[
+            tuple(slice(first - start, first - start + extent) for first, start, extent in inside)
+        ]
+        distance = [0] * axes + [
+            first - start for first, start in zip(common.offset, place.box.offset, strict=True)
+        ]
         data = block[(None,) * axes]
         yield replace(
             sharded,
@@ -339,25 +380,32 @@ def _sharded(name: str, flat: Tensor, held: FlatRun, place: _Place, instance: in
             global_offset=tuple(map(sum, zip(sharded.global_offset, distance, strict=True))),
             axis_fragmentations=None,  # boxes are no regular grid
             prepend_axis_num=0,
-            replica_id=(*sharded.replica_id[:-1], instance) if held.is_shard else sharded.replica_id,
+            replica_id=(*sharded.replica_id[:-1], instance)
+            if held.is_shard
+            else sharded.replica_id,
         )
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
     offset = tuple(map(max, one.offset, other.offset))
-    ends = (min(a + m, b + n) for a, m, b, n in zip(one.offset, one.size, other.offset, other.size, strict=True))
+    ends = (
+        min(a + m, b + n)
+        for a, m, b, n in zip(one.offset, one.size, other.offset, other.size, strict=True)
+    )
     size = tuple(end - first for end, first in zip(ends, offset, strict=True))
     return Box(offset, size) if all(extent > 0 for extent in size) else None
 
 
 def _instance(part: Any) -> int:
-    """Which copy of a distributed optimizer this is, where several groups of replicas have one each."""
+    """Which copy of a distributed optimizer this is, where several groups of replicas have one
+    each."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return part.distributed_optimizer_instance_id if isinstance(part, DistributedOptimizer) else 0
 
 
-# -- settings ----------------------------------------------------------------------------------------------
+# -- settings
+# ----------------------------------------------------------------------------------------------
 
 #: Entries of torch's parameter groups that say how this process computes, never what.
 _OF_THIS_PROCESS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -368,7 +416,9 @@ def _settings(part: Any) -> list[dict[str, Any]]:
     steps = [float(state["step"]) for state in part.optimizer.state.values() if "step" in state]
     return [
         {
-            **{name: _plain(value) for name, value in group.items() if name not in _OF_THIS_PROCESS},
+            **{
+                name: _plain(value) for name, value in group.items() if name not in _OF_THIS_PROCESS
+            },
             "step": max(steps, default=float(group.get("step") or 0.0)),
         }
         for group in part.optimizer.param_groups
@@ -382,16 +432,20 @@ def _plain(value: Any) -> Any:
 
 def _with_tuples(group: dict[str, Any]) -> dict[str, Any]:
     """As torch writes pairs of numbers (betas); ranks tell each other lists."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
+    }
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells parameter groups apart at every layout; some writers prefix the names with ``pre_``."""
+    """What tells parameter groups apart at every layout; some writers prefix the names with
+    ``pre_``."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTITY)
 
 
 def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The saved group of the same kind: the same multipliers, and experts or not if both kinds were saved."""
+    """The saved group of the same kind: the same multipliers, and experts or not if both kinds were
+    saved."""
     identity = _identity(group)
     for length in (len(identity), len(identity) - 1):
         for candidate in saved:
@@ -413,7 +467,9 @@ def _find(saved: Any, name: str) -> Any:
         return None
     if name in saved:
         return saved[name]
-    return next((found for value in saved.values() if (found := _find(value, name)) is not None), None)
+    return next(
+        (found for value in saved.values() if (found := _find(value, name)) is not None), None
+    )
 
 
 def _scaler(optimizer: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Is a quantised Hugging Face directory whole: every shard, index entry and layer, and each Linear either quantised or
-ignored, as its config.json says?"""
+"""Is a quantised Hugging Face directory whole: every shard, index entry and layer, and each Linear
+either quantised or ignored, as its config.json says?"""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from slime.models.quantised import Quantisation
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def verify_quantised(directory: Path, family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> str:
+def verify_quantised(
+    directory: Path, family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
+) -> str:
     """Compare a directory with what its model, stored so, must have. Reads headers only.
 
     Returns:
         What was counted.
     Raises:
-        UserError: shards missing or damaged, or by name: tensors that are missing, unknown or of another shape; a
-            Linear layer that is neither ignored nor quantised, or both; a rule that makes an engine go wrong.
+        UserError: shards missing or damaged, or by name: tensors that are missing, unknown or of
+            another shape; a Linear layer that is neither ignored nor quantised, or both; a rule
+            that makes an engine go wrong.
     """
     reader = HfReader(directory, names_only=True)
     found = examine(matrices(family, spec), quantisation)
     present = {name: facts for table in tables_of(reader).values() for name, facts in table.items()}
-    # online quantisers are not at work here: what the files have plain was spared, whatever the list says
-    wrong = replace(found, unspared=tuple(name for name in found.unspared if name not in present)).problems()
+    # online quantisers are not at work here: what the files have plain was spared, whatever the
+    # list says
+    wrong = replace(
+        found, unspared=tuple(name for name in found.unspared if name not in present)
+    ).problems()
     wrong += _half_quantised(found.quantised, found.ignored, present, quantisation)
     expected = stored_tensors(family, spec, quantisation)
     known = {name for name in present if family.is_ignored(name, spec)}
@@ -44,7 +50,8 @@ def verify_quantised(directory: Path, family: ModelFamily, spec: ModelSpec, quan
         raise UserError(
             f"{directory} is not a complete {family.name} model in {quantisation}",
             why="\n  ".join(wrong),
-            fix="quantise it again (slime convert), or correct quantization_config in its config.json",
+            fix="quantise it again (slime convert), or correct quantization_config in its "
+            "config.json",
         )
     return counted(reader, spec)
 
@@ -56,37 +63,65 @@ def tables_of(reader: HfReader) -> dict[str, Table]:
 
 
 def counted(reader: HfReader, spec: ModelSpec) -> str:
-    """How many files and tensors there are, and how many tensors layers have; for people to compare."""
-    per_layer = Counter(int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name)))
+    """How many files and tensors there are, and how many tensors layers have; for people to
+    compare."""
+    per_layer = Counter(
+        int(found.group(1)) for name in reader.names() if (found := _LAYER.search(name))
+    )
     counts = [per_layer[layer] for layer in range(spec.num_layers)]
-    text = f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of {min(counts)}"
+    text = (
+        f"{reader.num_files} file(s), {len(reader.names())} tensors, {len(counts)} layers of "
+        f"{min(counts)}"
+    )
     text += f" to {max(counts)}" * (max(counts) > min(counts)) + " each"
     first = next((layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)), None)
-    return text if first is None else f"{text}; layer {first}, the first with experts, has {counts[first]}"
+    return (
+        text
+        if first is None
+        else f"{text}; layer {first}, the first with experts, has {counts[first]}"
+    )
 
 
 def _half_quantised(
-    quantised: tuple[Matrix, ...], ignored: tuple[Matrix, ...], present: Table, quantisation: Quantisation
+    quantised: tuple[Matrix, ...],
+    ignored: tuple[Matrix, ...],
+    present: Table,
+    quantisation: Quantisation,
 ) -> Iterator[str]:
     marks = [part for part in quantisation.scheme.parts((1, 1), "") if part != "weight"]
-    plain = [one.module for one in quantised if one.weight in present and f"{one.module}.{marks[0]}" not in present]
-    both = [one.module for one in ignored if any(f"{one.module}.{mark}" in present for mark in marks)]
+    plain = [
+        one.module
+        for one in quantised
+        if one.weight in present and f"{one.module}.{marks[0]}" not in present
+    ]
+    both = [
+        one.module for one in ignored if any(f"{one.module}.{mark}" in present for mark in marks)
+    ]
     yield from _told("Linear layers neither ignored nor quantised", plain)
     yield from _told("Linear layers quantised although a rule ignores them", both)
 
 
-def _misshapen(expected: Mapping[str, tuple[str, tuple[int, ...]]], present: Table, spec: ModelSpec) -> Iterator[str]:
+def _misshapen(
+    expected: Mapping[str, tuple[str, tuple[int, ...]]], present: Table, spec: ModelSpec
+) -> Iterator[str]:
     for name, (dtype, shape) in expected.items():
         if name not in present:
             continue
         there, found = present[name]
-        rows_of_vocabulary = shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]  # are padded and cut
+        rows_of_vocabulary = (
+            shape and shape[0] == spec.vocab_size and found[1:] == shape[1:]
+        )  # are padded and cut
         one_number = found == () and shape == (1,)
-        is_scale = name.endswith(SCALE_NAMES) and "float" in there  # in bfloat16 in some published models
+        is_scale = (
+            name.endswith(SCALE_NAMES) and "float" in there
+        )  # in bfloat16 in some published models
         if (dtype and there != dtype and not is_scale) or (
             found != shape and not rows_of_vocabulary and not one_number
         ):
-            yield f"{name} is {there} {list(found)} and would be {dtype or 'floating point'} {list(shape)}"
+            yield (
+                f"{name} is {there} {list(found)} and would be {dtype or 'floating point'} "
+                f"{list(shape)}"
+            )
 
 
 def _told(kind: str, names: list[str]) -> list[str]:

@@ -1,11 +1,13 @@
-"""Hugging Face directories of plain and of quantised weights, one made from the other, shard by shard.
+"""Hugging Face directories of plain and of quantised weights, one made from the other, shard by
+shard.
 
     quantise_directory(plain, target, quantisation)     bfloat16 ─► INT4 or FP8
     dequantise_directory(quantised, target, dtype)      FP8 or INT4 ─► bfloat16
 
-Each shard of the source becomes one of the target under the same name, and is on the disk when the next one begins: a
-conversion that was killed goes on with the first shard that is not there. Memory holds one weight and what is made of
-it. The target appears under its name when all of it was verified (`slime.checkpoints.quantised_check`).
+Each shard of the source becomes one of the target under the same name, and is on the disk when the
+next one begins: a conversion that was killed goes on with the first shard that is not there. Memory
+holds one weight and what is made of it. The target appears under its name when all of it was
+verified (`slime.checkpoints.quantised_check`).
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Converted:
         )
 
 
-def plain_weights(source: Path, model_name: str | None = None) -> tuple[dict[str, Table], list[Matrix]]:
+def plain_weights(
+    source: Path, model_name: str | None = None
+) -> tuple[dict[str, Table], list[Matrix]]:
     """Tables of the files of a directory, and its two-dimensional weights.
 
     Raises:
@@ -80,18 +84,25 @@ def plain_weights(source: Path, model_name: str | None = None) -> tuple[dict[str
     reader = HfReader(source, names_only=True)
     surplus = set(reader.verify(family, spec))
     tables = tables_of(reader)
-    extra = [(name, shape) for table in tables.values() for name, (_, shape) in table.items() if name in surplus]
+    extra = [
+        (name, shape)
+        for table in tables.values()
+        for name, (_, shape) in table.items()
+        if name in surplus
+    ]
     return tables, matrices(family, spec, extra)
 
 
 def quantise_directory(
     source: Path, target: Path, quantisation: Quantisation, model_name: str | None = None
 ) -> Converted:
-    """Write ``source`` with the weights of its Linear layers quantised, but those that a rule ignores.
+    """Write ``source`` with the weights of its Linear layers quantised, but those that a rule
+    ignores.
 
     Raises:
-        UserError: the source is not whole, its weights are not plain, the rules do not fit the model, nothing would be
-            quantised, ``target`` holds something else, a weight is not finite.
+        UserError: the source is not whole, its weights are not plain, the rules do not fit the
+            model, nothing would be quantised, ``target`` holds something else, a weight is not
+            finite.
     """
     tables, weights = plain_weights(source, model_name)
     found = examine(weights, quantisation)
@@ -103,10 +114,14 @@ def quantise_directory(
             fix=f"correct --ignore: {_RULES}",
         )
     if not found.quantised:
-        raise UserError(f"nothing of {source} would be quantised", why="--ignore names every Linear layer")
+        raise UserError(
+            f"nothing of {source} would be quantised", why="--ignore names every Linear layer"
+        )
     for rule in idle_among(found, (name for table in tables.values() for name in table)):
         logger.warning("the rule %r of --ignore names nothing in %s", rule, source)
-    if quantisation.method == "fp8":  # engines look for these names in different ways; whole names mean the same in all
+    if (
+        quantisation.method == "fp8"
+    ):  # engines look for these names in different ways; whole names mean the same in all
         converted = {weight.module for weight in found.quantised}
         modules = tuple(weight.module for weight in weights if weight.module not in converted)
         quantisation = Quantisation(quantisation.method, quantisation.scheme, modules)
@@ -124,12 +139,16 @@ def quantise_directory(
         if not torch.isfinite(weight).all():
             raise UserError(
                 f"{work.sources[0]} of {source} has NaN or infinite numbers",
-                why="quantised they would be a scale that makes others NaN, too, and no reader would notice",
+                why="quantised they would be a scale that makes others NaN, too, and no reader "
+                "would notice",
                 fix="take a checkpoint from before the training that made it went wrong",
             )
         return quantise(work.module, weight, quantisation.scheme)
 
-    plan = {file: [convert(name, *table[name]) for name in sorted(table)] for file, table in tables.items()}
+    plan = {
+        file: [convert(name, *table[name]) for name in sorted(table)]
+        for file, table in tables.items()
+    }
     job = _Job(
         source,
         _files_of(tables),
@@ -152,17 +171,24 @@ def dequantise_directory(
     config = read_hf_config(source)
     quantisation = Quantisation.read(config)
     if quantisation is None:
-        raise UserError(f"{source} has plain weights already", why="config.json has no quantization_config")
+        raise UserError(
+            f"{source} has plain weights already", why="config.json has no quantization_config"
+        )
     family = family_of(config, model_name)
     spec = family.describe(config)
     verify_quantised(source, family, spec, quantisation)
     tables = tables_of(HfReader(source, names_only=True))
     present = {name: facts for table in tables.values() for name, facts in table.items()}
     shapes = dict(family.hf_tensors(spec))
-    plan = {file: list(_plain_work(table, present, shapes, quantisation, dtype)) for file, table in tables.items()}
+    plan = {
+        file: list(_plain_work(table, present, shapes, quantisation, dtype))
+        for file, table in tables.items()
+    }
 
     def compute(work: _Work, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)}
+        return {
+            f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)
+        }
 
     job = _Job(source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)})
     return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
@@ -170,12 +196,17 @@ def dequantise_directory(
 
 #: How a list of rules is written, for messages.
 _RULES = (
-    r"names of modules, or expressions such as 're:.*mlp\.gate\..*'; without --ignore the recommended list is taken"
+    r"names of modules, or expressions such as 're:.*mlp\.gate\..*'; without --ignore the "
+    r"recommended list is taken"
 )
 
 
 def _plain_work(
-    table: Table, present: Table, shapes: Mapping[str, tuple[int, ...]], quantisation: Quantisation, dtype: torch.dtype
+    table: Table,
+    present: Table,
+    shapes: Mapping[str, tuple[int, ...]],
+    quantisation: Quantisation,
+    dtype: torch.dtype,
 ) -> Iterator[_Work]:
     scheme = quantisation.scheme
     names = list(scheme.parts((1, 1), ""))
@@ -209,7 +240,8 @@ def _files_of(tables: Mapping[str, Table]) -> dict[str, str]:
     return {name: file for file, table in tables.items() for name in table}
 
 
-# -- one conversion --------------------------------------------------------------------------------------------------
+# -- one conversion
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -243,7 +275,9 @@ class _Job:
     compute: Callable[[_Work, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     settings: Mapping[str, Any]
 
-    def run(self, config: Mapping[str, Any], dtype: str | None, model_name: str | None) -> Converted:
+    def run(
+        self, config: Mapping[str, Any], dtype: str | None, model_name: str | None
+    ) -> Converted:
         """
         Args:
             config: what changes in config.json; None takes a key out.
@@ -251,15 +285,25 @@ class _Job:
         """
         check_export(self.target, {"--hf_model_path": self.source})
         partial, kept = self._begin()
-        where = {name: file for file, works in self.plan.items() for work in works for name in work.results}
+        where = {
+            name: file
+            for file, works in self.plan.items()
+            for work in works
+            for name in work.results
+        }
         for number, (file, works) in enumerate(self.plan.items(), start=1):
             if file not in kept and works:
                 logger.info("file %d of %d: %s", number, len(self.plan), file)
                 write_stream(partial / file, _table(works), self._tensors(works))
         files = [file for file, works in self.plan.items() if works]
         if files != [SINGLE]:
-            index = {"metadata": {"total_size": _size(self.plan)}, "weight_map": dict(sorted(where.items()))}
-            write_atomically(partial / INDEX, (json.dumps(index, indent=2) + "\n").encode(), durable=True)
+            index = {
+                "metadata": {"total_size": _size(self.plan)},
+                "weight_map": dict(sorted(where.items())),
+            }
+            write_atomically(
+                partial / INDEX, (json.dumps(index, indent=2) + "\n").encode(), durable=True
+            )
         copy_assets(self.source, partial, dtype)
         _change_config(partial / "config.json", config)
         counts = self._verify(partial, model_name)
@@ -270,7 +314,8 @@ class _Job:
         return Converted(self.target, len(files), len(kept), len(where), nbytes, converted, counts)
 
     def _begin(self) -> tuple[Path, set[str]]:
-        """The directory to write into, and what an earlier attempt at the same has left whole there."""
+        """The directory to write into, and what an earlier attempt at the same has left whole
+        there."""
         stats = {file: (self.source / file).stat() for file in self.plan}
         sizes = {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
         words = {"source": str(self.source.resolve()), "files": sizes, **self.settings}
@@ -282,7 +327,9 @@ class _Job:
         for unfinished in partial.glob(".*.tmp"):
             unfinished.unlink()
         return partial, {
-            file for file, works in self.plan.items() if works and _is_whole(partial / file, _table(works))
+            file
+            for file, works in self.plan.items()
+            if works and _is_whole(partial / file, _table(works))
         }
 
     def _tensors(self, works: Iterable[_Work]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -292,7 +339,9 @@ class _Job:
             def read(name: str) -> torch.Tensor:
                 file = self.file_of[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self.source / file, framework="pt"))
+                    opened[file] = stack.enter_context(
+                        safe_open(self.source / file, framework="pt")
+                    )
                 tensor: torch.Tensor = opened[file].get_tensor(name)
                 return tensor
 
@@ -301,10 +350,13 @@ class _Job:
                 yield from (self.compute(work, stored) if work.module else stored).items()
 
     def _verify(self, partial: Path, model_name: str | None) -> str:
-        """Once more from the disk: files, index and headers as planned, and complete as a model of the family."""
+        """Once more from the disk: files, index and headers as planned, and complete as a model of
+        the family."""
         for file, works in self.plan.items():
             if works and not _is_whole(partial / file, _table(works)):
-                raise UserError(f"{partial / file} is not as it was written", fix="start the conversion again")
+                raise UserError(
+                    f"{partial / file} is not as it was written", fix="start the conversion again"
+                )
         config = read_hf_config(partial)
         family = family_of(config, model_name)
         spec = family.describe(config)
@@ -329,7 +381,11 @@ def _is_whole(path: Path, table: Table) -> bool:
 
 def _size(plan: Mapping[str, list[_Work]]) -> int:
     tables = [_table(works) for works in plan.values()]
-    return sum(math.prod(shape) * dtype_of(dtype).itemsize for table in tables for dtype, shape in table.values())
+    return sum(
+        math.prod(shape) * dtype_of(dtype).itemsize
+        for table in tables
+        for dtype, shape in table.values()
+    )
 
 
 def _change_config(path: Path, changes: Mapping[str, Any]) -> None:

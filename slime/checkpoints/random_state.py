@@ -1,7 +1,8 @@
 """Random number generators of a trainer rank: seeded, and in and out of a checkpoint.
 
-Nothing of the trainer's own draws numbers while it trains: dropout is 0, and router jitter and random routing are
-refused. Hooks may draw (a loss that samples, a model with dropout), and they must be able to rely on it.
+Nothing of the trainer's own draws numbers while it trains: dropout is 0, and router jitter and
+random routing are refused. Hooks may draw (a loss that samples, a model with dropout), and they
+must be able to rely on it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def random_layout() -> dict[str, int]:
-    """What random states belong to: ranks at the same place of the same layout go on with the same numbers."""
+    """What random states belong to: ranks at the same place of the same layout go on with the same
+    numbers."""
     from megatron.core import parallel_state as ps
 
     experts = ps.get_expert_model_parallel_world_size()
@@ -27,7 +29,9 @@ def random_layout() -> dict[str, int]:
         "pipeline_model_parallel_size": ps.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": experts,
         # data-parallel replicas share theirs, unless they hold different experts
-        "data_parallel_size": ps.get_data_parallel_world_size(with_context_parallel=True) if experts > 1 else 1,
+        "data_parallel_size": ps.get_data_parallel_world_size(with_context_parallel=True)
+        if experts > 1
+        else 1,
     }
 
 
@@ -74,7 +78,8 @@ def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
     """Why the random states of a checkpoint cannot go on at this layout; None: they can.
 
     Args:
-        saved_layout: what `random_layout` was when they were saved, and ``has_rng_state``; None: nobody noted it.
+        saved_layout: what `random_layout` was when they were saved, and ``has_rng_state``; None:
+            nobody noted it.
     """
     if saved_layout is None:
         return "the checkpoint does not say at which layout its random states were saved"
@@ -87,7 +92,8 @@ def why_not_continued(saved_layout: dict[str, Any] | None) -> str | None:
     return None
 
 
-# -- seeding -----------------------------------------------------------------------------------------------
+# -- seeding
+# -----------------------------------------------------------------------------------------------
 
 
 def seed_generators(seed: int) -> None:
@@ -105,14 +111,21 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_after(iteration: int, seed: int, because: str) -> None:
-    """Go on after ``iteration`` where no saved state can: with numbers of its own, the same ones at each attempt."""
+    """Go on after ``iteration`` where no saved state can: with numbers of its own, the same ones at
+    each attempt."""
     seed_generators(seed_of(seed, iteration))
     if dist.get_rank() == 0:
-        logger.info("random numbers start anew from --seed %d and iteration %d: %s", seed, iteration, because)
+        logger.info(
+            "random numbers start anew from --seed %d and iteration %d: %s",
+            seed,
+            iteration,
+            because,
+        )
 
 
 def seed_of(seed: int, iteration: int) -> int:
-    """A seed below 2³² from both. Not their sum: Megatron adds a rank's place, so iterations would share numbers.
+    """A seed below 2³² from both. Not their sum: Megatron adds a rank's place, so iterations would
+    share numbers.
 
     Example:
         >>> seed_of(1234, 0) == seed_of(1234, 0), seed_of(1234, 0) == seed_of(1234, 1)

@@ -1,11 +1,13 @@
 """Which checkpoint the trainer's ranks load: one whose every byte is what was written.
 
-    --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share ─┬─ equal ─► loaded
-                                    ▲                                                         └─ the one before it
+    --load is --save ─► newest whole by names and sizes ─► fingerprints, each rank its share ─┬─
+    equal ─► loaded
+                                    ▲                                                         └─ the
+                                    one before it
                                     └─────────────────────────────────────────────────────────────┘
 
-Nothing is changed on the disk before one is found: then the tracker names it, and those that were skipped go aside, so
-that neither --save-retain nor the next launch takes them for checkpoints.
+Nothing is changed on the disk before one is found: then the tracker names it, and those that were
+skipped go aside, so that neither --save-retain nor the next launch takes them for checkpoints.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
     Returns:
         The plan, and a line for each iteration that was skipped.
     Raises:
-        UserError: as `resolve_load`; and on every rank, where any has found another content, with --ckpt-step or in
-            another run's checkpoint.
+        UserError: as `resolve_load`; and on every rank, where any has found another content, with
+            --ckpt-step or in another run's checkpoint.
     """
     corrupt: list[Damage] = []
     while True:
@@ -51,12 +53,15 @@ def agreed_plan(config: Config) -> tuple[LoadPlan, list[str]]:
         iteration = plan.iteration
         if not plan.is_resume or config.checkpoint.ckpt_step is not None or iteration is None:
             raise error
-        corrupt.append(Damage(iteration, f"{error.what.removeprefix(f'{plan.path}/')}: {error.why}"))
+        corrupt.append(
+            Damage(iteration, f"{error.what.removeprefix(f'{plan.path}/')}: {error.why}")
+        )
     return plan, _skip(plan)
 
 
 def first_corrupt(plan: LoadPlan) -> UserError | None:
-    """The first of the plan's files, over all ranks, that has another content than was written. Collective."""
+    """The first of the plan's files, over all ranks, that has another content than was written.
+    Collective."""
     if plan.kind != "megatron":
         return None
     own: UserError | None = None
@@ -78,7 +83,11 @@ def _skip(plan: LoadPlan) -> list[str]:
         name = iteration_name(damage.iteration)
         lines.append(
             f"checkpoint {root / name} is skipped, {damage.why}: going on from {plan.path}"
-            + (f"; what there is of it is {name}.damaged now, for you to remove" if _is_there(root, damage) else "")
+            + (
+                f"; what there is of it is {name}.damaged now, for you to remove"
+                if _is_there(root, damage)
+                else ""
+            )
         )
     all_gather(None)  # every rank has looked
     if dist.get_rank() == 0:

@@ -1,4 +1,5 @@
-"""Which models a run has left behind, and where: what is exported, and what lies in its checkpoints. Imports no torch.
+"""Which models a run has left behind, and where: what is exported, and what lies in its
+checkpoints. Imports no torch.
 
 >>> newest_model(Path("outputs/sums")).path
 PosixPath('outputs/sums/model')
@@ -29,7 +30,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def stage_configs(run_folder: Path) -> dict[str, dict[str, Any]]:
-    """Stage ("": the only one) → what its config.json says; {} where the folder is none of a run."""
+    """Stage ("": the only one) → what its config.json says; {} where the folder is none of a
+    run."""
     found = {stage: read_object(file) for stage, file in config_files(run_folder).items()}
     return {stage: config for stage, config in found.items() if _is_of_stage(stage, config)}
 
@@ -42,9 +44,13 @@ def _setting(config: dict[str, Any], group: str, name: str) -> str:
 
 
 def _is_of_stage(stage: str, config: dict[str, Any]) -> bool:
-    """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has made."""
+    """Whether a run has written it for this stage: ``config.old.json`` is a copy that somebody has
+    made."""
     observe = config.get("observe")
-    says_so = not (isinstance(observe, dict) and "stage" in observe) or _setting(config, "observe", "stage") == stage
+    says_so = (
+        not (isinstance(observe, dict) and "stage" in observe)
+        or _setting(config, "observe", "stage") == stage
+    )
     return isinstance(config.get("origins"), dict) and says_so
 
 
@@ -72,8 +78,8 @@ class RunModel:
 
 
 def newest_model(run_folder: Path) -> RunModel:
-    """The newest model that a run has written: an export (--save-hf, or any in its folder), or its newest whole
-    checkpoint where no export is as new.
+    """The newest model that a run has written: an export (--save-hf, or any in its folder), or its
+    newest whole checkpoint where no export is as new.
 
     Raises:
         UserError: not the folder of a run, or of one that has saved nothing.
@@ -81,7 +87,11 @@ def newest_model(run_folder: Path) -> RunModel:
     configs = stage_configs(run_folder)
     if not configs:
         raise UserError(f"{run_folder} is not a run folder", why="it has no config.json of a run")
-    models = [model for stage, config in configs.items() if (model := _of_stage(run_folder, stage, config))]
+    models = [
+        model
+        for stage, config in configs.items()
+        if (model := _of_stage(run_folder, stage, config))
+    ]
     base = _base(run_folder, list(configs.values())[-1])
     models += [_export(path, None, base) for path in _hf_dirs(run_folder)]
     if not models:
@@ -89,8 +99,12 @@ def newest_model(run_folder: Path) -> RunModel:
         where = ", ".join(sorted({str(path) for path in saves if path}))
         raise UserError(
             f"the run {run_folder} has left no model",
-            why=f"there is no export in it, and no whole checkpoint in {where}" if where else "it ran without --save",
-            fix="wait for its first checkpoint" if where else "train with --save DIR, or --save-hf 'DIR/{rollout_id}'",
+            why=f"there is no export in it, and no whole checkpoint in {where}"
+            if where
+            else "it ran without --save",
+            fix="wait for its first checkpoint"
+            if where
+            else "train with --save DIR, or --save-hf 'DIR/{rollout_id}'",
         )
     return max(models, key=lambda model: model.written)
 
@@ -102,8 +116,8 @@ def first_base(run_folder: Path) -> Path | None:
 
 
 def checkpoint_model(directory: Path) -> RunModel | None:
-    """The newest whole checkpoint of a --save directory, or the one iteration that ``directory`` holds; None: neither.
-    Its base is known where it lies in the folder of its run."""
+    """The newest whole checkpoint of a --save directory, or the one iteration that ``directory``
+    holds; None: neither. Its base is known where it lies in the folder of its run."""
     whole = directory if (directory / ".metadata").is_file() else newest_whole(directory)
     if whole is None:
         return None
@@ -119,7 +133,11 @@ def _of_stage(run_folder: Path, stage: str, config: dict[str, Any]) -> RunModel 
     roots = [run_folder / "checkpoints" / stage]
     if save:
         roots.append(_where(run_folder, config, save))
-    wholes = [_checkpoint(whole, base) for root in roots if root.is_dir() and (whole := newest_whole(root))]
+    wholes = [
+        _checkpoint(whole, base)
+        for root in roots
+        if root.is_dir() and (whole := newest_whole(root))
+    ]
     checkpoint = max(wholes, key=lambda model: model.written, default=None)
     named = found(str(_where(run_folder, config, save_hf, fixed_folder))) if save_hf else ()
     exports = [_export(path, rollout, base) for path, rollout in named if has_weights(path)]
@@ -136,7 +154,9 @@ def _hf_dirs(folder: Path, levels: int = _LEVELS) -> Iterator[Path]:
         if entry.is_dir() and not entry.name.startswith("."):
             if has_weights(entry):
                 yield entry
-            elif levels > 1 and not (entry / ".metadata").is_file():  # of a checkpoint: not newer than it is
+            elif (
+                levels > 1 and not (entry / ".metadata").is_file()
+            ):  # of a checkpoint: not newer than it is
                 yield from _hf_dirs(entry, levels - 1)
 
 
@@ -156,9 +176,11 @@ def _base(run_folder: Path, config: dict[str, Any]) -> Path | None:
     return _where(run_folder, config, named) if named else None
 
 
-def _where(run_folder: Path, config: dict[str, Any], path: str, folder_of: Callable[[str], Path] = Path) -> Path:
-    """A path of the run's flags as seen from here: relative ones count from where the run was started, which is where
-    --output-dir begins.
+def _where(
+    run_folder: Path, config: dict[str, Any], path: str, folder_of: Callable[[str], Path] = Path
+) -> Path:
+    """A path of the run's flags as seen from here: relative ones count from where the run was
+    started, which is where --output-dir begins.
 
     Args:
         folder_of: the part of the path that must be there.
@@ -176,7 +198,11 @@ def _where(run_folder: Path, config: dict[str, Any], path: str, folder_of: Calla
 def data_path(run_folder: Path, config: dict[str, Any]) -> str | None:
     """The run's --prompt-data as seen from here; None where the configuration names none."""
     named = config.get("data", {}).get("prompt_data")
-    return str(_where(run_folder, config, named, lambda path: Path(split_slice(path)[0]))) if named else None
+    return (
+        str(_where(run_folder, config, named, lambda path: Path(split_slice(path)[0])))
+        if named
+        else None
+    )
 
 
 def started_from(run_folder: Path, output_dir: Path) -> Path:

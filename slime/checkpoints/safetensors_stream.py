@@ -1,5 +1,5 @@
-"""Safetensors files, which nothing else here writes: tensor by tensor, so that none waits in memory for another. What
-comes is known before."""
+"""Safetensors files, which nothing else here writes: tensor by tensor, so that none waits in memory
+for another. What comes is known before."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ def read_table(path: Path) -> Table:
     """
     with safe_open(path, framework="pt") as content:
         pieces = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
-        return {name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape())) for name, piece in pieces.items()}
+        return {
+            name: (_NAMES[piece.get_dtype()], tuple(piece.get_shape()))
+            for name, piece in pieces.items()
+        }
 
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
     """What a file of these tensors has in it."""
-    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {
+        name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
 
 
 def write_stream(
-    path: Path, table: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    table: Mapping[str, tuple[str, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Write a file, whole or not at all; on the disk when this returns.
 
@@ -59,7 +66,11 @@ def write_stream(
     for name in order:
         dtype, shape = table[name]
         offsets[name], end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+        header[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offsets[name], end],
+        }
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     left = set(order)

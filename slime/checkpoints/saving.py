@@ -3,14 +3,17 @@
     save()  plan ─► snapshot in host memory ─► return            next save() or wait()
     thread            └─► write own file ─► all have ─► contents, manifest, rename, tracker
 
-    root/.iter_0000010.partial/ ─► root/iter_0000010/ (complete or not there) ─► latest_checkpointed_iteration.txt
+    root/.iter_0000010.partial/ ─► root/iter_0000010/ (complete or not there) ─►
+    latest_checkpointed_iteration.txt
 
-A save writes into a hidden directory, lists every file with its size and fingerprint, renames it, and only then moves
-the tracker: a crash or a full disk at any point leaves the previous checkpoint loadable.
+A save writes into a hidden directory, lists every file with its size and fingerprint, renames it,
+and only then moves the tracker: a crash or a full disk at any point leaves the previous checkpoint
+loadable.
 
-Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the other ranks' threads
-over a gloo group of its own, because two threads must not use one group. The tracker moves when every rank's file is
-on the disk. What fails is raised by the next call, on the rank that noticed first.
+Both ways write the same; --async-save adds the snapshot and the thread. The thread talks to the
+other ranks' threads over a gloo group of its own, because two threads must not use one group. The
+tracker moves when every rank's file is on the disk. What fails is raised by the next call, on the
+rank that noticed first.
 """
 
 from __future__ import annotations
@@ -55,14 +58,16 @@ from slime.processes.pinned_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
-#: How long the ranks wait for the slowest one's disk. Not --distributed-timeout-minutes, which is for ranks that
-#: compute: a file system that is shared with others may take an hour for what it takes minutes for on another day.
+#: How long the ranks wait for the slowest one's disk. Not --distributed-timeout-minutes, which is
+#: for ranks that compute: a file system that is shared with others may take an hour for what it
+#: takes minutes for on another day.
 WRITE_SECONDS = 7200.0
 _GRACE_SECONDS = 60.0  # for the group's own error, which says more
 
 
 class CheckpointWriter:
-    """Saves one rank's part of all checkpoints of a run; all ranks call the same methods in the same order.
+    """Saves one rank's part of all checkpoints of a run; all ranks call the same methods in the
+    same order.
 
     Args:
         in_background: `save` returns once the state is copied to host memory.
@@ -86,19 +91,21 @@ class CheckpointWriter:
         save_rng: bool = True,
         keep: int | None = None,
     ) -> Path:
-        """Save after training rollout ``iteration`` and make it the latest. Waits for the last save. Collective.
+        """Save after training rollout ``iteration`` and make it the latest. Waits for the last
+        save. Collective.
 
         Args:
             root: the --save directory.
             iteration: rollout id; "release" for converted weights without a past.
-            extra_state: small state of the run (data position, weight version, …), given back by `load`.
+            extra_state: small state of the run (data position, weight version, …), given back by
+                `load`.
             save_optimizer: False leaves optimizer and schedule out (--no-save-optim).
             keep: checkpoints to keep, the newest ones (--save-retain); None keeps all.
         Returns:
             The checkpoint's directory; in the background it is not there yet.
         Raises:
-            UserError: on every rank, when any rank could not write; nothing visible has changed then. In the
-                background: the last save failed.
+            UserError: on every rank, when any rank could not write; nothing visible has changed
+                then. In the background: the last save failed.
         """
         self.wait()
         if self._group is None:
@@ -107,13 +114,17 @@ class CheckpointWriter:
         with _agreed(f"preparing {final}"):
             if dist.get_rank() == 0:
                 partial_dir(final)
-        planned = ShardedWrite(state.everything(iteration, save_optimizer=save_optimizer, save_rng=save_rng))
+        planned = ShardedWrite(
+            state.everything(iteration, save_optimizer=save_optimizer, save_rng=save_rng)
+        )
         job = _Job(final, iteration, planned, pickled(extra_state or {}), keep, self._group)
         if not self.in_background:
             job.run()
             return final
         job.snapshot(self._memory)
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {final.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name=f"save {final.name}", daemon=True
+        )
         self._thread.start()
         return final
 
@@ -151,7 +162,9 @@ class CheckpointWriter:
     def _run(self, job: _Job) -> None:
         try:
             job.run()
-        except BaseException as error:  # whatever it is: `raise_failure` raises it where someone listens
+        except (
+            BaseException
+        ) as error:  # whatever it is: `raise_failure` raises it where someone listens
             self._failure = error
 
 
@@ -173,7 +186,12 @@ class _Job:
     def snapshot(self, memory: HostMemory) -> None:
         nbytes = self.planned.snapshot(memory)
         seconds = time.perf_counter() - self.started
-        logger.info("copied %.2f GB for %s in %.1f s; writing it behind training", nbytes / 1e9, self.final, seconds)
+        logger.info(
+            "copied %.2f GB for %s in %.1f s; writing it behind training",
+            nbytes / 1e9,
+            self.final,
+            seconds,
+        )
 
     def run(self) -> None:
         """Write, and when all ranks have written, publish. Collective over ``group``.
@@ -186,24 +204,36 @@ class _Job:
         try:
             written = self.planned.write(self.partial)
         except WRITE_ERRORS as error:
-            failure = f"writing {self.partial} failed on trainer rank {self.rank}\0{json_safe(self._reason(error))}"
+            failure = (
+                f"writing {self.partial} failed on trainer rank "
+                f"{self.rank}\0{json_safe(self._reason(error))}"
+            )
         verdict = self._verdict(failure, written)
         if verdict is not None:
             what, _, why = verdict.partition("\0")
             raise _write_error(what, why)
 
-    def _verdict(self, failure: str | None, written: tuple[list[Any], list[FileRecord]]) -> str | None:
+    def _verdict(
+        self, failure: str | None, written: tuple[list[Any], list[FileRecord]]
+    ) -> str | None:
         """What went wrong on any rank, "what\\0why"; None when the checkpoint is published."""
         verdict: str | None = None
         try:
             said = gather((failure, plain_results(written[0]), written[1]), self.group)
             if said is not None:
-                verdict = next((failed for failed, _, _ in said if failed is not None), None) or self._finish(said)
+                verdict = next(
+                    (failed for failed, _, _ in said if failed is not None), None
+                ) or self._finish(said)
                 if verdict is not None:
                     shutil.rmtree(self.partial, ignore_errors=True)
             verdict = broadcast(verdict, self.group)
-        except RuntimeError as error:  # a connection that breaks: the others cannot be told any more
-            return f"saving {self.final} was cut short\0another trainer rank is gone ({first_lines(error)})"
+        except (
+            RuntimeError
+        ) as error:  # a connection that breaks: the others cannot be told any more
+            return (
+                f"saving {self.final} was cut short\0another trainer rank is gone "
+                f"({first_lines(error)})"
+            )
         return verdict
 
     def _finish(self, said: list[Any]) -> str | None:
@@ -213,7 +243,11 @@ class _Job:
             self.planned.finish(self.partial, [results_of(results) for _, results, _ in said])
             (self.partial / EXTRA_STATE).write_bytes(self.extra_state)
             listed = {record.path for record in records}
-            records += [file_record(path) for path in sorted(self.partial.iterdir()) if path.name not in listed]
+            records += [
+                file_record(path)
+                for path in sorted(self.partial.iterdir())
+                if path.name not in listed
+            ]
             write_manifest(self.partial, sorted(records, key=lambda record: record.path))
             publish(self.partial, self.final)
             set_latest(self.final.parent, self.iteration)
@@ -221,7 +255,9 @@ class _Job:
             return f"publishing {self.final} failed\0{json_safe(self._reason(error))}"
         removed = retain(self.final.parent, self.keep)
         if removed:
-            logger.info("removed checkpoints %s (--save-retain %s)", ", ".join(map(str, removed)), self.keep)
+            logger.info(
+                "removed checkpoints %s (--save-retain %s)", ", ".join(map(str, removed)), self.keep
+            )
         nbytes = sum(record.nbytes for record in records)
         seconds = time.perf_counter() - self.started
         logger.info("saved %s (%.2f GB) in %.1f s", self.final, nbytes / 1e9, seconds)
@@ -231,18 +267,22 @@ class _Job:
         return first_lines(error) + _free_space(self.partial)
 
 
-# -- errors ------------------------------------------------------------------------------------------------
+# -- errors
+# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _agreed(what: str) -> Iterator[None]:
-    """Every rank leaves the block in the same way: when one failed to write, all raise its error. Collective."""
+    """Every rank leaves the block in the same way: when one failed to write, all raise its error.
+    Collective."""
     failure: BaseException | None = None
     try:
         yield
     except WRITE_ERRORS as error:
         failure = error
-    said: list[str | None] = all_gather(None if failure is None else json_safe(first_lines(failure)))
+    said: list[str | None] = all_gather(
+        None if failure is None else json_safe(first_lines(failure))
+    )
     first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if first is not None:
         raise _write_error(f"{what} failed on trainer rank {first[0]}", first[1]) from failure
@@ -252,7 +292,8 @@ def _write_error(what: str, why: str) -> UserError:
     return UserError(
         what,
         why=why,
-        fix="free space (--save-retain N keeps only the last N checkpoints), or pass another --save, on a file system"
+        fix="free space (--save-retain N keeps only the last N checkpoints), or pass another "
+        "--save, on a file system"
         " that all trainer ranks share; the previous checkpoint is untouched",
     )
 

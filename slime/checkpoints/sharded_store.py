@@ -1,11 +1,13 @@
 """Writing and reading a Megatron sharded state dict in the ``torch_dist`` layout.
 
-    ShardedWrite(state)  ─ collective: who writes what ─► .snapshot(memory) ─► .write(directory) ─► .finish(…)
-    read(state, directory)                                (optional)           own thread or not    rank 0
+    ShardedWrite(state)  ─ collective: who writes what ─► .snapshot(memory) ─► .write(directory) ─►
+    .finish(…) read(state, directory)                                (optional)           own thread
+    or not    rank 0
 
-megatron-core's own writer starts a manager process by ``spawn`` and writers by ``fork``. Both hang or crash in a
-process that has threads of its own (gloo, OpenMP, Ray), so the same files are written here by torch's writer inside
-this process. What is written is the same layout; megatron-core's reader reads it.
+megatron-core's own writer starts a manager process by ``spawn`` and writers by ``fork``. Both hang
+or crash in a process that has threads of its own (gloo, OpenMP, Ray), so the same files are written
+here by torch's writer inside this process. What is written is the same layout; megatron-core's
+reader reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ StateDict = dict[str, Any]
 WRITE_ERRORS = (OSError, RuntimeError, dcp.api.CheckpointException)
 
 
-# -- writing -----------------------------------------------------------------------------------------------
+# -- writing
+# -----------------------------------------------------------------------------------------------
 
 
 class ShardedWrite:
@@ -62,9 +65,13 @@ class ShardedWrite:
 
         self.rank = dist.get_rank()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # megatron-core's use of torch's older names
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # megatron-core's use of torch's older names
             sharded, common = save_preprocess(dict(state))
-            keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+            keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(
+                sharded, keep_only_main_replica=True
+            )
             tensors = mcore_to_pyt_state_dict(keyed, False)
         self._common = pickled(common) if self.rank == 0 else b""
         self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -83,7 +90,8 @@ class ShardedWrite:
         self._plan = self._planner.finish_plan(plan)
 
     def snapshot(self, memory: HostMemory) -> int:
-        """Copy what this rank writes into host memory, so that training may go on; returns the bytes copied.
+        """Copy what this rank writes into host memory, so that training may go on; returns the
+        bytes copied.
 
         Objects (random states) were serialised when the write was planned.
         """
@@ -103,7 +111,9 @@ class ShardedWrite:
             torch's write results, for `finish` on rank 0, and what was written.
         """
         files = _FingerprintedFiles()
-        writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer = dcp.FileSystemWriter(
+            directory, single_file_per_rank=True, sync_files=True, thread_count=1
+        )
         writer.fs = files
         results = writer.write_data(self._plan, self._planner).value()
         self._planner = None  # lets go of the snapshot, or of the tensors
@@ -151,7 +161,8 @@ class _Resolved:
 
 
 class _FingerprintedFiles(FileSystem):
-    """Computes size and xxh3-128 of each file while it is written, so that it need not be read again."""
+    """Computes size and xxh3-128 of each file while it is written, so that it need not be read
+    again."""
 
     def __init__(self) -> None:
         self.records: list[FileRecord] = []
@@ -189,7 +200,8 @@ class FingerprintedFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        self._file.flush()  # asked for to bring the file to the disk, and what is buffered here is not there yet
+        # asked for to bring the file to the disk, and what is buffered here is not there yet
+        self._file.flush()
         return self._file.fileno()
 
     def close(self) -> None:
@@ -208,7 +220,8 @@ def pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
-# -- reading -----------------------------------------------------------------------------------------------
+# -- reading
+# -----------------------------------------------------------------------------------------------
 
 
 def read(state: StateDict, directory: Path) -> StateDict:
@@ -224,11 +237,19 @@ def read(state: StateDict, directory: Path) -> StateDict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return dist_checkpointing.load(state, str(directory))
-    except (CheckpointingException, dcp.api.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+    except (
+        CheckpointingException,
+        dcp.api.CheckpointException,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        OSError,
+    ) as error:
         raise UserError(
             f"{directory} cannot be loaded into this model",
             why=first_lines(error),
-            fix="it must be a checkpoint of the same model; pass --load with another directory or --ckpt-step with"
+            fix="it must be a checkpoint of the same model; pass --load with another directory or "
+            "--ckpt-step with"
             " another iteration. --no-load-optim leaves the optimizer out",
         ) from error
 
@@ -239,7 +260,10 @@ def read_common(directory: Path) -> StateDict:
     Raises:
         UserError: the file is damaged.
     """
-    return _unpickled(directory / "common.pt", lambda path: torch.load(path, map_location="cpu", weights_only=False))
+    return _unpickled(
+        directory / "common.pt",
+        lambda path: torch.load(path, map_location="cpu", weights_only=False),
+    )
 
 
 def read_contents(directory: Path) -> Any:
@@ -248,7 +272,9 @@ def read_contents(directory: Path) -> Any:
     Raises:
         UserError: the file is damaged.
     """
-    return _unpickled(directory / ".metadata", lambda path: dcp.FileSystemReader(path.parent).read_metadata())
+    return _unpickled(
+        directory / ".metadata", lambda path: dcp.FileSystemReader(path.parent).read_metadata()
+    )
 
 
 def _unpickled(path: Path, load: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a checkpoint of a trainer holds, as megatron-core's sharded state dict: what `saving` writes."""
+"""What a checkpoint of a trainer holds, as megatron-core's sharded state dict: what `saving`
+writes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class TrainerState:
         model_chunks: one per virtual pipeline stage, wrapped or not.
         optimizer: Megatron's (distributed or not); None leaves it out.
         scheduler: learning-rate schedule with ``state_dict`` / ``load_state_dict``.
-        reference: weights of the reference model, one for each of the chunks' `stored_tensors`; None unless the run
-            has changed them (--ref-update-interval), as otherwise --ref-load has them.
+        reference: weights of the reference model, one for each of the chunks' `stored_tensors`;
+            None unless the run has changed them (--ref-update-interval), as otherwise --ref-load
+            has them.
         reference_iteration: the rollout after which they were the policy's.
         moments_on_host: Adam's moments live in host memory (--offload-optimizer-states).
     """
@@ -38,7 +40,9 @@ class TrainerState:
     reference_iteration: int | None = None
     moments_on_host: bool = False
 
-    def everything(self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True) -> StateDict:
+    def everything(
+        self, iteration: int | str, *, save_optimizer: bool = True, save_rng: bool = True
+    ) -> StateDict:
         """All that a checkpoint holds, as a sharded state dict. Collective.
 
         Args:
@@ -46,7 +50,9 @@ class TrainerState:
         """
         saved = self.model()
         if save_optimizer and self.optimizer is not None:
-            saved["optimizer"] = sharded_optimizer_state(self.optimizer, self.model(), on_host=self.moments_on_host)
+            saved["optimizer"] = sharded_optimizer_state(
+                self.optimizer, self.model(), on_host=self.moments_on_host
+            )
             if self.scheduler is not None:
                 saved["opt_param_scheduler"] = self.scheduler.state_dict()
         if self.reference is not None:
@@ -62,7 +68,10 @@ class TrainerState:
     def chunks(self) -> dict[str, nn.Module]:
         """The model chunks without wrappers, by the name that each has in a state dict."""
         chunks = unwrapped(self.model_chunks)
-        return {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}
+        return {
+            "model" if len(chunks) == 1 else f"model{number}": chunk
+            for number, chunk in enumerate(chunks)
+        }
 
     def model(self) -> StateDict:
         """Parameters as megatron-core shards them: so that every layout can read them."""
@@ -79,7 +88,10 @@ class TrainerState:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
 
         assert self.reference is not None
-        copy_of = {id(own): copy for own, copy in zip(stored_tensors(self.model_chunks), self.reference, strict=True)}
+        copy_of = {
+            id(own): copy
+            for own, copy in zip(stored_tensors(self.model_chunks), self.reference, strict=True)
+        }
         return [
             replace(entry, key=f"{REFERENCE}.{entry.key}", data=copy_of[id(entry.data)])
             for entry in nested_values(self.model())

@@ -1,21 +1,24 @@
-"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ, and why, ranked.
+"""`slime align`: where trainer and engine part, when their log-probs of the same tokens differ, and
+why, ranked.
 
 slime align --config my.yaml --lr 1e-6             a fresh round with the flags of `slime train`
 slime align train-async --config my.yaml           those of `slime train-async`
-slime align outputs/sums                           what this run has dumped (--dump-details, --save-debug-train-data)
-slime align dumps/train_data/0.pt dumps/rollout_data/0.pt --hf-checkpoint models/mine --rollout-temperature 0.7
+slime align outputs/sums                           what this run has dumped (--dump-details,
+--save-debug-train-data) slime align dumps/train_data/0.pt dumps/rollout_data/0.pt --hf-checkpoint
+models/mine --rollout-temperature 0.7
 
   --json             for programs
-  --model DIR        the weights that scored the tokens: a Hugging Face directory, a run folder, a --save directory;
+  --model DIR        the weights that scored the tokens: a Hugging Face directory, a run folder, a
+  --save directory;
                      default: those that the run begins with
   --also DIR         other weights that the engine may have had
   --engine URL       an engine that still runs: its weights are compared, and it is asked again
   --of-rollout N     of a run folder, default 0
-  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a GPU, 1024 without
-  --all              measure all causes, also where the sides are alike
+  --max-tokens N     look at samples of so many tokens, those that differ most; default 4096 on a
+  GPU, 1024 without --all              measure all causes, also where the sides are alike
 
-The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0 when nothing parts
-them, with 1 when something does.
+The model is computed in this process besides, in float32, on a GPU where there is one. Ends with 0
+when nothing parts them, with 1 when something does.
 """
 
 from __future__ import annotations
@@ -78,7 +81,11 @@ def main(argv: list[str]) -> int:
         )
     with answer_alone():
         said, as_json, status = _found(asked)
-    print(orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode() if "--json" in asked.options else said)
+    print(
+        orjson.dumps(json_safe(as_json), option=orjson.OPT_INDENT_2).decode()
+        if "--json" in asked.options
+        else said
+    )
     return status
 
 
@@ -95,7 +102,9 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
     most = _number(options, "--max-tokens", 0) or None
     for name in ("--model", "--also"):
         if name in options and Path(options[name]).exists():
-            options[name] = str(Path(options[name]).resolve())  # relative to here; the run may have begun elsewhere
+            options[name] = str(
+                Path(options[name]).resolve()
+            )  # relative to here; the run may have begun elsewhere
     folder: Path | None = None
     try:
         if asked.sources:
@@ -105,7 +114,13 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
             folder = Path(tempfile.mkdtemp(prefix="slime-align-"))
             samples = fresh_round(config, folder)
         also = model_directory(options["--also"]) if "--also" in options else None
-        wish = Wish(_model(config, options), also, most, is_fresh=not asked.sources, always="--all" in options)
+        wish = Wish(
+            _model(config, options),
+            also,
+            most,
+            is_fresh=not asked.sources,
+            always="--all" in options,
+        )
         engine = EngineThere(options["--engine"]) if "--engine" in options else None
         result = examined(config, samples, wish, engine)
     except LeftOut as reason:
@@ -121,7 +136,10 @@ def _found(asked: _Asked) -> tuple[str, dict[str, Any], int]:
 
 
 def _told(finding: Finding) -> str:
-    lines = [f"{finding.trouble.name}: {finding.detail}", *(f"try: {remedy}" for remedy in finding.advice)]
+    lines = [
+        f"{finding.trouble.name}: {finding.detail}",
+        *(f"try: {remedy}" for remedy in finding.advice),
+    ]
     return "\n".join(lines)
 
 
@@ -138,7 +156,9 @@ def _apart(argv: list[str]) -> _Asked:
             asked.options[word] = ""
         elif word in _VALUES:
             if not equals and not words:
-                raise UserError(f"slime align: {word} needs a value", fix="slime align --help tells more")
+                raise UserError(
+                    f"slime align: {word} needs a value", fix="slime align --help tells more"
+                )
             asked.options[word] = value if equals else words.pop(0)
         else:
             asked.flags.append(word + equals + value)
@@ -167,10 +187,16 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
             raise errors[0]
         return config, dumps.read(asked.sources)
     if not is_run_folder(first):
-        raise UserError(f"{first} is not a run folder", why="it has no config.json of a run", fix="pass outputs/<run>")
+        raise UserError(
+            f"{first} is not a run folder",
+            why="it has no config.json of a run",
+            fix="pass outputs/<run>",
+        )
     if asked.flags or len(asked.sources) > 1:
         surplus = " ".join([*asked.flags, *map(str, asked.sources[1:])])
-        raise UserError(f"slime align {first} takes no {surplus}", why="the flags are those of the run")
+        raise UserError(
+            f"slime align {first} takes no {surplus}", why="the flags are those of the run"
+        )
     run = newest_stage(first)
     config = run.config()
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
@@ -183,8 +209,11 @@ def _recorded(asked: _Asked) -> tuple[Config, list[Scored]]:
     if not there:
         raise UserError(
             f"the run {first} has dumped nothing of rollout {rollout}",
-            why=f"looked for {', '.join(map(str, files))}" if files else "its samples/ hold no token ids",
-            fix="run it with --dump-details DIR, or call slime align with the flags of the run for a fresh round",
+            why=f"looked for {', '.join(map(str, files))}"
+            if files
+            else "its samples/ hold no token ids",
+            fix="run it with --dump-details DIR, or call slime align with the flags of the run "
+            "for a fresh round",
         )
     return config, dumps.read(there)
 
@@ -234,6 +263,7 @@ def _saved_before(config: Config, rollout: int) -> Path:
         return iteration_dir(Path(flags.save), before)
     raise UserError(
         f"the weights of rollout {rollout} were not saved",
-        why=f"it was scored by those after step {before}, of which there is no export and no checkpoint",
+        why=f"it was scored by those after step {before}, of which there is no export and no "
+        "checkpoint",
         fix="--of-rollout of one that was saved before, or --model DIR",
     )

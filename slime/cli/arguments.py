@@ -22,7 +22,8 @@ def at_least_one(text: str) -> int:
 
 
 class Arguments(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose complaints look like all others, and whose help keeps the lines it is given.
+    """An `argparse.ArgumentParser` whose complaints look like all others, and whose help keeps the
+    lines it is given.
 
     Args:
         prog: "slime chat".
@@ -44,13 +45,21 @@ class Arguments(argparse.ArgumentParser):
             UserError: there is no such flag; names the nearest.
         """
         known = self._option_string_actions
-        for word in [] if self._subparsers else itertools.takewhile(lambda word: word != "--", args or ()):
+        for word in (
+            [] if self._subparsers else itertools.takewhile(lambda word: word != "--", args or ())
+        ):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                self.error(f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+                self.error(
+                    f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+                )
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())
-        raise UserError(f"{self.prog}: {message}", why=f"it is called as {usage}", fix=f"{self.prog} --help tells more")
+        raise UserError(
+            f"{self.prog}: {message}",
+            why=f"it is called as {usage}",
+            fix=f"{self.prog} --help tells more",
+        )

@@ -3,8 +3,9 @@
 slime bundle outputs/sums                         writes sums-bundle.tar.gz here
 slime bundle outputs/sums --samples               with prompts and responses of the newest step
 
-In it are the settings and logs (of large ones the ends), the newest metrics, crash folders, versions, and what `slime
-explain` says. Not in it: weights, keys and tokens, and, without --samples, prompts and responses.
+In it are the settings and logs (of large ones the ends), the newest metrics, crash folders,
+versions, and what `slime explain` says. Not in it: weights, keys and tokens, and, without
+--samples, prompts and responses.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ def main(argv: list[str]) -> int:
     """
     parser = Arguments("slime bundle", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")
-    parser.add_argument("--output", help="the archive to write; default: <run>-bundle.tar.gz in this directory")
     parser.add_argument(
-        "--samples", action="store_true", help="put samples in, too: prompts and responses, which may be private"
+        "--output", help="the archive to write; default: <run>-bundle.tar.gz in this directory"
+    )
+    parser.add_argument(
+        "--samples",
+        action="store_true",
+        help="put samples in, too: prompts and responses, which may be private",
     )
     arguments = parser.parse_args(argv)
     folder = Path(arguments.run_dir)
@@ -43,7 +48,10 @@ def main(argv: list[str]) -> int:
     print(f"{packed.path}: {packed.path.stat().st_size:,} bytes, {len(packed.sizes)} files")
     print(
         "samples are in it: prompts and responses" if arguments.samples else
-        "samples are not in it (--samples puts them in), nor are weights; keys and tokens are hidden",
+        "samples are not in it (--samples puts them in), nor are weights; keys and tokens are " "hidden",
     )  # fmt: skip
-    print("Contains paths, host names, your functions' output and error texts; review it before sharing.")
+    print(
+        "Contains paths, host names, your functions' output and error texts; review it before "
+        "sharing."
+    )
     return 0

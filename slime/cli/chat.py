@@ -1,10 +1,11 @@
 """`slime chat`: talk to a model in the terminal.
 
 slime chat outputs/sums                                the newest model of a run
-echo 'What is 17 + 25?' | slime chat Qwen3-0.6B        without a terminal: a question per line, an answer for each
+echo 'What is 17 + 25?' | slime chat Qwen3-0.6B        without a terminal: a question per line, an
+answer for each
 
-/reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves (Ctrl-D too);
-Ctrl-C ends an answer early.
+/reset forgets the conversation, /system TEXT sets the system prompt and begins anew, /quit leaves
+(Ctrl-D too); Ctrl-C ends an answer early.
 """
 
 from __future__ import annotations
@@ -57,14 +58,21 @@ def main(argv: list[str]) -> int:
     with serving(directory, name, engine=flags.engine, trust_remote_code=trusted) as server:
         has_turns = chat_template(directory) is not None
         if not has_turns:
-            print("this model has no chat template: it continues each line as it stands", file=sys.stderr)
+            print(
+                "this model has no chat template: it continues each line as it stands",
+                file=sys.stderr,
+            )
         example = example_question(Path(flags.path))
         is_toy = example is not None and _bytes_of_weights(directory) < _TOY_BYTES
-        conversation = Conversation(server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy)
+        conversation = Conversation(
+            server.url, name, sampling, flags.system, has_turns=has_turns, forgets=is_toy
+        )
         if example is not None:
             print(f"the run's questions look like this: {example}", file=sys.stderr)
         if is_toy:
-            print("a toy model: it knows only questions of this form, each by itself", file=sys.stderr)
+            print(
+                "a toy model: it knows only questions of this form, each by itself", file=sys.stderr
+            )
         if is_terminal:
             print(f"{_COMMANDS}; Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
         _talk(conversation, is_terminal)
@@ -94,7 +102,11 @@ def example_question(run_folder: Path) -> str | None:
 
 def _last_words_of_the_user(prompt: Any) -> str:
     if isinstance(prompt, list):
-        said = [turn["content"] for turn in prompt if isinstance(turn, dict) and turn.get("role") == "user"]
+        said = [
+            turn["content"]
+            for turn in prompt
+            if isinstance(turn, dict) and turn.get("role") == "user"
+        ]
         prompt = said[-1] if said else ""
     return prompt.strip() if isinstance(prompt, str) else ""
 
@@ -111,10 +123,19 @@ def _parser() -> Arguments:
     add_model_flags(parser)
     add = parser.add_argument
     add("--system", help="system prompt")
-    add("--temperature", type=float, help="0: always the likeliest token (default: the engine's, 1)")
-    add("--top-p", type=float, help="sample among the likeliest tokens of this probability together")
+    add(
+        "--temperature", type=float, help="0: always the likeliest token (default: the engine's, 1)"
+    )
+    add(
+        "--top-p", type=float, help="sample among the likeliest tokens of this probability together"
+    )
     add("--top-k", type=int, help="sample among so many of the likeliest tokens")
-    add("--max-tokens", type=at_least_one, default=1024, help="most tokens of an answer (default 1024)")
+    add(
+        "--max-tokens",
+        type=at_least_one,
+        default=1024,
+        help="most tokens of an answer (default 1024)",
+    )
     add("--seed", type=int, help="the same seed gives the same answers")
     return parser
 
@@ -139,11 +160,15 @@ def _lines(is_terminal: bool) -> Iterator[str]:
     """What is typed, or the lines of standard input; ends with them."""
     if not is_terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # some locales pass on what they cannot read
+            sys.stdin.reconfigure(
+                encoding="utf-8", errors="strict"
+            )  # some locales pass on what they cannot read
         try:
             yield from (line.strip() for line in sys.stdin)
         except UnicodeDecodeError as error:
-            raise UserError("a line of standard input is not UTF-8", why=str(error), fix="convert it first") from error
+            raise UserError(
+                "a line of standard input is not UTF-8", why=str(error), fix="convert it first"
+            ) from error
         return
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -205,14 +230,17 @@ class Conversation:
         self._turns = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """The pieces of the answer. It becomes part of the conversation, also when it is not taken to its end.
+        """The pieces of the answer. It becomes part of the conversation, also when it is not taken
+        to its end.
 
         Raises:
             UserError: the server refuses, e.g. a conversation that is too long.
             RunFailed: it is gone.
         """
         if not self._has_turns:
-            yield from self._stream("/v1/completions", {"prompt": text}, lambda choice: choice["text"])
+            yield from self._stream(
+                "/v1/completions", {"prompt": text}, lambda choice: choice["text"]
+            )
             return
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -229,15 +257,22 @@ class Conversation:
                 self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:
-        connection = http.client.HTTPConnection(self._address, timeout=_PIECE_SECONDS)  # knows no proxies
+        connection = http.client.HTTPConnection(
+            self._address, timeout=_PIECE_SECONDS
+        )  # knows no proxies
         try:
-            sent = json.dumps({"model": self._model, "stream": True, **self._sampling, **body}).encode()
-            connection.request("POST", path, sent, {"Content-Type": "application/json", **self._key})
+            sent = json.dumps(
+                {"model": self._model, "stream": True, **self._sampling, **body}
+            ).encode()
+            connection.request(
+                "POST", path, sent, {"Content-Type": "application/json", **self._key}
+            )
             answer = connection.getresponse()
             if answer.status != 200:
                 said = json.loads(answer.read())
                 raise UserError(
-                    said.get("error", said)["message"], fix="/reset begins anew" if len(self._turns) else ""
+                    said.get("error", said)["message"],
+                    fix="/reset begins anew" if len(self._turns) else "",
                 )
             for line in answer:
                 if line.startswith(b"data: {"):

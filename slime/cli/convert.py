@@ -1,17 +1,20 @@
-"""`slime convert`: checkpoints between Hugging Face and Megatron, GGUF to Hugging Face, quantised weights.
+"""`slime convert`: checkpoints between Hugging Face and Megatron, GGUF to Hugging Face, quantised
+weights.
 
     slime convert hf-to-megatron --hf_model_path Qwen3-0.6B --save_path ckpt
     slime convert megatron-to-hf --load_path ckpt --hf_model_path Qwen3-0.6B --save_path exported
     slime convert gguf-to-hf --gguf_path model.gguf --save_path model
-    slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-4.5-Air-INT4 --group_size 32
-    slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-4B-FP8 --block_size 128 128
-    slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
+    slime convert hf-to-int4 --hf_model_path GLM-4.5-Air --save_path GLM-4.5-Air-INT4 --group_size
+    32 slime convert hf-to-fp8 --hf_model_path Qwen3-4B --save_path Qwen3-4B-FP8 --block_size 128
+    128 slime convert quantised-to-hf --hf_model_path DeepSeek-V3 --save_path DeepSeek-V3-bf16
 
-Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if there is one; under
-torchrun a large model is spread over the ranks. What is written loads at any parallel layout, whichever wrote it.
+Training needs none of these: it reads Hugging Face directories itself. One process, on the GPU if
+there is one; under torchrun a large model is spread over the ranks. What is written loads at any
+parallel layout, whichever wrote it.
 
-Flags that describe the model (the MODEL_ARGS of launch scripts: --swiglu --num-layers 36 …) may stand among them. As in
-training the model is that of config.json, and a flag that says otherwise is an error.
+Flags that describe the model (the MODEL_ARGS of launch scripts: --swiglu --num-layers 36 …) may
+stand among them. As in training the model is that of config.json, and a flag that says otherwise is
+an error.
 """
 
 from __future__ import annotations
@@ -41,7 +44,11 @@ _ALIASES = {
     "save_path": ("--save", "--output-dir"),
     "force": ("-f",),
 }
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -59,12 +66,16 @@ def _parser() -> Arguments:
     parser = Arguments("slime convert", __doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, command: Callable[[argparse.Namespace], str]) -> Callable[..., None]:
+    def add(
+        name: str, summary: str, command: Callable[[argparse.Namespace], str]
+    ) -> Callable[..., None]:
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(command=command)
 
         def flag(dest: str, meaning: str, **options: Any) -> None:
-            spellings = dict.fromkeys((f"--{dest}", f"--{dest.replace('_', '-')}", *_ALIASES.get(dest, ())))
+            spellings = dict.fromkeys(
+                (f"--{dest}", f"--{dest.replace('_', '-')}", *_ALIASES.get(dest, ()))
+            )
             sub.add_argument(*spellings, dest=dest, help=meaning, **options)
 
         return flag
@@ -75,15 +86,31 @@ def _parser() -> Arguments:
         for size in _SIZES:
             flag(size, "under torchrun; default: one pipeline stage per rank", type=int)
 
-    flag = add("hf-to-megatron", "a Megatron checkpoint (torch_dist) from a Hugging Face directory", hf_to_megatron)
+    flag = add(
+        "hf-to-megatron",
+        "a Megatron checkpoint (torch_dist) from a Hugging Face directory",
+        hf_to_megatron,
+    )
     flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
     flag("save_path", "where the checkpoint goes", required=True, type=Path)
     flag("dtype", "of the saved weights; default: as in config.json", choices=tuple(PRECISIONS))
     layout(flag)
 
-    flag = add("megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf)
-    flag("load_path", "directory with latest_checkpointed_iteration.txt, or of one iteration", required=True, type=Path)
-    flag("hf_model_path", "Hugging Face directory of the same model: config and tokenizer", required=True, type=Path)
+    flag = add(
+        "megatron-to-hf", "a Hugging Face directory from a Megatron checkpoint", megatron_to_hf
+    )
+    flag(
+        "load_path",
+        "directory with latest_checkpointed_iteration.txt, or of one iteration",
+        required=True,
+        type=Path,
+    )
+    flag(
+        "hf_model_path",
+        "Hugging Face directory of the same model: config and tokenizer",
+        required=True,
+        type=Path,
+    )
     flag("save_path", "where the export goes", required=True, type=Path)
     flag("ckpt_step", "iteration; default: the latest", type=int)
     flag("dtype", "of the exported weights; default: as in config.json", choices=tuple(PRECISIONS))
@@ -98,10 +125,12 @@ def _parser() -> Arguments:
 
 
 def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    """The flags among ``words`` that describe the model, by name with underscores, compared with its config.json.
+    """The flags among ``words`` that describe the model, by name with underscores, compared with
+    its config.json.
 
     Raises:
-        UserError: no such flag, one that is not about the model, or one that contradicts config.json.
+        UserError: no such flag, one that is not about the model, or one that contradicts
+            config.json.
     """
     from slime.config import make_config
     from slime.config.flags import all_flags
@@ -113,17 +142,25 @@ def _described(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     specs = all_flags()
     takes_them = options.command in (hf_to_megatron, megatron_to_hf)
     given.pop("spec", None)  # tensors are those of the family, whatever layers compute with them
-    foreign = [specs[dest].option for dest in given if not {*specs[dest].sections} & {"model", "transformer"}]
+    foreign = [
+        specs[dest].option
+        for dest in given
+        if not {*specs[dest].sections} & {"model", "transformer"}
+    ]
     if foreign or (given and not takes_them):
         raise UserError(
-            f"slime convert does not know {', '.join(foreign or [specs[dest].option for dest in given])}",
-            why="beside its own flags (--help) it takes those that describe a model, such as --num-layers, and only"
+            "slime convert does not know "
+            f"{', '.join(foreign or [specs[dest].option for dest in given])}",
+            why="beside its own flags (--help) it takes those that describe a model, such as "
+            "--num-layers, and only"
             " where Megatron is at one end",
             fix="leave it out",
         )
     if given:
         _require_directory("--hf_model_path", options.hf_model_path)
-        spec = family_of(options.hf_model_path, options.model_name).model_spec(options.hf_model_path)
+        spec = family_of(options.hf_model_path, options.model_name).model_spec(
+            options.hf_model_path
+        )
         check_model_flags(make_config(**given).megatron, spec)
     return given
 
@@ -132,7 +169,8 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
     """Verify the shards, load them into a model, save its weights as iteration "release".
 
     Raises:
-        UserError: a shard is missing or damaged, the index names what is not there, ``save_path`` holds checkpoints.
+        UserError: a shard is missing or damaged, the index names what is not there, ``save_path``
+            holds checkpoints.
     """
     from slime.checkpoints.directory import saved_iterations
     from slime.checkpoints.hf_files import HfReader
@@ -140,7 +178,9 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
 
     _require_directory("--hf_model_path", options.hf_model_path)
     family = family_of(options.hf_model_path, options.model_name)
-    HfReader(options.hf_model_path).verify(family, family.model_spec(options.hf_model_path))  # before anything heavy
+    HfReader(options.hf_model_path).verify(
+        family, family.model_spec(options.hf_model_path)
+    )  # before anything heavy
     there = saved_iterations(options.save_path)
     if there and not options.force:
         raise UserError(
@@ -154,7 +194,9 @@ def hf_to_megatron(options: argparse.Namespace) -> str:
         from slime.checkpoints.trainer_state import TrainerState
 
         report = load_hf(chunks, options.hf_model_path, model_name=options.model_name)
-        path = CheckpointWriter().save(options.save_path, "release", TrainerState(chunks), save_rng=False)
+        path = CheckpointWriter().save(
+            options.save_path, "release", TrainerState(chunks), save_rng=False
+        )
     return f"{report}\nwrote {path}; train from it with --load {options.save_path}"
 
 
@@ -162,7 +204,8 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
     """Load a checkpoint's weights and write them as Hugging Face does.
 
     Raises:
-        UserError: no checkpoint, a file of it is missing or damaged, another model's config, ``save_path`` exists.
+        UserError: no checkpoint, a file of it is missing or damaged, another model's config,
+            ``save_path`` exists.
     """
     _require_directory("--hf_model_path", options.hf_model_path)
     plan = _source(options)
@@ -173,8 +216,12 @@ def megatron_to_hf(options: argparse.Namespace) -> str:
         from slime.checkpoints.trainer_state import TrainerState
 
         loaded = load(plan, TrainerState(chunks))
-        source = options.hf_model_path  # the model has the wanted dtype, but for what the family keeps in float32
-        path = save_hf(chunks, source, options.save_path, assets_from=source, model_name=options.model_name)
+        source = (
+            options.hf_model_path
+        )  # the model has the wanted dtype, but for what the family keeps in float32
+        path = save_hf(
+            chunks, source, options.save_path, assets_from=source, model_name=options.model_name
+        )
     return f"{loaded.report}\nwrote {path}"
 
 
@@ -185,7 +232,8 @@ def gguf_to_hf(options: argparse.Namespace) -> str:
 
 
 def _source(options: argparse.Namespace) -> LoadPlan:
-    """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the directory itself."""
+    """The checkpoint to export, checked to be complete: the latest or --ckpt-step of a run, or the
+    directory itself."""
     from slime.checkpoints.directory import check_complete, read_tracker, saved_iterations
     from slime.checkpoints.load_plan import LoadPlan, is_hf_dir, resolve_load
     from slime.config import make_config
@@ -197,11 +245,14 @@ def _source(options: argparse.Namespace) -> LoadPlan:
         return LoadPlan("megatron", path, None, 0, False, False, False, f"weights from {path}")
     if read_tracker(path) is None and not saved_iterations(path):
         if is_hf_dir(path):
-            raise UserError(f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint")
+            raise UserError(
+                f"{path} is a Hugging Face directory already", fix="pass a Megatron checkpoint"
+            )
         listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:10])
         raise UserError(
             f"--load_path {path} holds no Megatron checkpoint",
-            why=f"neither latest_checkpointed_iteration.txt nor .metadata; it holds: {listed or 'nothing'}",
+            why="neither latest_checkpointed_iteration.txt nor .metadata; it holds: "
+            f"{listed or 'nothing'}",
             fix="pass the --save directory of a run, or the directory of one iteration",
         )
     step = {"ckpt_step": options.ckpt_step} if options.ckpt_step is not None else {}
@@ -211,7 +262,11 @@ def _source(options: argparse.Namespace) -> LoadPlan:
 def _require_directory(flag: str, path: Path) -> None:
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise UserError(f"{flag} {path} {what}", why=f"the working directory is {Path.cwd()}", fix="correct the path")
+        raise UserError(
+            f"{flag} {path} {what}",
+            why=f"the working directory is {Path.cwd()}",
+            fix="correct the path",
+        )
 
 
 @contextmanager
@@ -228,7 +283,9 @@ def _sole_writer(save_path: Path) -> Iterator[None]:
 def _refuse_existing(path: Path, force: bool) -> None:
     if path.exists() and not force and (path.is_file() or any(path.iterdir())):
         raise UserError(
-            f"{path} exists", why="the export replaces it as a whole", fix="pass another --save_path, or --force"
+            f"{path} exists",
+            why="the export replaces it as a whole",
+            fix="pass another --save_path, or --force",
         )
 
 
@@ -241,12 +298,14 @@ def _dtype(options: argparse.Namespace) -> str:
     return said if said in PRECISIONS else "bfloat16"
 
 
-# -- ranks -------------------------------------------------------------------------------------------------
+# -- ranks
+# -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _model(options: argparse.Namespace) -> Iterator[list[Any]]:
-    """The model without weights, spread over the ranks of torchrun, or in a process group of one."""
+    """The model without weights, spread over the ranks of torchrun, or in a process group of
+    one."""
     from slime.config import make_config
     from slime.models import family_of
     from slime.models.layout_rules import check_layout
@@ -279,7 +338,9 @@ def _place() -> Iterator[RankInfo]:
     if "WORLD_SIZE" in given:
         rank = int(given["RANK"])
         local = int(given.get("LOCAL_RANK", given["RANK"]))
-        yield RankInfo(rank, int(given["WORLD_SIZE"]), local, given["MASTER_ADDR"], int(given["MASTER_PORT"]))
+        yield RankInfo(
+            rank, int(given["WORLD_SIZE"]), local, given["MASTER_ADDR"], int(given["MASTER_PORT"])
+        )
         return
     reservation = reserve_port("127.0.0.1")
     try:

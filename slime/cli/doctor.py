@@ -1,13 +1,14 @@
-"""`slime doctor FLAGS`: look at machine, model, data, rewards and plan of a run before it starts, and say all that is
-wrong at once.
+"""`slime doctor FLAGS`: look at machine, model, data, rewards and plan of a run before it starts,
+and say all that is wrong at once.
 
 slime doctor --config my.yaml --lr 1e-6           the flags of `slime train`
 slime doctor train-async --config my.yaml         those of `slime train-async`
 slime doctor --json ...                           for programs
-slime doctor --round ...                          one round, too: a few answers, one step, a push, all weights compared
+slime doctor --round ...                          one round, too: a few answers, one step, a push,
+all weights compared
 
-Without --round it starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing stands in the way of
-the run, with 1 when something does; what is only worth a look does not count.
+Without --round it starts, downloads and writes nothing, and needs no GPU. Ends with 0 when nothing
+stands in the way of the run, with 1 when something does; what is only worth a look does not count.
 """
 
 from __future__ import annotations
@@ -40,20 +41,26 @@ def main(argv: list[str]) -> int:
     with_round = "--round" in words
     words = [word for word in words if word not in ("--json", "--round")]
     if not words:
-        raise UserError("slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …")
+        raise UserError(
+            "slime doctor needs the flags of a run", fix="slime doctor --config recipe.yaml …"
+        )
     from slime.diagnosis import doctor
 
     with answer_alone():
         report = doctor.examine(words, entry or "train", with_round=with_round)
     said = doctor.text(report).encode("utf-8", "replace").decode()
-    print(orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode() if as_json else said)
+    print(
+        orjson.dumps(doctor.as_json(report), option=orjson.OPT_INDENT_2).decode()
+        if as_json
+        else said
+    )
     return int(report.is_fatal)
 
 
 @contextlib.contextmanager
 def answer_alone() -> Iterator[None]:
-    """Within the block, what functions of the user's print, also in C or by programs that they start, goes to stderr:
-    it is no part of the answer."""
+    """Within the block, what functions of the user's print, also in C or by programs that they
+    start, goes to stderr: it is no part of the answer."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -1,7 +1,7 @@
 """``--dry-run``: resolve, plan placement and memory, check, print; start nothing.
 
-Needs no GPU and neither torch nor Ray. A model directory with nothing but config.json will do: what is missing there,
-and what only the machines of the run must have, is said and not refused.
+Needs no GPU and neither torch nor Ray. A model directory with nothing but config.json will do: what
+is missing there, and what only the machines of the run must have, is said and not refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def dry_run(config: Config) -> None:
-    """Print what would run: flags with their origins, weights, placement, memory; then check all that can be checked.
+    """Print what would run: flags with their origins, weights, placement, memory; then check all
+    that can be checked.
 
     Raises:
         UserError: what the launch would be refused for, the memory plan included.
@@ -52,7 +53,10 @@ def dry_run(config: Config) -> None:
 def _placement(config: Config) -> str:
     plan = PlacementPlan.of(config)
     external = f", {plan.num_external} of others" if plan.num_external else ""
-    return f"placement: {plan.formula}; {plan.num_engines} engine(s) of {plan.slots_per_engine}{external}"
+    return (
+        f"placement: {plan.formula}; {plan.num_engines} engine(s) of "
+        f"{plan.slots_per_engine}{external}"
+    )
 
 
 def _checks(config: Config, load: LoadPlan) -> list[str]:
@@ -62,7 +66,10 @@ def _checks(config: Config, load: LoadPlan) -> list[str]:
     if _has_any(folder, _WEIGHT_FILES):
         preflight.check_weights(config, load)
     else:
-        remarks.append(f"weights are missing: {folder} has a config.json and no *.safetensors; a launch needs them")
+        remarks.append(
+            f"weights are missing: {folder} has a config.json and no *.safetensors; a launch "
+            "needs them"
+        )
     preflight.check_engine_flags(config)
     preflight.check_flags(config)
     if _has_any(folder, _TOKENIZER_FILES):
@@ -93,7 +100,9 @@ def _elsewhere(what: str, check: Callable[[Config], None], config: Config) -> li
     try:
         check(config)
     except UserError as error:
-        return [f"{what}: not on this machine: {error.what}" + (f" ({error.why})" if error.why else "")]
+        return [
+            f"{what}: not on this machine: {error.what}" + (f" ({error.why})" if error.why else "")
+        ]
     return []
 
 

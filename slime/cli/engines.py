@@ -2,10 +2,11 @@
 
 slime engines outputs/sums                            its engines, what they are at, their requests
 slime engines add outputs/sums 10.0.0.7:30000         one that you have started joins
-slime engines remove outputs/sums 10.0.0.7:30000      it leaves; also engine-1, of the run's own, which is ended then
+slime engines remove outputs/sums 10.0.0.7:30000      it leaves; also engine-1, of the run's own,
+which is ended then
 
-An engine that joins gets weights with the run's next push, and requests after it. Its weights are replaced with every
-push for as long as it takes part.
+An engine that joins gets weights with the run's next push, and requests after it. Its weights are
+replaced with every push for as long as it takes part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def main(argv: list[str]) -> None:
     parser = Arguments(f"slime engines {verb}".rstrip(), __doc__)
     parser.add_argument("run_dir", help="the folder of a running run, outputs/<run>")
     if verb:
-        parser.add_argument("engine", help="HOST:PORT of the engine" + (", or its name" if verb == "remove" else ""))
+        parser.add_argument(
+            "engine", help="HOST:PORT of the engine" + (", or its name" if verb == "remove" else "")
+        )
         asked = parser.parse_args(argv[1:])
         print(give_order(Path(asked.run_dir), verb, asked.engine)["said"])
         return
@@ -39,6 +42,11 @@ def main(argv: list[str]) -> None:
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     lines = [("engine", "state", "requests", "url")]
-    lines += [(row["name"] or row["kind"], row["state"], row["requests"], row["url"]) for row in rows]
+    lines += [
+        (row["name"] or row["kind"], row["state"], row["requests"], row["url"]) for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]

@@ -1,4 +1,5 @@
-"""`slime explain`: what a run folder tells about its run: how it ended, the likeliest cause, and what to do.
+"""`slime explain`: what a run folder tells about its run: how it ended, the likeliest cause, and
+what to do.
 
 slime explain outputs/sums
 slime explain outputs/sums --json                 the same for a program
@@ -29,12 +30,18 @@ def main(argv: list[str]) -> int:
         UserError: no run folder.
     """
     parser = Arguments("slime explain", __doc__)
-    parser.add_argument("run_dir", help="a run folder, outputs/<run>; it may be running, or have ended in any way")
+    parser.add_argument(
+        "run_dir", help="a run folder, outputs/<run>; it may be running, or have ended in any way"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     found = explain(Path(arguments.run_dir))
     if arguments.json:
-        print(redact_text(orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode()))
+        print(
+            redact_text(
+                orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode()
+            )
+        )
     else:
         print(redact_text(as_text(found)))
     return 1 if found.findings else 0
@@ -50,7 +57,9 @@ def as_text(found: Explanation) -> str:
     for number, finding in enumerate(found.findings, 1):
         lines += ["", *_told(number, finding)]
     lines.append("")
-    lines += [f"checkpoint: {found.checkpoint}" if found.checkpoint else "checkpoint: none that is whole"]
+    lines += [
+        f"checkpoint: {found.checkpoint}" if found.checkpoint else "checkpoint: none that is whole"
+    ]
     lines += [f"next: {found.next}"] if found.next else []
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines)

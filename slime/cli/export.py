@@ -18,14 +18,29 @@ def main(argv: list[str]) -> int:
     """Write the file and say where it is. Returns the exit status."""
     parser = Arguments("slime export", __doc__)
     add = parser.add_argument
-    add("path", help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub")
+    add(
+        "path",
+        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
+    )
     add("--gguf", required=True, metavar="FILE", help="the file to write")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of the matrices (default: the model's)")
-    add("--pre-tokenizer", help="llama.cpp's name of how text is cut into words, where it is not known here")
-    add("--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the matrices (default: the model's)",
+    )
+    add(
+        "--pre-tokenizer",
+        help="llama.cpp's name of how text is cut into words, where it is not known here",
+    )
+    add(
+        "--hf-checkpoint",
+        help="config and tokenizer, for a --save directory outside of its run folder",
+    )
     flags = parser.parse_args(argv)
     check_no_run_writes(Path(flags.gguf), "--gguf")
     directory = model_directory(flags.path, flags.hf_checkpoint)
-    path = hf_to_gguf(directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path))
+    path = hf_to_gguf(
+        directory, flags.gguf, flags.dtype, flags.pre_tokenizer, model_name(flags.path)
+    )
     print(f"wrote {path} ({path.stat().st_size / 1e6:.3g} MB) from {directory}")
     return 0

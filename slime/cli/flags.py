@@ -32,21 +32,32 @@ _READERS: dict[Part, str] = {
 
 
 def main(argv: list[str]) -> None:
-    """Print one flag's declaration, those with a word in their name, or, without a name, all as in docs/flags.md.
+    """Print one flag's declaration, those with a word in their name, or, without a name, all as in
+    docs/flags.md.
 
     Raises:
         UserError: no flag has the word in its name, or the folder is none of a run.
     """
     parser = Arguments("slime flags", "Look flags up.")
-    parser.add_argument("name", nargs="?", help="a flag, or a word in the names of several; default: all flags")
-    parser.add_argument("run_dir", nargs="?", help="a run folder: also show the flag's value there and its origin")
-    asked = parser.parse_args([word if word == "--help" else word.removeprefix("--") for word in argv])
+    parser.add_argument(
+        "name", nargs="?", help="a flag, or a word in the names of several; default: all flags"
+    )
+    parser.add_argument(
+        "run_dir", nargs="?", help="a run folder: also show the flag's value there and its origin"
+    )
+    asked = parser.parse_args(
+        [word if word == "--help" else word.removeprefix("--") for word in argv]
+    )
     if asked.name is None:
         sys.stdout.write(flags_page())
         return
     config = RunFolder(Path(asked.run_dir)).config() if asked.run_dir else None
     found = _found(asked.name)
-    meant = None if asked.name.removeprefix("--").replace("_", "-") in spellings() else other_name(asked.name)
+    meant = (
+        None
+        if asked.name.removeprefix("--").replace("_", "-") in spellings()
+        else other_name(asked.name)
+    )
     if meant is not None:
         print(f"{asked.name} of other systems: {meant.text}\n")
     print("\n".join(line for spec in found for line in _lines(spec, config)))
@@ -60,23 +71,39 @@ def _found(name: str) -> list[FlagSpec]:
         return [exact.spec]
     if exact is not None:
         return [all_flags()[dest] for dest, _ in exact.sets]
-    found = [spec for spec in all_flags().values() if any(word in option for option in spec.options)]
+    found = [
+        spec for spec in all_flags().values() if any(word in option for option in spec.options)
+    ]
     if not found and (meant := other_name(name)) is not None:
-        raise UserError(f"no flag has {name!r} in its name", why="it is another system's name", fix=meant.text)
+        raise UserError(
+            f"no flag has {name!r} in its name", why="it is another system's name", fix=meant.text
+        )
     if not found:
         near = _nearest(word)
         shown = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
-        raise UserError(f"no flag has {name!r} in its name", fix=f"did you mean {shown}?" if near else "")
+        raise UserError(
+            f"no flag has {name!r} in its name", fix=f"did you mean {shown}?" if near else ""
+        )
     return found
 
 
 def _nearest(word: str) -> list[str]:
-    """Flags that are spelt like ``word``, else those of ours with such a word in their name, the shortest first."""
+    """Flags that are spelt like ``word``, else those of ours with such a word in their name, the
+    shortest first."""
     if near := nearest(word, spellings()):
         return [f"--{name}" for name in near]
-    names = [option[2:] for spec in own_flags().values() if not spec.meta.refused for option in spec.options]
-    like = difflib.get_close_matches(word, {part for name in names for part in name.split("-")}, n=2, cutoff=0.75)
-    return sorted((f"--{name}" for name in names if set(like[:1]) & set(name.split("-"))), key=len)[:4]
+    names = [
+        option[2:]
+        for spec in own_flags().values()
+        if not spec.meta.refused
+        for option in spec.options
+    ]
+    like = difflib.get_close_matches(
+        word, {part for name in names for part in name.split("-")}, n=2, cutoff=0.75
+    )
+    return sorted((f"--{name}" for name in names if set(like[:1]) & set(name.split("-"))), key=len)[
+        :4
+    ]
 
 
 def _lines(spec: FlagSpec, config: Config | None) -> list[str]:

@@ -26,7 +26,9 @@ _LINK = re.compile(r"\]\((?:\.\./)+docs/")
 def main(argv: list[str]) -> int:
     """Copy, list what was copied, and print the command to run next. Returns the exit status."""
     parser = Arguments("slime init", __doc__)
-    parser.add_argument("folder", nargs="?", default=".", help="where to; made if missing (default: here)")
+    parser.add_argument(
+        "folder", nargs="?", default=".", help="where to; made if missing (default: here)"
+    )
     folder = Path(parser.parse_args(argv).folder)
     copy_starter(folder)
     print(f"copied to {folder.resolve()}:")
@@ -90,12 +92,17 @@ def _source() -> Path:
         if (folder / "recipes" / "demo.py").is_file() and (folder / "examples").is_dir():
             return folder
     raise UserError(
-        "this installation has no recipes and examples", why=f"looked in {package}", fix=f"they are at {PROJECT_URL}"
+        "this installation has no recipes and examples",
+        why=f"looked in {package}",
+        fix=f"they are at {PROJECT_URL}",
     )
 
 
 def _python() -> str:
-    """How a shell calls this interpreter: by its short name where that means the same environment."""
+    """How a shell calls this interpreter: by its short name where that means the same
+    environment."""
     found = shutil.which("python")
     here = Path(sys.executable).absolute().parent
-    return "python" if found and Path(found).absolute().parent == here else shlex.quote(sys.executable)
+    return (
+        "python" if found and Path(found).absolute().parent == here else shlex.quote(sys.executable)
+    )

@@ -1,4 +1,5 @@
-"""The model that a path means: a Hugging Face directory, a run folder, a --save directory, or a name on the hub."""
+"""The model that a path means: a Hugging Face directory, a run folder, a --save directory, or a
+name on the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.checkpoints.run_models import RunModel, checkpoint_model, has_weights, is_run_folder, newest_model
+from slime.checkpoints.run_models import (
+    RunModel,
+    checkpoint_model,
+    has_weights,
+    is_run_folder,
+    newest_model,
+)
 from slime.errors import UserError
 from slime.files import entries_of, left_behind
 from slime.hub import fetch_model, is_hub_name
@@ -29,12 +36,14 @@ _BESIDE = ".hf-of-"
 def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
     """The Hugging Face directory that ``path`` means.
 
-    Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside it, which appears
-    there as a whole: the run may go on meanwhile.
+    Of a run folder the newest model; a Megatron checkpoint is converted once, into ``hf/`` inside
+    it, which appears there as a whole: the run may go on meanwhile.
 
     Args:
-        path: a Hugging Face directory, outputs/<run>, a --save directory, one iteration of it, or org/name on the hub.
-        hf_checkpoint: config and tokenizer of a Megatron checkpoint that lies outside of its run folder.
+        path: a Hugging Face directory, outputs/<run>, a --save directory, one iteration of it, or
+            org/name on the hub.
+        hf_checkpoint: config and tokenizer of a Megatron checkpoint that lies outside of its run
+            folder.
     Raises:
         UserError: there is no model; says what is there instead.
     """
@@ -46,7 +55,8 @@ def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
         raise UserError(
             f"{path} {what}",
             why=f"the working directory is {Path.cwd()}",
-            fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face directory",
+            fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face "
+            "directory",
         )
     if has_weights(folder):
         return folder
@@ -55,8 +65,10 @@ def model_directory(path: str, hf_checkpoint: str | None = None) -> Path:
         listed = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
         raise UserError(
             f"{path} holds no model",
-            why=f"no *.safetensors with a config.json, no run and no checkpoint; it holds: {listed or 'nothing'}",
-            fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face directory",
+            why="no *.safetensors with a config.json, no run and no checkpoint; it holds: "
+            f"{listed or 'nothing'}",
+            fix="pass a run folder (outputs/<run>), a --save directory, or a Hugging Face "
+            "directory",
         )
     return model.path if model.is_hf else _converted(model, hf_checkpoint)
 
@@ -72,7 +84,11 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
         return target
     base = model_directory(hf_checkpoint) if hf_checkpoint else model.base
     if base is None or not base.is_dir():
-        why = f"its run began with {base}, which is not here" if base else "it does not say which model it is of"
+        why = (
+            f"its run began with {base}, which is not here"
+            if base
+            else "it does not say which model it is of"
+        )
         raise UserError(
             f"{model.path} is a Megatron checkpoint without config.json and tokenizer",
             why=why,
@@ -81,14 +97,29 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
     print(f"converting {model.path} to Hugging Face's format, once …", file=sys.stderr)
     with _place_beside(model.path) as folder:
         made = folder / CONVERTED
-        command = [*python_module("slime"), "convert", "megatron-to-hf", "--load_path", str(model.path)]
+        command = [
+            *python_module("slime"),
+            "convert",
+            "megatron-to-hf",
+            "--load_path",
+            str(model.path),
+        ]
         command += ["--hf_model_path", str(base), "--save_path", str(made)]
-        # in a process of its own, so that the trainer's half of the program is not in the memory of what is to serve
+        # in a process of its own, so that the trainer's half of the program is not in the memory of
+        # what is to serve
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_CONVERT_SECONDS
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_CONVERT_SECONDS,
         )
         if done.returncode:
-            gone = "" if model.path.is_dir() else "the run has removed this checkpoint meanwhile: try again; or "
+            gone = (
+                ""
+                if model.path.is_dir()
+                else "the run has removed this checkpoint meanwhile: try again; or "
+            )
             words = f"--load_path {model.path} --hf_model_path {base} --save_path DIR"
             raise UserError(
                 f"{model.path} could not be converted",
@@ -108,8 +139,9 @@ def _converted(model: RunModel, hf_checkpoint: str | None) -> Path:
 
 @contextmanager
 def _place_beside(checkpoint: Path) -> Iterator[Path]:
-    """A folder of this process's own on the file system of a checkpoint, whose run may go on and remove it. Those of
-    processes that have died are removed; where it cannot be made, it is a temporary one."""
+    """A folder of this process's own on the file system of a checkpoint, whose run may go on and
+    remove it. Those of processes that have died are removed; where it cannot be made, it is a
+    temporary one."""
     root = checkpoint.parent
     for path in entries_of(root):
         if path.name.startswith(_BESIDE):

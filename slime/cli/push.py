@@ -1,7 +1,8 @@
 """`slime push`: upload a model to the hub, with a card that says how it was trained.
 
 HF_TOKEN=… slime push outputs/sums me/sums
-slime push outputs/sums me/sums --card-only > README.md          look at the card first; nothing is uploaded
+slime push outputs/sums me/sums --card-only > README.md          look at the card first; nothing is
+uploaded
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def main(argv: list[str]) -> int:
     flags = _parser().parse_args(argv)
     if not _REPO.fullmatch(flags.repo):
         raise UserError(
-            f"'{flags.repo}' is no name of a repository", fix="pass org/name, e.g. your account's name first"
+            f"'{flags.repo}' is no name of a repository",
+            fix="pass org/name, e.g. your account's name first",
         )
     if not flags.card_only:
         hub_token(flags.repo)  # before anything is read or converted
@@ -36,7 +38,9 @@ def main(argv: list[str]) -> int:
         print(card, end="")
         return 0
     message = f"run {run.name}, by slime push" if run is not None else "by slime push"
-    url = upload(flags.repo, directory, {"README.md": card.encode()}, private=flags.private, message=message)
+    url = upload(
+        flags.repo, directory, {"README.md": card.encode()}, private=flags.private, message=message
+    )
     print(f"{directory} is at {url}")
     return 0
 
@@ -46,9 +50,16 @@ def _parser() -> Arguments:
     add = parser.add_argument
     add("path", help="a run folder, a --save directory, or a Hugging Face directory")
     add("repo", help="org/name on the hub; made where it is not there")
-    add("--private", action="store_true", help="only you and your organisation may see it, if it is new")
+    add(
+        "--private",
+        action="store_true",
+        help="only you and your organisation may see it, if it is new",
+    )
     add("--card-only", action="store_true", help="print the model card and upload nothing")
-    add("--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder")
+    add(
+        "--hf-checkpoint",
+        help="config and tokenizer, for a --save directory outside of its run folder",
+    )
     return parser
 
 
@@ -56,14 +67,17 @@ def _run_of(path: Path, directory: Path) -> RunData | None:
     """The run that the model is of: the folder that was named, or one that holds the model."""
     if path.is_dir() and is_run_folder(path):
         return read_run(path.resolve())
-    for folder in directory.resolve().parents[:4]:  # any of which may hold the config.json of something else
+    for folder in directory.resolve().parents[
+        :4
+    ]:  # any of which may hold the config.json of something else
         if (folder / "run.json").is_file() and is_run_folder(folder):
             return read_run(folder)
     return None
 
 
 def _card(name: str, run: RunData | None, directory: Path) -> str:
-    """A card that lies with a model of no run stays; licences are those that the base model's card has."""
+    """A card that lies with a model of no run stays; licences are those that the base model's card
+    has."""
     own = directory / "README.md"
     if run is None and own.is_file():
         return own.read_text(encoding="utf-8")

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def add_commands(add: Callable[[str, str, Callable[[argparse.Namespace], str]], Callable[..., None]]) -> None:
+def add_commands(
+    add: Callable[[str, str, Callable[[argparse.Namespace], str]], Callable[..., None]],
+) -> None:
     """Declare the commands by `slime convert`'s own ``add``."""
-    flag = add("hf-to-int4", "INT4 weights (W4A16, compressed-tensors) from a Hugging Face directory", hf_to_int4)
+    flag = add(
+        "hf-to-int4",
+        "INT4 weights (W4A16, compressed-tensors) from a Hugging Face directory",
+        hf_to_int4,
+    )
     flag("group_size", "neighbours in a row that share a scale", type=at_least_one, default=32)
     flag("asymmetric", "with a zero point for each group", action="store_true")
     _shared(flag)
@@ -32,17 +38,27 @@ def add_commands(add: Callable[[str, str, Callable[[argparse.Namespace], str]], 
     flag("block_size", "entries of a weight that share a scale; default: 128 128", **kind)
     flag("per_tensor", "one scale for each weight instead", action="store_true")
     _shared(flag)
-    flag = add("quantised-to-hf", "plain weights from a Hugging Face directory in FP8 or INT4", quantised_to_hf)
+    flag = add(
+        "quantised-to-hf",
+        "plain weights from a Hugging Face directory in FP8 or INT4",
+        quantised_to_hf,
+    )
     flag("dtype", "of the weights", choices=_DTYPES, default="bfloat16")
     _shared(flag, has_rules=False)
 
 
 def _shared(flag: Callable[..., None], has_rules: bool = True) -> None:
     flag("hf_model_path", "Hugging Face directory", required=True, type=Path)
-    flag("save_path", "where the model goes; a conversion that was cut short goes on there", required=True, type=Path)
+    flag(
+        "save_path",
+        "where the model goes; a conversion that was cut short goes on there",
+        required=True,
+        type=Path,
+    )
     if has_rules:
         rules = (
-            "Linear layers that stay as they are: names of modules, or 're:EXPRESSION'; default: the recommended list"
+            "Linear layers that stay as they are: names of modules, or 're:EXPRESSION'; default: "
+            "the recommended list"
         )
         flag("ignore", rules, nargs="+", metavar="RULE")
     flag("model_name", "model family, when config.json does not tell")
@@ -53,7 +69,8 @@ def hf_to_int4(options: argparse.Namespace) -> str:
     """Quantise to INT4 in compressed-tensors' format.
 
     Raises:
-        UserError: as `slime.checkpoints.quantised_files.quantise_directory`; compressed-tensors is not installed.
+        UserError: as `slime.checkpoints.quantised_files.quantise_directory`; compressed-tensors is
+            not installed.
     """
     from slime.engines.wire.quantised import require_library
     from slime.models.quantised import Int4
@@ -72,7 +89,9 @@ def hf_to_fp8(options: argparse.Namespace) -> str:
     from slime.models.quantised import Fp8
 
     rows, columns = options.block_size
-    return _quantised(options, "fp8", Fp8((0, 0), "weight_scale") if options.per_tensor else Fp8((rows, columns)))
+    return _quantised(
+        options, "fp8", Fp8((0, 0), "weight_scale") if options.per_tensor else Fp8((rows, columns))
+    )
 
 
 def quantised_to_hf(options: argparse.Namespace) -> str:
@@ -85,7 +104,9 @@ def quantised_to_hf(options: argparse.Namespace) -> str:
     from slime.engines.wire.buckets import dtype_of
 
     _check_paths(options)
-    done = dequantise_directory(options.hf_model_path, options.save_path, dtype_of(options.dtype), options.model_name)
+    done = dequantise_directory(
+        options.hf_model_path, options.save_path, dtype_of(options.dtype), options.model_name
+    )
     return str(done)
 
 
@@ -100,7 +121,9 @@ def _quantised(options: argparse.Namespace, method: Method, scheme: Int4 | Fp8) 
         _, weights = plain_weights(options.hf_model_path, options.model_name)
         rules = recommended(weights, fp8=method == "fp8")
     quantisation = Quantisation(method, scheme, rules)
-    done = quantise_directory(options.hf_model_path, options.save_path, quantisation, options.model_name)
+    done = quantise_directory(
+        options.hf_model_path, options.save_path, quantisation, options.model_name
+    )
     return f"ignored: {' '.join(rules)}\n{done}"
 
 
@@ -108,11 +131,19 @@ def _check_paths(options: argparse.Namespace) -> None:
     source = options.hf_model_path
     target = options.save_path
     if not source.is_dir():
-        raise UserError(f"--hf_model_path {source} is no directory", fix="pass a Hugging Face directory")
+        raise UserError(
+            f"--hf_model_path {source} is no directory", fix="pass a Hugging Face directory"
+        )
     there: list[Any] = (
-        [] if not target.exists() or options.force else [target] if target.is_file() else [*target.iterdir()]
+        []
+        if not target.exists() or options.force
+        else [target]
+        if target.is_file()
+        else [*target.iterdir()]
     )
     if there:
         raise UserError(
-            f"{target} exists", why="the conversion replaces it as a whole", fix="pass another --save_path, or --force"
+            f"{target} exists",
+            why="the conversion replaces it as a whole",
+            fix="pass another --save_path, or --force",
         )

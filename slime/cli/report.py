@@ -15,7 +15,8 @@ def main(argv: list[str]) -> int:
     parser = Arguments("slime report", about)
     parser.add_argument("run_dir", nargs="+", help="a run folder, e.g. outputs/demo")
     parser.add_argument(
-        "--output", help="where to write; by default RUN_DIR/report.html, or comparison.html beside them"
+        "--output",
+        help="where to write; by default RUN_DIR/report.html, or comparison.html beside them",
     )
     arguments = parser.parse_args(argv)
     if arguments.output:

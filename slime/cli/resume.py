@@ -1,11 +1,13 @@
-"""`slime resume`: go on with a run that was stopped, that failed or whose host went down, from its newest checkpoint.
+"""`slime resume`: go on with a run that was stopped, that failed or whose host went down, from its
+newest checkpoint.
 
 slime resume outputs/sums
 slime resume outputs/demo --stage sft             one stage of several, by default the newest
 
-Everything is as in the launch before: flags, data, run folder. Secrets are not in the folder: they are taken from the
-environment, or given again with their flag (slime resume outputs/sums --rm-url URL). To change a flag, repeat the
-command of the run with the other flag and --load set to its --save.
+Everything is as in the launch before: flags, data, run folder. Secrets are not in the folder: they
+are taken from the environment, or given again with their flag (slime resume outputs/sums --rm-url
+URL). To change a flag, repeat the command of the run with the other flag and --load set to its
+--save.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def main(argv: list[str]) -> None:
     """Run the rest of a run.
 
     Raises:
-        UserError: no run folder, one that was moved, a run that is finished, or one that saves no checkpoints.
+        UserError: no run folder, one that was moved, a run that is finished, or one that saves no
+            checkpoints.
     """
     parser = Arguments("slime resume", __doc__)
     parser.add_argument("run_dir", help="a run folder, outputs/<run>")
@@ -42,7 +45,8 @@ def main(argv: list[str]) -> None:
     if run.state() == "finished":
         raise UserError(
             f"{folder}{f' (stage {run.stage})' if run.stage else ''} is finished",
-            fix="to train longer, repeat its command with a larger --num-rollout and --load set to its --save",
+            fix="to train longer, repeat its command with a larger --num-rollout and --load set "
+            "to its --save",
         )
     command = f"{slime_command()} resume {' '.join(own)}"
     config = with_secrets(run.config(), again, os.environ, command)
@@ -57,7 +61,9 @@ def main(argv: list[str]) -> None:
 def _apart(argv: list[str]) -> tuple[list[str], list[str]]:
     """This command's own words, and flags of the run behind them."""
     known = spellings()
-    words = [word.partition("=")[0].removeprefix("--") if word.startswith("--") else "" for word in argv]
+    words = [
+        word.partition("=")[0].removeprefix("--") if word.startswith("--") else "" for word in argv
+    ]
     at = next((i for i, word in enumerate(words) if word in known and word != "stage"), len(argv))
     return argv[:at], argv[at:]
 
@@ -66,20 +72,32 @@ def _stage_of(folder: Path, stage: str | None) -> RunFolder:
     stages = [*dict.fromkeys([*RunFolder(folder).read_summary()["stages"], *config_files(folder)])]
     if not stages:
         there = ", ".join(path.name for path in entries_of(folder)[:8]) if folder.is_dir() else ""
-        why = f"it has neither config.json nor run.json; it holds: {there or 'nothing'}" if folder.is_dir() else ""
-        what = "is not a run folder" if folder.is_dir() else "is no folder, and so is not a run folder"
+        why = (
+            f"it has neither config.json nor run.json; it holds: {there or 'nothing'}"
+            if folder.is_dir()
+            else ""
+        )
+        what = (
+            "is not a run folder" if folder.is_dir() else "is no folder, and so is not a run folder"
+        )
         copies = sorted((folder / "history").glob("config.*.json")) if folder.is_dir() else []
-        fix = f"cp {copies[-1]} {folder / 'config.json'}, if it is one" if copies else "pass outputs/<run>"
+        fix = (
+            f"cp {copies[-1]} {folder / 'config.json'}, if it is one"
+            if copies
+            else "pass outputs/<run>"
+        )
         raise UserError(f"{folder} {what}", why, fix)
     if stage is not None and stage not in stages:
         raise UserError(
-            f"{folder} has no stage {stage}", fix=f"its stages: {', '.join(filter(None, stages)) or 'none'}"
+            f"{folder} has no stage {stage}",
+            fix=f"its stages: {', '.join(filter(None, stages)) or 'none'}",
         )
     return newest_stage(folder, stage)
 
 
 def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
-    """Relative paths of the run's flags count from there, and the user's modules are found there."""
+    """Relative paths of the run's flags count from there, and the user's modules are found
+    there."""
     here = folder.resolve()
     output_dir = Path(config.observe.output_dir)
     began = run.read_summary()["stages"].get(run.stage or "", {}).get("cwd")
@@ -89,7 +107,9 @@ def _go_to_where_it_began(folder: Path, run: RunFolder, config: Config) -> None:
         elif not output_dir.is_absolute():
             os.chdir(started_from(here, output_dir))
     except (OSError, IndexError) as error:
-        raise UserError(f"the directory in which {here} was started cannot be entered", why=str(error)) from error
+        raise UserError(
+            f"the directory in which {here} was started cannot be entered", why=str(error)
+        ) from error
     if (output_dir / config.observe.run_name).resolve() != here:
         raise UserError(
             f"{here} was moved",

@@ -1,8 +1,9 @@
 """``slime reward``: run a reward function on its own, on rows of data, without engines or trainer.
 
-slime reward --custom-rm-path my.reward --prompt-data answers.jsonl --label-key label --response-key response
-slime reward --rm-type math --prompt-data train.jsonl --input-key question --label-key answer --response 42
-slime reward --custom-rm-path my.reward --prompt-data outputs/run/samples/rollout_000000.jsonl
+slime reward --custom-rm-path my.reward --prompt-data answers.jsonl --label-key label --response-key
+response slime reward --rm-type math --prompt-data train.jsonl --input-key question --label-key
+answer --response 42 slime reward --custom-rm-path my.reward --prompt-data
+outputs/run/samples/rollout_000000.jsonl
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from slime.samples.types import Sample, SampleStatus
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Score rows and print one line per row, then mean, spread and time. Returns the exit status."""
+    """Score rows and print one line per row, then mean, spread and time. Returns the exit
+    status."""
     flags = _parser().parse_args(argv)
     if flags.response is None and flags.response_key is None:
         flags.response_key = "response"
     if not flags.custom_rm_path and not flags.rm_type:
-        raise UserError("there is no reward function to run", fix="pass --custom-rm-path or --rm-type")
+        raise UserError(
+            "there is no reward function to run", fix="pass --custom-rm-path or --rm-type"
+        )
     path = local_data(flags.prompt_data)
     if notice := split_notice(path, TRAINING):
         print(notice, file=sys.stderr)
@@ -47,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         label_key=flags.label_key or ("label" if is_record else None),
         metadata_key=flags.metadata_key,
         label_type=flags.label_type,
-        **{name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None},
+        **{
+            name: getattr(flags, name) for name in _REWARD_FLAGS if getattr(flags, name) is not None
+        },
     )
     samples = _samples(config, flags.response, flags.response_key, flags.max_rows)
     started = time.perf_counter()
@@ -56,7 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-_REWARD_FLAGS = ("custom_rm_path", "rm_type", "group_rm", "reward_key", "rm_url", "rm_timeout", "rm_num_workers")
+_REWARD_FLAGS = (
+    "custom_rm_path",
+    "rm_type",
+    "group_rm",
+    "reward_key",
+    "rm_url",
+    "rm_timeout",
+    "rm_num_workers",
+)
 
 
 def _is_record(path: str) -> bool:
@@ -67,37 +81,64 @@ def _is_record(path: str) -> bool:
 
 def _parser() -> Arguments:
     parser = Arguments("slime reward", __doc__)
-    parser.add_argument("--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice")
-    parser.add_argument("--custom-rm-path", help="your function, package.module.function or file.py:function")
+    parser.add_argument(
+        "--prompt-data", required=True, help="rows to score; path@[a:b] takes a slice"
+    )
+    parser.add_argument(
+        "--custom-rm-path", help="your function, package.module.function or file.py:function"
+    )
     parser.add_argument("--rm-type", help=f"a built-in one: {', '.join(RM_TYPES)}")
     parser.add_argument("--response", help="the response to score for every row")
     parser.add_argument("--response-key", help="column of the response (default: response)")
-    parser.add_argument("--input-key", help="column of the prompt (default: input; prompt in samples of a run)")
-    parser.add_argument("--label-key", help="column of the label (default: none; label in samples of a run)")
-    parser.add_argument("--label-type", choices=("text", "raw"), help="as in a run: numbers become text (text), or not")
+    parser.add_argument(
+        "--input-key", help="column of the prompt (default: input; prompt in samples of a run)"
+    )
+    parser.add_argument(
+        "--label-key", help="column of the label (default: none; label in samples of a run)"
+    )
+    parser.add_argument(
+        "--label-type",
+        choices=("text", "raw"),
+        help="as in a run: numbers become text (text), or not",
+    )
     parser.add_argument("--metadata-key", default="metadata", help="column of sample.metadata")
-    parser.add_argument("--group-rm", action="store_true", default=None, help="call the function with all rows at once")
+    parser.add_argument(
+        "--group-rm",
+        action="store_true",
+        default=None,
+        help="call the function with all rows at once",
+    )
     parser.add_argument("--reward-key", help="key of the number, when rewards are dicts")
     parser.add_argument("--rm-url", help="address for --rm-type remote_rm")
     parser.add_argument("--rm-timeout", type=float, help="seconds for one call")
     parser.add_argument("--rm-num-workers", type=int, help="processes of the math graders")
-    parser.add_argument("--max-rows", type=int, default=100, help="score at most so many rows (default 100)")
+    parser.add_argument(
+        "--max-rows", type=int, default=100, help="score at most so many rows (default 100)"
+    )
     return parser
 
 
-def _samples(config: Config, response: str | None, response_key: str | None, most: int) -> list[Sample]:
+def _samples(
+    config: Config, response: str | None, response_key: str | None, most: int
+) -> list[Sample]:
     """A finished sample per row, as a reward function sees it in a run.
 
     Raises:
         UserError: rows that cannot be scored, all of them counted.
     """
     form = RowFormat.of(config)
-    judge = None if config.reward.custom_rm_path else RewardJudge(config.reward.rm_type, config.reward.rm_url)
+    judge = (
+        None
+        if config.reward.custom_rm_path
+        else RewardJudge(config.reward.rm_type, config.reward.rm_url)
+    )
     assert config.data.prompt_data is not None
     found: list[Sample] = []
     problems = Problems()
     number = 0
-    for number, (where, row) in enumerate(itertools.islice(iter_rows(config.data.prompt_data), most), 1):
+    for number, (where, row) in enumerate(
+        itertools.islice(iter_rows(config.data.prompt_data), most), 1
+    ):
         try:
             prompt = read_prompt(row, form, None)
             if response_key is not None and response_key not in row:
@@ -139,7 +180,8 @@ async def _score(config: Config, samples: list[Sample]) -> tuple[list[Any], dict
 
 
 async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
-    """The first failure ends the others before the pool's workers go, whose end they would take for a crash."""
+    """The first failure ends the others before the pool's workers go, whose end they would take for
+    a crash."""
     tasks = [asyncio.ensure_future(pool.score(sample)) for sample in samples]
     try:
         return list(await asyncio.gather(*tasks))
@@ -150,14 +192,20 @@ async def _score_each(pool: RewardPool, samples: list[Sample]) -> list[Any]:
 
 
 def _report(
-    samples: list[Sample], rewards: list[Any], metrics: dict[str, float], seconds: float, key: str | None
+    samples: list[Sample],
+    rewards: list[Any],
+    metrics: dict[str, float],
+    seconds: float,
+    key: str | None,
 ) -> None:
     for sample, reward in zip(samples, rewards):
         print(f"{reward!s:>8}  label {sample.label!r:.40}  response {sample.response[-60:]!r}")
     numbers = [reward[key] if isinstance(reward, dict) and key else reward for reward in rewards]
     if numbers:
         spread = f"min {min(numbers):g}, max {max(numbers):g}, {len(set(numbers))} different values"
-        print(f"{len(numbers)} rows: mean {statistics.fmean(numbers):.4f}, {spread}, {seconds:.2f} s")
+        print(
+            f"{len(numbers)} rows: mean {statistics.fmean(numbers):.4f}, {spread}, {seconds:.2f} s"
+        )
     for name, count in metrics.items():
         if count:
             print(f"{name}: {count:.0f}", file=sys.stderr)

@@ -5,7 +5,8 @@ slime serve Qwen3-0.6B --port 8080          a Hugging Face directory
 slime serve checkpoints --hf-checkpoint M   a --save directory that lies outside of its run folder
 slime serve DIR -- --max-slots 8            what follows -- goes to the engine's own command line
 
-Requests must carry a key: that of --api-key, of SLIME_ENGINE_KEY in the environment, or one that is made and printed.
+Requests must carry a key: that of --api-key, of SLIME_ENGINE_KEY in the environment, or one that is
+made and printed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def main(argv: list[str]) -> int:
         key=key,
         with_control_routes=flags.control_routes,
         trust_remote_code=flags.trust_remote_code,
-        on_start=lambda url, log: print(f"loading {name} ({directory}) for {url}/v1; its log: {log}"),
+        on_start=lambda url, log: print(
+            f"loading {name} ({directory}) for {url}/v1; its log: {log}"
+        ),
     ) as server:
         is_new = bool(key) and key not in (flags.api_key, os.environ.get(VARIABLE))
         print(_welcome(server.url, name, key if is_new else ""))
@@ -77,20 +80,43 @@ def main(argv: list[str]) -> int:
                 time.sleep(_LOOK_SECONDS)
         except KeyboardInterrupt:
             return 0
-        raise RunFailed(f"the server {server.how_it_ended()}", why=server.log_tail(), fix=f"its log: {server.log_path}")
+        raise RunFailed(
+            f"the server {server.how_it_ended()}",
+            why=server.log_tail(),
+            fix=f"its log: {server.log_path}",
+        )
 
 
 def _parser() -> Arguments:
     parser = Arguments("slime serve", __doc__)
     add_model_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default 30000)")
-    parser.add_argument("--name", help="what clients call the model (default: the run's or directory's name)")
-    keys = parser.add_mutually_exclusive_group()
-    keys.add_argument("--api-key", help=f"key that requests must carry (default: {VARIABLE}, else a new one)")
-    keys.add_argument("--no-api-key", action="store_true", help="answer every program of this host; on loopback alone")
     parser.add_argument(
-        "--control-routes", action="store_true", help="also answer routes that replace weights, pause, abort, flush, …"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 for all (default 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=30000,
+        help="port to listen on; 0 picks a free one (default 30000)",
+    )
+    parser.add_argument(
+        "--name", help="what clients call the model (default: the run's or directory's name)"
+    )
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--api-key", help=f"key that requests must carry (default: {VARIABLE}, else a new one)"
+    )
+    keys.add_argument(
+        "--no-api-key",
+        action="store_true",
+        help="answer every program of this host; on loopback alone",
+    )
+    parser.add_argument(
+        "--control-routes",
+        action="store_true",
+        help="also answer routes that replace weights, pause, abort, flush, …",
     )
     return parser
 
@@ -125,20 +151,28 @@ def _key(flags: argparse.Namespace) -> str:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """What `slime serve` and `slime chat` share: which model, on which engine."""
     parser.add_argument(
-        "path", help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub"
+        "path",
+        help="a run folder, a --save directory, a Hugging Face directory, or org/name on the hub",
     )
     parser.add_argument(
-        "--hf-checkpoint", help="config and tokenizer, for a --save directory outside of its run folder"
+        "--hf-checkpoint",
+        help="config and tokenizer, for a --save directory outside of its run folder",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the model brings"
+    )
     choices = ("auto", *ENGINES)
     parser.add_argument(
-        "--engine", choices=choices, default="auto", help="auto: SGLang where it can run, else embedded"
+        "--engine",
+        choices=choices,
+        default="auto",
+        help="auto: SGLang where it can run, else embedded",
     )
 
 
 def leave_on_signals() -> None:
-    """SIGTERM and SIGHUP leave the way that Ctrl-C does: the server ends, and what it wrote is removed."""
+    """SIGTERM and SIGHUP leave the way that Ctrl-C does: the server ends, and what it wrote is
+    removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(0)
@@ -172,10 +206,15 @@ def serving(
         with_control_routes: routes that steer it are open.
         on_start: is told its address and log before it answers.
     Raises:
-        UserError: the engine cannot be started here, the port is taken, or the server dies before it answers.
+        UserError: the engine cannot be started here, the port is taken, or the server dies before
+            it answers.
     """
     precision = PRECISIONS.get(named_dtype(read_hf_config(directory)), "bf16")
-    flags: dict[str, Any] = {"hf_checkpoint": str(directory), "rollout_engine": engine, precision: True}
+    flags: dict[str, Any] = {
+        "hf_checkpoint": str(directory),
+        "rollout_engine": engine,
+        precision: True,
+    }
     flags["trust_remote_code"] = trust_remote_code
     config = make_config(**flags)
     record = engine_of(config)
@@ -205,7 +244,9 @@ def serving(
     except ServerDied as error:
         cause = server.exception_line()
         raise RunFailed(
-            f"{error.name} {error.what}", why=cause or error.log_tail, fix="; ".join(record.remedies(cause))
+            f"{error.name} {error.what}",
+            why=cause or error.log_tail,
+            fix="; ".join(record.remedies(cause)),
         ) from error
     finally:
         if server.is_alive():  # of one that died the log is wanted
@@ -226,7 +267,8 @@ def _log_folder() -> tuple[Path, int]:
 
 
 def remove_logs_of_the_dead() -> None:
-    """Remove what servers of this user have left that were killed, or that died by themselves earlier."""
+    """Remove what servers of this user have left that were killed, or that died by themselves
+    earlier."""
     for path in Path(tempfile.gettempdir()).glob(f"{_LOGS}*/"):
         with left_behind(path) as is_free:
             if is_free:
@@ -234,8 +276,8 @@ def remove_logs_of_the_dead() -> None:
 
 
 def more_words(record: EngineKind, name: str, directory: Path) -> list[str]:
-    """What a server has on its command line beyond that of an engine of a run: the name that clients use, and how it is
-    to read calls of tools, where it does not find that out itself."""
+    """What a server has on its command line beyond that of an engine of a run: the name that
+    clients use, and how it is to read calls of tools, where it does not find that out itself."""
     words = ["--served-model-name", name]
     found = tool_format(chat_template(directory), family_name(directory))
     if found is not None and found.sglang_parser:
@@ -247,7 +289,9 @@ def _welcome(url: str, name: str, new_key: str) -> str:
     known = bool(key_of(url))
     header = f'-H "Authorization: Bearer ${VARIABLE}" ' if known else ""
     key = f'os.environ["{VARIABLE}"]' if known else '"none"'
-    told = f"Its key, which is shown this once:\n\nexport {VARIABLE}={new_key}\n\n" if new_key else ""
+    told = (
+        f"Its key, which is shown this once:\n\nexport {VARIABLE}={new_key}\n\n" if new_key else ""
+    )
     return f"""\
 {name} is at {url}/v1; Ctrl-C ends it
 

@@ -1,4 +1,5 @@
-"""`slime train` and `slime train-async`: the same run, with another default of --async-buffer-size."""
+"""`slime train` and `slime train-async`: the same run, with another default of
+--async-buffer-size."""
 
 from __future__ import annotations
 

@@ -33,10 +33,21 @@ _GOODBYE_SECONDS = 0.5
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status."""
     parser = Arguments("slime watch", __doc__)
-    parser.add_argument("run_dir", nargs="*", help=f"run folders, or folders of runs (default: {_OUTPUTS})")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8090, help="port to listen on; 0 picks a free one (default 8090)")
-    parser.add_argument("--no-cache", action="store_true", help="keep no index from one call to the next")
+    parser.add_argument(
+        "run_dir", nargs="*", help=f"run folders, or folders of runs (default: {_OUTPUTS})"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8090,
+        help="port to listen on; 0 picks a free one (default 8090)",
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="keep no index from one call to the next"
+    )
     flags = parser.parse_args(argv)
     paths = [Path(name) for name in flags.run_dir] or [Path(_OUTPUTS)]
     if not flags.run_dir and not paths[0].is_dir():
@@ -65,7 +76,9 @@ async def _serve(runs: Runs, listener: socket.socket, host: str, token: str | No
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ):  # as nohup leaves it
             loop.add_signal_handler(number, stopping.set)
     port = listener.getsockname()[1]
     app = application(runs, token, f"slime_watch_{port}")
@@ -86,5 +99,7 @@ def address(host: str, port: int, token: str | None) -> str:
         >>> address("127.0.0.1", 8090, None), address("10.0.0.7", 80, "abc")
         ('http://127.0.0.1:8090/', 'http://10.0.0.7:80/?token=abc')
     """
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    name = (
+        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    )
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

@@ -1,11 +1,13 @@
-"""Orders to a running run: small files in its folder, so that whoever may write there can give them, and nobody else.
+"""Orders to a running run: small files in its folder, so that whoever may write there can give
+them, and nobody else.
 
-    <run>/engines/<id>.order.json     {"verb": "add", "url": "10.0.0.7:30000"}: written by `slime engines`
-    <run>/engines/<id>.answer.json    {"said": …}, {"refused": …}, …: written by the driver, which removes the order;
+    <run>/engines/<id>.order.json     {"verb": "add", "url": "10.0.0.7:30000"}: written by `slime
+    engines` <run>/engines/<id>.answer.json    {"said": …}, {"refused": …}, …: written by the
+    driver, which removes the order;
                                       removed by who has read it
 
-No port is opened for it. The driver looks when it looks about anyway, and as a rule at no more than the time at which
-the folder was last changed. Imports no Ray.
+No port is opened for it. The driver looks when it looks about anyway, and as a rule at no more than
+the time at which the folder was last changed. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ class OrderDesk:
             changed = self._folder.stat().st_mtime_ns
             if changed == self._seen:
                 return []
-            orders = [order for path in sorted(self._folder.iterdir()) if (order := self._read(path)) is not None]
+            orders = [
+                order
+                for path in sorted(self._folder.iterdir())
+                if (order := self._read(path)) is not None
+            ]
         except OSError as error:
             logger.debug("no orders: %s", error)
             return []
@@ -105,14 +111,23 @@ class OrderDesk:
             return None
         try:
             status = path.lstat()
-            words = read_object(path) if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST else {}
+            words = (
+                read_object(path)
+                if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
+                else {}
+            )
         except OSError:  # taken back, or not for us to read
             return None
         return Order(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))
 
 
 def give_order(
-    run: Path, verb: str, url: str = "", *, seconds: float = _WAIT_SECONDS, poll: float = _POLL_SECONDS
+    run: Path,
+    verb: str,
+    url: str = "",
+    *,
+    seconds: float = _WAIT_SECONDS,
+    poll: float = _POLL_SECONDS,
 ) -> dict[str, Any]:
     """Have a running run do something, and wait for its answer.
 
@@ -129,13 +144,16 @@ def give_order(
     _check_runs(run)
     if not folder.is_dir():
         raise UserError(
-            f"{run} has no engines", why=f"there is no {folder}: it generates nothing, or comes up only now"
+            f"{run} has no engines",
+            why=f"there is no {folder}: it generates nothing, or comes up only now",
         )
     try:
         write_atomically(asked, orjson.dumps({"verb": verb, "url": url}))
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written to", why=error.strerror or str(error), fix="call it as the user of the run"
+            f"{folder} cannot be written to",
+            why=error.strerror or str(error),
+            fix="call it as the user of the run",
         ) from error
     end = time.monotonic() + seconds
     try:
@@ -143,8 +161,10 @@ def give_order(
             _check_runs(run)
             if time.monotonic() > end:
                 raise RunFailed(
-                    f"the run {run} gave no answer within {seconds:.0f} s, and the order was taken back",
-                    why="nobody joins or leaves during a weight push, and a driver that hangs hears nothing",
+                    f"the run {run} gave no answer within {seconds:.0f} s, and the order was "
+                    "taken back",
+                    why="nobody joins or leaves during a weight push, and a driver that hangs "
+                    "hears nothing",
                     fix=f"try again; {run}/logs/driver.log says what it is at",
                 )
             time.sleep(poll)
@@ -161,7 +181,9 @@ def _check_runs(run: Path) -> None:
     stages = RunFolder(run).read_summary()["stages"]
     newest = max(stages.values(), key=lambda stage: stage.get("started") or 0.0, default=None)
     if newest is None:
-        raise UserError(f"{run} is not a run folder", why="it has no run.json", fix="pass outputs/<run>")
+        raise UserError(
+            f"{run} is not a run folder", why="it has no run.json", fix="pass outputs/<run>"
+        )
     state = newest.get("state")
     pid = newest.get("pid")
     if state == "running" and newest.get("host") == platform.node() and not _lives(pid):
@@ -169,7 +191,8 @@ def _check_runs(run: Path) -> None:
     if state != "running":
         raise UserError(
             f"the run {run} does not run: it is {state}",
-            fix="engines can join while it runs; for a launch, name them with --rollout-external-engine-addrs",
+            fix="engines can join while it runs; for a launch, name them with "
+            "--rollout-external-engine-addrs",
         )
 
 

@@ -1,5 +1,5 @@
-"""The actor that owns an engine's server process, or the router's, what it tells of its end, and the driver's handle
-of it."""
+"""The actor that owns an engine's server process, or the router's, what it tells of its end, and
+the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class DisaggregatedWorkers(NamedTuple):
 
 
 class Obituary(NamedTuple):
-    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that it had, the
-    exception that its log names, if any, and its pid."""
+    """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that
+    it had, the exception that its log names, if any, and its pid."""
 
     how: str
     log_tail: str
@@ -88,7 +88,8 @@ class EngineActor:
         return this_process()
 
     def memory(self) -> float:
-        """GB of host memory that the server's processes hold for themselves; 0 while there is none."""
+        """GB of host memory that the server's processes hold for themselves; 0 while there is
+        none."""
         pid = self._process.pid if self._process is not None and self._process.is_alive() else None
         return self._footprint.gigabytes(pid) if pid is not None else 0.0
 
@@ -110,7 +111,9 @@ class EngineActor:
         from slime.engines.launch import LaunchSpec
 
         if self._process is not None and self._process.is_alive():
-            self._process.stop(grace=0)  # this node's part of an engine whose other part did not come up
+            self._process.stop(
+                grace=0
+            )  # this node's part of an engine whose other part did not come up
         host = ray.util.get_node_ip_address()
 
         def spec(port: int) -> LaunchSpec:
@@ -127,7 +130,8 @@ class EngineActor:
         return self._serve(spec, host)
 
     def bootstrap_port(self) -> int | None:
-        """Where decode servers fetch the cache of this prefill server; None for servers of another kind."""
+        """Where decode servers fetch the cache of this prefill server; None for servers of another
+        kind."""
         return self._bootstrap_port
 
     def _disaggregation(self, host: str) -> dict[str, Any]:
@@ -154,13 +158,21 @@ class EngineActor:
         keys.external(*external)
         host = ray.util.get_node_ip_address()
         if pairs is not None:
-            return self._serve(lambda port: disaggregated_router_command(self.config, host, port, *pairs), host, port)
+            return self._serve(
+                lambda port: disaggregated_router_command(self.config, host, port, *pairs),
+                host,
+                port,
+            )
         policy = self.config.engine.router.get("policy") or "cache_aware"
         for is_last in (not self.config.fault_tolerance.use_fault_tolerance, True):
-            url = self._serve(lambda port: router_command(self.config, host, port, worker_urls), host, port)
+            url = self._serve(
+                lambda port: router_command(self.config, host, port, worker_urls), host, port
+            )
             assert self._process is not None
             try:
-                asyncio.run(register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy))
+                asyncio.run(
+                    register_workers(url, worker_urls, timeout=STARTUP_SECONDS, policy=policy)
+                )
                 return url
             except EngineError:
                 if not self._process.ends_within(_DYING_SECONDS):
@@ -168,7 +180,9 @@ class EngineActor:
             obituary = self.kill(self._process.how_it_ended())
             if is_last:
                 raise_obituary(self.name, obituary, [], what="putting engines behind the router")
-            logger.warning("%s %s and is started again", with_pid(self.name, obituary.pid), obituary.how)
+            logger.warning(
+                "%s %s and is started again", with_pid(self.name, obituary.pid), obituary.how
+            )
         raise AssertionError("unreachable")
 
     def _serve(self, make_spec: Callable, host: str, port: int | None = None) -> str:
@@ -187,11 +201,15 @@ class EngineActor:
             except ServerDied as died:
                 self._give_ports_back()
                 if died.is_port_clash and attempt + 1 < _PORT_TRIES:
-                    logger.warning("%s: one of its ports was taken meanwhile, trying others", self.name)
+                    logger.warning(
+                        "%s: one of its ports was taken meanwhile, trying others", self.name
+                    )
                     continue
                 raise UserError(
                     f"{died.name} {died.what}",
-                    why=_from_log(self._process.exception_line(), died.log_tail, str(self.log_path)),
+                    why=_from_log(
+                        self._process.exception_line(), died.log_tail, str(self.log_path)
+                    ),
                     fix=f"read the log{self._if_out_of_memory()}",
                 ) from died
         raise AssertionError("unreachable")
@@ -200,7 +218,11 @@ class EngineActor:
         from slime.engines.kinds import engine_of
 
         is_router = self.part is None
-        return "" if is_router else f"; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}"
+        return (
+            ""
+            if is_router
+            else f"; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}"
+        )
 
     def obituary(self) -> Obituary | None:
         """None while the server process lives."""
@@ -235,8 +257,8 @@ class EngineActor:
 
 
 class EngineHandle:
-    """An `EngineActor` in the driver's hands. Every question is answered by the actor, none by the server process: at
-    once, but for a start under way, which keeps the actor busy.
+    """An `EngineActor` in the driver's hands. Every question is answered by the actor, none by the
+    server process: at once, but for a start under way, which keeps the actor busy.
 
     Args:
         options: of Ray: on which slot, with what share of it.
@@ -259,7 +281,9 @@ class EngineHandle:
         run_keys: RunKeys,
         part: EnginePart | None = None,
     ) -> None:
-        actor: Any = ray.remote(EngineActor)  # Ray makes the methods remote; its types do not say so
+        actor: Any = ray.remote(
+            EngineActor
+        )  # Ray makes the methods remote; its types do not say so
         given = config, name, run_path, num_threads, hosts, run_keys, part
         self._actor = actor.options(max_restarts=0, **options).remote(*given)
         self.worker = Worker(name, self._actor.process.remote())
@@ -273,15 +297,21 @@ class EngineHandle:
         return self._actor.rendezvous.remote()
 
     def begin_start(self, model_path: str, dist_init_addr: ray.ObjectRef | None) -> ray.ObjectRef:
-        """To be: the URL of the server, once it answers; `slime.engines.launch` says how long that may take.
+        """To be: the URL of the server, once it answers; `slime.engines.launch` says how long that
+        may take.
 
         Args:
-            dist_init_addr: what `rendezvous` of the engine's first node gave; Ray has it before the start runs.
+            dist_init_addr: what `rendezvous` of the engine's first node gave; Ray has it before the
+                start runs.
         """
         return self._actor.start.remote(model_path, dist_init_addr)
 
     def begin_router(
-        self, worker_urls: list[str], external: list[str], pairs: DisaggregatedWorkers | None, port: int | None = None
+        self,
+        worker_urls: list[str],
+        external: list[str],
+        pairs: DisaggregatedWorkers | None,
+        port: int | None = None,
     ) -> ray.ObjectRef:
         """To be: the URL of the router, with the workers behind it.
 
@@ -300,7 +330,8 @@ class EngineHandle:
         return self._actor.obituary.remote()
 
     def kill(self, how: str) -> ray.ObjectRef:
-        """To be: the `Obituary` of a server that has to go, and whose end is to be called ``how``."""
+        """To be: the `Obituary` of a server that has to go, and whose end is to be called
+        ``how``."""
         return self._actor.kill.remote(how)
 
     def stop(self) -> ray.ObjectRef:
@@ -316,7 +347,9 @@ def with_pid(name: str, pid: int | None) -> str:
     return name if pid is None else f"{name} (pid {pid})"
 
 
-def raise_obituary(name: str, obituary: Obituary, remedies: Sequence[str], *, what: str = "") -> NoReturn:
+def raise_obituary(
+    name: str, obituary: Obituary, remedies: Sequence[str], *, what: str = ""
+) -> NoReturn:
     """The end of the run, as a server of it has ended.
 
     Args:

@@ -1,11 +1,12 @@
-"""Whether an engine that somebody else has started fits a run, as far as it can be asked; imports no Ray.
+"""Whether an engine that somebody else has started fits a run, as far as it can be asked; imports
+no Ray.
 
     GET  /model_info    the model: architecture, and its directory where this host sees it
     GET  /server_info   kind of engine, dtype, context, what it was started with
     POST /tokenize      a line of text, which must give the tokens of --hf-checkpoint
 
-That its weights have the right shapes, and that it computes what the trainer computes, is proved by the push that
-follows and its canary.
+That its weights have the right shapes, and that it computes what the trainer computes, is proved by
+the push that follows and its canary.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def ask(url: str) -> Said:
             model = await engine.get("/model_info")
             server = await engine.get("/server_info")
             try:
-                answer = await engine.post("/tokenize", {"prompt": _LINE, "add_special_tokens": False})
+                answer = await engine.post(
+                    "/tokenize", {"prompt": _LINE, "add_special_tokens": False}
+                )
             except EngineError:  # one without a tokenizer, or of a version without the route
                 answer = {}
             return Said(model, server, answer.get("tokens"))
@@ -76,13 +79,15 @@ def ask(url: str) -> Said:
             raise UserError(
                 f"the engine at {url} asks for another key",
                 why=error.what,
-                fix=f"begin the run with {VARIABLE} set to the key that the engine was started with",
+                fix=f"begin the run with {VARIABLE} set to the key that the engine was started "
+                "with",
             ) from error
         raise UserError(
             f"no engine answers at {url}",
             why=error.what,
             fix="start it first (slime serve DIR --control-routes, python -m slime.embedded,"
-            " sglang.launch_server), wait until it answers, and name its address as it is reached from this host",
+            " sglang.launch_server), wait until it answers, and name its address as it is reached "
+            "from this host",
         ) from error
     if said.model.get("is_generation") is not True or not said.server.get("dtype"):
         raise UserError(
@@ -94,7 +99,11 @@ def ask(url: str) -> Said:
 
 
 def check_fit(
-    config: Config, url: str, said: Said, other: tuple[str, Said] | None, warn: Callable[[str], None]
+    config: Config,
+    url: str,
+    said: Said,
+    other: tuple[str, Said] | None,
+    warn: Callable[[str], None],
 ) -> None:
     """Refuse an engine that could not take part.
 
@@ -111,7 +120,8 @@ def check_fit(
         _check_likeness(url, said, *other)
         if said.server.get("random_seed") == other[1].server.get("random_seed"):
             warn(
-                f"{url} was started with the same random_seed as {other[0]}: samples of one prompt that are spread over"
+                f"{url} was started with the same random_seed as {other[0]}: samples of one "
+                "prompt that are spread over"
                 " both may come out alike; another --random-seed helps"
             )
 
@@ -130,7 +140,9 @@ def _check_model(config: Config, url: str, info: Mapping[str, Any]) -> None:
     folder = Path(str(info.get("model_path")))
     if not (folder / "config.json").is_file():
         return  # of another host; the push will tell
-    own, its = (family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder))
+    own, its = (
+        family_of(path, flags.model_name).model_spec(path) for path in (flags.hf_checkpoint, folder)
+    )
     try:
         check_same_model(own, its, folder)
     except UserError as error:
@@ -172,18 +184,21 @@ def _check_server(config: Config, url: str, said: Said) -> None:
             "start it with --deterministic (embedded) or --enable-deterministic-inference (SGLang)",
         ),
         (
-            config.train.use_rollout_routing_replay and not info.get("enable_return_routed_experts"),
+            config.train.use_rollout_routing_replay
+            and not info.get("enable_return_routed_experts"),
             "it does not return routed experts, which --use-rollout-routing-replay needs",
             "start it with --enable-return-routed-experts",
         ),
         (
             not said.is_embedded and WEIGHT_PROBE not in (info.get("custom_weight_loader") or ()),
             "nobody could see which weights it holds",
-            f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} {WEIGHT_LOADER}",
+            f"start it where slime is installed, with --custom-weight-loader {WEIGHT_PROBE} "
+            f"{WEIGHT_LOADER}",
         ),
         (
             int(info.get("pp_size") or 1) > 1,
-            f"its pp_size is {info.get('pp_size')}, and SGLang numbers a push's members by tensor-parallel rank only",
+            f"its pp_size is {info.get('pp_size')}, and SGLang numbers a push's members by "
+            "tensor-parallel rank only",
             "start it without --pp-size",
         ),
         (
@@ -200,7 +215,11 @@ def _check_server(config: Config, url: str, said: Said) -> None:
 def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
     """Pushes treat all engines alike."""
     facts = [
-        ("kind", "embedded" if said.is_embedded else "SGLang", "embedded" if other.is_embedded else "SGLang"),
+        (
+            "kind",
+            "embedded" if said.is_embedded else "SGLang",
+            "embedded" if other.is_embedded else "SGLang",
+        ),
         ("dtype", said.server.get("dtype"), other.server.get("dtype")),
     ]
     for name, here, there in facts:
@@ -208,7 +227,8 @@ def _check_likeness(url: str, said: Said, other_url: str, other: Said) -> None:
             raise UserError(
                 f"the engine at {url} is not like the others",
                 why=f"its {name} is {here}, of {other_url} {there}; a push treats all alike",
-                fix="start it like the others" + (f", with --dtype {there}" if name == "dtype" else ""),
+                fix="start it like the others"
+                + (f", with --dtype {there}" if name == "dtype" else ""),
             )
 
 

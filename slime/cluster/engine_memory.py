@@ -1,5 +1,5 @@
-"""Host memory of the run's engine servers, as a metric: asked for at one step and told at the next, so that nobody
-waits."""
+"""Host memory of the run's engine servers, as a metric: asked for at one step and told at the next,
+so that nobody waits."""
 
 from __future__ import annotations
 

@@ -1,20 +1,24 @@
-"""The state of all engines of a run in one table: which of them may be asked what. Every change of it is a method here.
+"""The state of all engines of a run in one table: which of them may be asked what. Every change of
+it is a method here.
 
-    starting ── launched ──► serving ── lost ──► down ── started again ──► starting ── came up ──► up
-                                ▲                 ▲                           │                    │ taken in
-                                │                 ├────── start failed ◄──────┘                    ▼
-                                │                 └────────────────── lost ◄────────────────── returning
-                                └─────────────────────────────────────────────── admitted ◄────────┘
+    starting ── launched ──► serving ── lost ──► down ── started again ──► starting ── came up ──►
+    up
+                                ▲                 ▲                           │                    │
+                                taken in │                 ├────── start failed ◄──────┘
+                                ▼ │                 └────────────────── lost ◄──────────────────
+                                returning └─────────────────────────────────────────────── admitted
+                                ◄────────┘
     joined ─► up                any of serving, returning, up ── left ─► forgotten
 
     serving     gets requests, pushes, and its turn with memory
     returning   runs again, gets pushes and its turn with memory, no requests until it is admitted
     up          runs again and is not known to anybody yet
 
-Engines that somebody else has started (`slime.cluster.external_engines`) join as one that came up, are never asked for
-memory, and are forgotten when they die. An engine that serves or returns has released some of its memory (``released``:
-SGLang dies of being asked twice to give the same memory up, or to take it back) and may be paused; what died has
-neither. Nothing here asks anybody anything.
+Engines that somebody else has started (`slime.cluster.external_engines`) join as one that came up,
+are never asked for memory, and are forgotten when they die. An engine that serves or returns has
+released some of its memory (``released``: SGLang dies of being asked twice to give the same memory
+up, or to take it back) and may be paused; what died has neither. Nothing here asks anybody
+anything.
 """
 
 from __future__ import annotations
@@ -49,11 +53,13 @@ class Engine:
 
     Attributes:
         parts: names of its parts, the first node's first: ("engine-3", "engine-3-node-1").
-        is_policy: it serves the model that is trained; others get no pushes, and their death ends the run.
-        can_restart: one of the policy's that answers alone. Prefill and decode servers are on their router's command
-            line.
+        is_policy: it serves the model that is trained; others get no pushes, and their death ends
+            the run.
+        can_restart: one of the policy's that answers alone. Prefill and decode servers are on their
+            router's command line.
         is_external: somebody else has started it; its part's name is its URL.
-        ranks: processes that hold its weights, of an external one; others' are as many as their slots.
+        ranks: processes that hold its weights, of an external one; others' are as many as their
+            slots.
         urls: of the parts' servers while it runs.
         released: tags of the memory that it has given up.
         paused: it takes no requests until it is told to go on.
@@ -105,18 +111,21 @@ class EngineTable:
     """All engines by number.
 
     Attributes:
-        num_lost: engines that died, or were given up, all in all: who sees it grow knows that something failed because
-            of that.
+        num_lost: engines that died, or were given up, all in all: who sees it grow knows that
+            something failed because of that.
     """
 
-    def __init__(self, engines: Iterable[Engine], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engines: Iterable[Engine], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.engines = {engine.number: engine for engine in engines}
         self._clock = clock
         self.num_lost = 0
         self._seconds_away: list[float] = []
         self._next_number = max(self.engines, default=-1) + 1
 
-    # -- who is there ------------------------------------------------------------------------------------------
+    # -- who is there
+    # ------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> list[Engine]:
@@ -146,11 +155,13 @@ class EngineTable:
         return next((engine for engine in self.engines.values() if part in engine.parts), None)
 
     def is_news(self, part: str, url: str) -> bool:
-        """Whether the end of a server is that of the engine's present one, not of a former one, heard late."""
+        """Whether the end of a server is that of the engine's present one, not of a former one,
+        heard late."""
         engine = self.find(part)
         return engine is not None and engine.runs and engine.urls[engine.parts.index(part)] == url
 
-    # -- life --------------------------------------------------------------------------------------------------
+    # -- life
+    # --------------------------------------------------------------------------------------------------
 
     def launched(self, number: int, urls: Sequence[str]) -> None:
         """At the launch: requests may come at once, and it holds all its memory."""
@@ -182,7 +193,8 @@ class EngineTable:
         engine.state, engine.urls, engine.starting = State.UP, tuple(urls), {}
 
     def joined(self, url: str, ranks: int) -> Engine:
-        """Somebody else has started it. It gets weights with the next push, and requests after it."""
+        """Somebody else has started it. It gets weights with the next push, and requests after
+        it."""
         self._next_number = max(self._next_number, max(self.engines, default=-1) + 1)
         engine = external_engine(self._next_number, url)
         self._next_number += 1  # that of an engine that has left is not given again: slots go by it
@@ -199,12 +211,14 @@ class EngineTable:
         del self.engines[number]
 
     def taken_in(self) -> None:
-        """All that are up: from now on pushes and memory are their business too, requests not yet."""
+        """All that are up: from now on pushes and memory are their business too, requests not
+        yet."""
         for engine in self.those(State.UP):
             engine.state = State.RETURNING
 
     def admitted(self, number: int) -> float:
-        """It has the current weights and gets requests; returns the seconds since it died, or joined."""
+        """It has the current weights and gets requests; returns the seconds since it died, or
+        joined."""
         engine = self._in(number, State.RETURNING)
         engine.state = State.SERVING
         seconds = self._clock() - engine.since
@@ -223,12 +237,13 @@ class EngineTable:
         self._seconds_away = []
         return seconds
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory
+    # ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def to_release(engines: Iterable[Engine], tags: Sequence[str]) -> dict[str, list[str]]:
-        """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be asked, nor are external
-        ones, whose memory is nobody's here."""
+        """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be
+        asked, nor are external ones, whose memory is nobody's here."""
         own = [engine for engine in engines if not engine.is_external]
         todo = {engine.url: [tag for tag in tags if tag not in engine.released] for engine in own}
         return {url: held for url, held in todo.items() if held}
@@ -242,12 +257,16 @@ class EngineTable:
     def released(self, url: str, tags: Iterable[str]) -> None:
         """It has done what it was asked."""
         engine = self._at(url)
-        assert not engine.released & set(tags), f"{url} has released {engine.released}, and was asked for {tags}"
+        assert not engine.released & set(tags), (
+            f"{url} has released {engine.released}, and was asked for {tags}"
+        )
         engine.released |= set(tags)
 
     def resumed(self, url: str, tags: Iterable[str]) -> None:
         engine = self._at(url)
-        assert set(tags) <= engine.released, f"{url} has released {engine.released}, and was asked to take {tags}"
+        assert set(tags) <= engine.released, (
+            f"{url} has released {engine.released}, and was asked to take {tags}"
+        )
         engine.released -= set(tags)
 
     def paused(self, urls: Iterable[str]) -> None:
@@ -258,7 +277,8 @@ class EngineTable:
     def went_on(self, url: str) -> None:
         self._at(url).paused = False
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------
 
     def _in(self, number: int, *states: State) -> Engine:
         engine = self.engines[number]

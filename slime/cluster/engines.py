@@ -1,10 +1,12 @@
-"""All engines of a run: started, watched, restarted. The state of each engine is in `slime.cluster.engine_table`, its
-memory the business of `slime.cluster.gpu_memory`, the routers in front of them that of `slime.cluster.routers`.
+"""All engines of a run: started, watched, restarted. The state of each engine is in
+`slime.cluster.engine_table`, its memory the business of `slime.cluster.gpu_memory`, the routers in
+front of them that of `slime.cluster.routers`.
 
-With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is taken out of the router
-and started again; the others go on meanwhile. It comes back with the next weight push, which is between rollouts; only
-when no engine is left is it waited for, in the middle of a rollout if need be, since a push then interrupts nobody.
-Without the flag, and for what cannot be restarted, a death ends the run.
+With --use-fault-tolerance an engine that dies, or hangs for --rollout-health-check-timeout, is
+taken out of the router and started again; the others go on meanwhile. It comes back with the next
+weight push, which is between rollouts; only when no engine is left is it waited for, in the middle
+of a rollout if need be, since a push then interrupts nobody. Without the flag, and for what cannot
+be restarted, a death ends the run.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ _COLOCATED_SHARE = 0.2
 _ASK_SECONDS = 10.0
 _AT_HAND_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
-#: How long the death may take that explains a failure: connections may break before the process is gone.
+#: How long the death may take that explains a failure: connections may break before the process is
+#: gone.
 _DEATH_SECONDS = 1.0
 _DEATH_OF_CONNECTION_SECONDS = 3.0
 
@@ -76,8 +79,8 @@ class Engines:
         external: who joins and leaves, and the engines that others have started.
         keys: that engines and routers ask for, new for each launch.
         nodes: where the policy's engines stand.
-        restarts_at_once: what died starts again as soon as that is known; false while the trainer has the GPUs that it
-            shares with engines (`start_again` is called when it sleeps).
+        restarts_at_once: what died starts again as soon as that is known; false while the trainer
+            has the GPUs that it shares with engines (`start_again` is called when it sleeps).
     """
 
     def __init__(
@@ -97,27 +100,40 @@ class Engines:
         self._parts = engine_parts(config, plan, slots)
         own = self.keys = keys.use(keys.RunKeys.new())
         urls = named(config)
-        hosts = sorted({*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)})
+        hosts = sorted(
+            {*(place.ip for place in slots.places), *(urlsplit(url).hostname or "" for url in urls)}
+        )
         self._handles = {
-            p.name: EngineHandle(config, p.name, run_path, num_threads, slots.options(p.slot, share), hosts, own, p)
+            p.name: EngineHandle(
+                config, p.name, run_path, num_threads, slots.options(p.slot, share), hosts, own, p
+            )
             for p in self._parts
         }
         self.nodes = {slots.places[part.slot].node for part in self._parts if part.model.is_policy}
         models = {part.model.name: part.model for part in self._parts}
         if not models:  # external engines have a router, too
-            models = {"policy": ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())}
-        self.routers = Routers(config, models, self._parts, self._handles, run_path, hosts, self.keys, should_stop)
+            models = {
+                "policy": ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, ())
+            }
+        self.routers = Routers(
+            config, models, self._parts, self._handles, run_path, hosts, self.keys, should_stop
+        )
         self.table = table_of(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
-        self.external = ExternalEngines(config, self.table, self, OrderDesk(run_path), shares_gpus=turns)
+        self.external = ExternalEngines(
+            config, self.table, self, OrderDesk(run_path), shares_gpus=turns
+        )
         self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self.restarts_at_once = True
         self._checking_seconds = 0.0
         self._health = HealthChecks.of(config) if self._tolerant else None
-        self._fleets = Fleets(self._health.timeout if self._health is not None else None, lambda: self.table.groups)
+        self._fleets = Fleets(
+            self._health.timeout if self._health is not None else None, lambda: self.table.groups
+        )
 
-    # -- launch ------------------------------------------------------------------------------------------------
+    # -- launch
+    # ------------------------------------------------------------------------------------------------
 
     def begin_start(self) -> dict[Worker, ray.ObjectRef]:
         """Start all engines at once; the answers go to `put_routers_in_front`.
@@ -143,27 +159,39 @@ class Engines:
     def put_routers_in_front(self, urls: Sequence[str]) -> None:
         """Args: urls: the answers to `begin_start`, in their order."""
         keys.own(*urls)
-        url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {u: u for u in self.external.named}
+        url_of = dict(zip((part.name for part in self._parts), urls, strict=True)) | {
+            u: u for u in self.external.named
+        }
         for engine in self.table.engines.values():
             self.table.launched(engine.number, [url_of[name] for name in engine.parts])
         self.routers.start(url_of)
 
     @property
     def answers_alone(self) -> bool:
-        """Whether an engine can generate by itself; prefill and decode servers only do in pairs, behind the router."""
-        return all(part.group.worker_type not in PAIR for part in self._parts if part.model.is_policy)
+        """Whether an engine can generate by itself; prefill and decode servers only do in pairs,
+        behind the router."""
+        return all(
+            part.group.worker_type not in PAIR for part in self._parts if part.model.is_policy
+        )
 
     @property
     def layout(self) -> list[EngineSlots]:
         """Which slots the ranks of each of the policy's engines stand on that run."""
         parts = parts_by_number(self._parts)
-        slots = {number: tuple(slot for part in own for slot in part.slots) for number, own in parts.items()}
+        slots = {
+            number: tuple(slot for part in own for slot in part.slots)
+            for number, own in parts.items()
+        }
         found = ((engine, slots.get(engine.number, ())) for engine in self.table.policy)
-        return [EngineSlots(engine.url, own, engine.ranks, keys.key_of(engine.url)) for engine, own in found]
+        return [
+            EngineSlots(engine.url, own, engine.ranks, keys.key_of(engine.url))
+            for engine, own in found
+        ]
 
     @property
     def fleet(self) -> EngineFleet:
-        """Connections to the policy's engines that run, past the router; another one when these have changed."""
+        """Connections to the policy's engines that run, past the router; another one when these
+        have changed."""
         return self.fleet_of(self.table.policy)
 
     def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
@@ -174,7 +202,8 @@ class Engines:
         """Of engines that have changed."""
         self._fleets.keep(self.table.groups)
 
-    # -- death -------------------------------------------------------------------------------------------------
+    # -- death
+    # -------------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Hears soon of a server process that has ended."""
@@ -187,8 +216,8 @@ class Engines:
         Args:
             what: was being done with it, for the message.
         Raises:
-            RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another model or of a pair, or
-                who has died too often.
+            RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another
+                model or of a pair, or who has died too often.
         """
         if obituary is None or name in self._ended:
             return
@@ -203,7 +232,10 @@ class Engines:
                 remedies += engine_of(self.config).remedies(obituary.exception)
             raise_obituary(name, obituary, remedies, what=what)
         elif self.table.is_news(name, obituary.url):
-            self._lost(engine, f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how)
+            self._lost(
+                engine,
+                f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how,
+            )
 
     def ask(self, what: str = "") -> None:
         """Hear now, instead of sooner or later, who has died. Raises as `heard`."""
@@ -212,7 +244,9 @@ class Engines:
 
     def _hear_of_engines(self, what: str = "") -> None:
         self.external.ask(what)
-        running = [engine for engine in (*self.table.policy, *self.table.others) if not engine.is_external]
+        running = [
+            engine for engine in (*self.table.policy, *self.table.others) if not engine.is_external
+        ]
         self._hear([self._handles[part] for engine in running for part in engine.parts], what)
 
     def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
@@ -223,15 +257,19 @@ class Engines:
     def _start_router_again(self, name: str, how: str) -> None:
         refused = self.routers.start_again(name, how, self._serving)
         for engine in [one for one in self.table.those(State.SERVING) if one.url in refused]:
-            self._lost(engine, "was not accepted by a router that was started again, and was killed")
+            self._lost(
+                engine, "was not accepted by a router that was started again, and was killed"
+            )
 
     def _serving(self) -> dict[str, str]:
-        """URLs by name of the engines that requests may go to; who has died with the router is none of them."""
+        """URLs by name of the engines that requests may go to; who has died with the router is none
+        of them."""
         self._hear_of_engines()
         return {engine.name: engine.url for engine in self.table.those(State.SERVING)}
 
     def _lost(self, engine: Engine, how: str) -> None:
-        """It is dead or hangs: end what is left of it, send no request there, and have it start again."""
+        """It is dead or hangs: end what is left of it, send no request there, and have it start
+        again."""
         if engine.is_external:
             self.external.lost(engine, how)
             return
@@ -242,13 +280,20 @@ class Engines:
         killed = {handle.worker: handle.kill(how) for handle in handles}
         try:
             self.routers.take_out(url)
-        except EngineError as error:  # the router goes on sending requests there, which fail and are sent again
+        except (
+            EngineError
+        ) as error:  # the router goes on sending requests there, which fail and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
         obituary: Obituary = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
         if engine.died_too_often:
-            times = f"died {engine.deaths} times without a completed rollout between; the last time it {how}"
+            times = (
+                f"died {engine.deaths} times without a completed rollout between; the last time "
+                f"it {how}"
+            )
             raise_obituary(
-                engine.name, obituary._replace(how=times), engine_of(self.config).remedies(obituary.exception)
+                engine.name,
+                obituary._replace(how=times),
+                engine_of(self.config).remedies(obituary.exception),
             )
         logger.warning(
             "%s %s; it is started again; engines that go on meanwhile: %d",
@@ -261,12 +306,16 @@ class Engines:
         """One of the run's own, for good: its end is no death."""
         self._ended.update(engine.parts)
         handles = [self._handles[part] for part in engine.parts]
-        wait_for({handle.worker: handle.kill("left") for handle in handles}, "ending an engine", _AT_HAND_SECONDS)
+        wait_for(
+            {handle.worker: handle.kill("left") for handle in handles},
+            "ending an engine",
+            _AT_HAND_SECONDS,
+        )
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
-        """When the block fails and an engine or a router has died of it, that is the error; or it is known, where
-        engines are restarted (`EngineTable.num_lost` has grown).
+        """When the block fails and an engine or a router has died of it, that is the error; or it
+        is known, where engines are restarted (`EngineTable.num_lost` has grown).
 
         Args:
             what: is being done, for messages.
@@ -287,8 +336,10 @@ class Engines:
                 raise
             raise RunFailed(
                 f"{what}: {error}",
-                why="trainer and engines share GPUs and take turns; the next phase would run out of memory",
-                fix=f"read the engine's log; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}",
+                why="trainer and engines share GPUs and take turns; the next phase would run out "
+                "of memory",
+                fix="read the engine's log; on out of memory "
+                f"{' or '.join(engine_of(self.config).if_out_of_memory)}",
             ) from error
 
     def _hear_of_death(self, what: str, lost: int, patience: float) -> None:
@@ -300,29 +351,36 @@ class Engines:
             time.sleep(_LOOK_SECONDS)
 
     def again_without_dead(self, work: Callable[[], T], what: str) -> T:
-        """Do ``work`` (``what``, for messages), and once more each time that an engine has died of it; to be called for
-        what can be repeated."""
+        """Do ``work`` (``what``, for messages), and once more each time that an engine has died of
+        it; to be called for what can be repeated."""
         while True:
             lost = self.table.num_lost
             try:
                 with self.explained():
                     return work()
             except UserError as error:
-                if self.table.num_lost == lost and not (isinstance(error, Lost) and error.names):  # trainers are gone
+                if self.table.num_lost == lost and not (
+                    isinstance(error, Lost) and error.names
+                ):  # trainers are gone
                     self._lose_silent()
                 if self.table.num_lost == lost:
                     raise
                 logger.warning("an engine died during %s, which is repeated: %s", what, error.what)
 
     def _lose_silent(self) -> None:
-        """Lose those who do not answer a question that costs them nothing, whatever their memory and weights."""
+        """Lose those who do not answer a question that costs them nothing, whatever their memory
+        and weights."""
         if self._health is None or not self.table.policy:
             return
         fleet = self.fleet
         seconds = self._health.timeout
         asked = {url: fleet.start_get(url, LOADS_PATH, seconds) for url in fleet.urls}
         futures.wait(asked.values(), seconds + _LOOK_SECONDS)
-        silent = {url for url, answer in asked.items() if not answer.done() or is_silent(answer.exception())}
+        silent = {
+            url
+            for url, answer in asked.items()
+            if not answer.done() or is_silent(answer.exception())
+        }
         self._lose_hanging(silent, seconds)
 
     def go_on(self) -> None:
@@ -331,7 +389,8 @@ class Engines:
             with contextlib.suppress(EngineError):  # who does not is noticed as one that hangs
                 self.fleet.post("/continue_generation", {}, _ASK_SECONDS)
 
-    # -- hanging -----------------------------------------------------------------------------------------------
+    # -- hanging
+    # -----------------------------------------------------------------------------------------------
 
     def begin_rollout(self) -> None:
         """The engines are awake from now on, which `kill_hanging` presumes."""
@@ -339,16 +398,16 @@ class Engines:
             self._health.begin()
 
     def kill_hanging(self) -> None:
-        """To be called now and then while the engines generate: those that hang are lost, routers too. Raises as
-        `heard`."""
+        """To be called now and then while the engines generate: those that hang are lost, routers
+        too. Raises as `heard`."""
         for name, how in self.routers.hanging().items():
             self._start_router_again(name, how)
         if self._health is not None and self.table.policy:
             self._lose_hanging(self._health.silent(self.fleet), self._health.timeout)
 
     def end_rollout(self) -> None:
-        """To be called before the engines give memory up: those that died or hang are left out, and no health check is
-        under way any more. Raises as `heard`."""
+        """To be called before the engines give memory up: those that died or hang are left out, and
+        no health check is under way any more. Raises as `heard`."""
         if self._health is None:
             return
         started = time.perf_counter()
@@ -363,7 +422,8 @@ class Engines:
                 ended = "" if engine.is_external else " and was killed"
                 self._lost(engine, f"gave no sign of life for {seconds:.0f} s{ended}")
 
-    # -- restart: start_again ─► taken in ─► (push) ─► admit -------------------------------------------------------
+    # -- restart: start_again ─► taken in ─► (push) ─► admit
+    # -------------------------------------------------------
 
     def start_again(self) -> None:
         """Begin to start those that are down, on their slots, with other ports."""
@@ -372,12 +432,12 @@ class Engines:
             self.table.started_again(engine.number, self._begin_start(parts[engine.number]))
 
     def look(self) -> None:
-        """Take note of restarts that have come to their end; never waits. One that failed is tried again. And of who
-        joins and leaves, which takes a moment.
+        """Take note of restarts that have come to their end; never waits. One that failed is tried
+        again. And of who joins and leaves, which takes a moment.
 
         Raises:
-            UserError: an engine did not come up too often; carries its last log lines. RunFailed: an external one is
-                gone, see `ExternalEngines.look`.
+            UserError: an engine did not come up too often; carries its last log lines. RunFailed:
+                an external one is gone, see `ExternalEngines.look`.
         """
         self.external.look()
         for engine in self.table.those(State.STARTING):
@@ -396,8 +456,8 @@ class Engines:
                 self.start_again()
 
     def wait_for_restarts(self, *, for_all: bool) -> None:
-        """Until all starts under way have come to their end, or the first one. Raises as `look`, DeadlinePassed and
-        StopRequested."""
+        """Until all starts under way have come to their end, or the first one. Raises as `look`,
+        DeadlinePassed and StopRequested."""
         end = time.monotonic() + (1 + MOST_RESTARTS) * self._start_seconds
         self.look()
         with waiting_for(what := "restarting engines") as wait_a_moment:
@@ -409,13 +469,18 @@ class Engines:
                 if time.monotonic() > end:
                     names = ", ".join(engine.name for engine in starting)
                     raise DeadlinePassed(f"{names} did not come up again", fix="look into its log")
-                wait_a_moment({worker: ref for engine in starting for worker, ref in engine.starting.items()})
+                wait_a_moment(
+                    {worker: ref for engine in starting for worker, ref in engine.starting.items()}
+                )
                 self.look()
 
     def admit(self) -> None:
-        """Those taken in have the current weights: requests go there again. Who is refused by the router is lost."""
+        """Those taken in have the current weights: requests go there again. Who is refused by the
+        router is lost."""
         if self.table.those(State.RETURNING):
-            self._hear(self.routers.handles.values(), "")  # where it is gone, there is another one now
+            self._hear(
+                self.routers.handles.values(), ""
+            )  # where it is gone, there is another one now
         for engine in self.table.those(State.RETURNING):
             try:
                 self.routers.put_behind(engine.url)
@@ -424,7 +489,9 @@ class Engines:
                 continue
             seconds = self.table.admitted(engine.number)
             how = "serves after" if engine.is_external else "is back after"
-            logger.warning("%s %s %.1f s as %s: it %s", engine.name, how, seconds, engine.url, engine.reason)
+            logger.warning(
+                "%s %s %.1f s as %s: it %s", engine.name, how, seconds, engine.url, engine.reason
+            )
 
     def proved(self) -> None:
         """A rollout was completed with those that run."""
@@ -432,13 +499,17 @@ class Engines:
         self.routers.proved()
 
     def metrics(self) -> dict[str, float]:
-        """Host memory of the engines; with --use-fault-tolerance restarts that were completed since the last call, the
-        longest time that one was away, and what the trainer waited for checks of the others to end."""
+        """Host memory of the engines; with --use-fault-tolerance restarts that were completed since
+        the last call, the longest time that one was away, and what the trainer waited for checks of
+        the others to end."""
         found = self._memory.metrics()
         if not self._tolerant:
             return found
         seconds = self.table.pop_seconds_away()
-        found |= {"rollout/engine_restarts": float(len(seconds)), "perf/engine_checks_time": self._checking_seconds}
+        found |= {
+            "rollout/engine_restarts": float(len(seconds)),
+            "perf/engine_checks_time": self._checking_seconds,
+        }
         found["rollout/router_restarts"] = float(self.routers.pop_restarts())
         self._checking_seconds = 0.0
         return found | ({"rollout/engine_restart_seconds": max(seconds)} if seconds else {})

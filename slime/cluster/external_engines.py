@@ -1,12 +1,14 @@
 """Engines that somebody else has started, and those that leave a running run.
 
 --rollout-external-engine-addrs   there from the launch on, like the run's own
-slime engines add                 joins: asked whether it fits ─► up ─► taken in ─► push ─► admitted, as after a restart
-slime engines remove              leaves: out of the router ─► its requests come back aborted, and go on elsewhere ─►
+slime engines add                 joins: asked whether it fits ─► up ─► taken in ─► push ─►
+admitted, as after a restart slime engines remove              leaves: out of the router ─► its
+requests come back aborted, and go on elsewhere ─►
                                   forgotten, and ended if it is the run's own
 
-The run never starts, restarts or ends an external engine, and asks it for no memory. Whether it lives is asked by HTTP.
-While weights are pushed nobody joins or leaves: the push talks to all of them.
+The run never starts, restarts or ends an external engine, and asks it for no memory. Whether it
+lives is asked by HTTP. While weights are pushed nobody joins or leaves: the push talks to all of
+them.
 """
 
 from __future__ import annotations
@@ -105,21 +107,29 @@ class ExternalEngines:
             other = other or (url, said)
 
     def _check_policy(self) -> None:
-        own = [engine for engine in self._table.engines.values() if engine.is_policy and not engine.is_external]
+        own = [
+            engine
+            for engine in self._table.engines.values()
+            if engine.is_policy and not engine.is_external
+        ]
         policy = self._config.engine.router.get("policy") or ""
         if self.named and policy == "power_of_two" and len(own) < 2:
             raise UserError(
-                f"--router-policy {policy} needs two engines of the run's own beside --rollout-external-engine-addrs",
-                why="the router wants to be started with two engines, and these get the run's key, which is not for"
+                f"--router-policy {policy} needs two engines of the run's own beside "
+                "--rollout-external-engine-addrs",
+                why="the router wants to be started with two engines, and these get the run's "
+                "key, which is not for"
                 " engines that somebody else has started",
                 fix="take another policy, cache_aware for one",
             )
 
     def look(self) -> None:
-        """Hear who has gone, and obey orders; never waits for an answer of those that are only watched.
+        """Hear who has gone, and obey orders; never waits for an answer of those that are only
+        watched.
 
         Raises:
-            RunFailed: one that had requests is gone, without --use-fault-tolerance or as the last one.
+            RunFailed: one that had requests is gone, without --use-fault-tolerance or as the last
+                one.
         """
         self._lose(self._signs.gone([engine.url for engine in self._external() if engine.urls]))
         self._take_out_late()
@@ -130,10 +140,13 @@ class ExternalEngines:
             self._desk.answer(order, self._obey(order))
 
     def _take_out_late(self) -> None:
-        """Those that were lost while the router did not answer: back alive, they would get requests and no weights."""
+        """Those that were lost while the router did not answer: back alive, they would get requests
+        and no weights."""
         if self._to_take_out and self._clock() >= self._next_try:
             self._next_try = self._clock() + _TRY_AGAIN_SECONDS
-            self._to_take_out -= {engine.url for engine in self._external() if engine.urls}  # they have joined again
+            self._to_take_out -= {
+                engine.url for engine in self._external() if engine.urls
+            }  # they have joined again
             self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
 
     def ask(self, what: str = "") -> None:
@@ -142,7 +155,9 @@ class ExternalEngines:
         Args:
             what: was being done, for the message.
         """
-        self._lose(self._signs.gone_now([engine.url for engine in self._external() if engine.runs]), what)
+        self._lose(
+            self._signs.gone_now([engine.url for engine in self._external() if engine.runs]), what
+        )
 
     @contextlib.contextmanager
     def nobody_moves(self) -> Iterator[None]:
@@ -155,8 +170,8 @@ class ExternalEngines:
 
     @contextlib.contextmanager
     def newcomers_are_blamed(self) -> Iterator[None]:
-        """A push that fails is repeated without those who would have got their first weights with it: somebody else's
-        mistake must not end the run."""
+        """A push that fails is repeated without those who would have got their first weights with
+        it: somebody else's mistake must not end the run."""
         lost = self._table.num_lost
         try:
             yield
@@ -174,7 +189,8 @@ class ExternalEngines:
         if self._desk is not None:
             self._desk.close()
 
-    # -- joining -----------------------------------------------------------------------------------------------
+    # -- joining
+    # -----------------------------------------------------------------------------------------------
 
     def add(self, address: str) -> str:
         """Let an engine join; what is to be said of it.
@@ -183,9 +199,13 @@ class ExternalEngines:
             UserError: it is there already, or cannot take part.
         """
         url = engine_url(address, f"{_COMMAND} add")
-        there = next((engine for engine in self._table.engines.values() if url in engine.urls), None)
+        there = next(
+            (engine for engine in self._table.engines.values() if url in engine.urls), None
+        )
         if there is not None:
-            raise UserError(f"{url} is an engine of this run already", why=f"it is {state_of(there)}")
+            raise UserError(
+                f"{url} is an engine of this run already", why=f"it is {state_of(there)}"
+            )
         if url in self._company.routers.urls.values():
             raise UserError(f"{url} is the router of this run, no engine")
         warnings: list[str] = []
@@ -195,19 +215,30 @@ class ExternalEngines:
         if self._config.debug.debug_rollout_only:
             self._table.taken_in()
             self._company.admit()
-            return "\n".join([f"{url} gets requests, with the weights that it has: there is no trainer", *warnings])
+            return "\n".join(
+                [
+                    f"{url} gets requests, with the weights that it has: there is no trainer",
+                    *warnings,
+                ]
+            )
         logger.info("%s joins: it gets weights with the next push, then requests", url)
         return "\n".join([f"{url} gets weights with the next push, then requests", *warnings])
 
     def _check(
-        self, url: str, other: tuple[str, engine_fit.Said] | None, warn: Callable[[str], None] | None = None
+        self,
+        url: str,
+        other: tuple[str, engine_fit.Said] | None,
+        warn: Callable[[str], None] | None = None,
     ) -> engine_fit.Said:
         if self._shares_gpus:
             raise UserError(
                 f"the engine at {url} cannot take part with --colocate",
-                why="trainer and engines take turns with the memory of their GPUs, which is not asked of an engine that"
-                " somebody else has started; and handles to weights on a GPU reach the run's own engines only",
-                fix="pass --no-colocate, and --rollout-num-gpus for engines of the run's own beside it",
+                why="trainer and engines take turns with the memory of their GPUs, which is not "
+                "asked of an engine that"
+                " somebody else has started; and handles to weights on a GPU reach the run's own "
+                "engines only",
+                fix="pass --no-colocate, and --rollout-num-gpus for engines of the run's own "
+                "beside it",
             )
         if not self._company.answers_alone:
             raise UserError(
@@ -216,17 +247,21 @@ class ExternalEngines:
                 fix="give --sglang-config a regular server group, or leave the engine out",
             )
         said = engine_fit.ask(url)
-        engine_fit.check_fit(self._config, url, said, other, warn or (lambda text: logger.warning("%s", text)))
+        engine_fit.check_fit(
+            self._config, url, said, other, warn or (lambda text: logger.warning("%s", text))
+        )
         return said
 
     def _somebody(self) -> tuple[str, engine_fit.Said] | None:
-        """An engine that takes part, and what it says; None when none is there, or does not answer."""
+        """An engine that takes part, and what it says; None when none is there, or does not
+        answer."""
         for engine in self._table.policy:
             with contextlib.suppress(UserError):
                 return engine.url, engine_fit.ask(engine.url)
         return None
 
-    # -- leaving -----------------------------------------------------------------------------------------------
+    # -- leaving
+    # -----------------------------------------------------------------------------------------------
 
     def remove(self, wanted: str) -> str:
         """Let an engine leave; what is to be said of it.
@@ -234,19 +269,22 @@ class ExternalEngines:
         Args:
             wanted: its address, or its name ("engine-1").
         Raises:
-            UserError: there is no such engine, it is the last one that serves, or it cannot be done without.
+            UserError: there is no such engine, it is the last one that serves, or it cannot be done
+                without.
         """
         engine = self._find(wanted)
         name = engine.url if engine.is_external else f"{engine.name} ({engine.url})"
         if not (engine.is_external or engine.can_restart):
             raise UserError(
-                f"{name} cannot leave", why="it serves another model, or is one half of a pair: others rely on it"
+                f"{name} cannot leave",
+                why="it serves another model, or is one half of a pair: others rely on it",
             )
         if [one for one in self._table.those(State.SERVING) if one.is_policy] == [engine]:
             raise UserError(
                 f"{name} cannot leave: it is the last engine that serves",
                 why="nobody would generate any more",
-                fix=f"let another one join first ({_COMMAND} add), and wait for the push after which it serves",
+                fix=f"let another one join first ({_COMMAND} add), and wait for the push after "
+                "which it serves",
             )
         if engine.state is State.SERVING and not self._leave_router(engine.url):
             raise UserError(
@@ -262,31 +300,43 @@ class ExternalEngines:
             self._company.end(engine)
         logger.info("%s has left (%s remove), %d go on", name, _COMMAND, len(self._table.policy))
         done = f"{name} has left" + ("" if engine.is_external else ", and its server was ended")
-        return done if left else f"{done}; some of its requests may be lost, and are then sent again"
+        return (
+            done if left else f"{done}; some of its requests may be lost, and are then sent again"
+        )
 
     def _find(self, wanted: str) -> Engine:
-        named = next((engine for engine in self._table.engines.values() if wanted in engine.parts), None)
+        named = next(
+            (engine for engine in self._table.engines.values() if wanted in engine.parts), None
+        )
         url = "" if named is not None else engine_url(wanted, f"{_COMMAND} remove")
-        found = named or next((engine for engine in self._table.engines.values() if url in engine.urls[:1]), None)
+        found = named or next(
+            (engine for engine in self._table.engines.values() if url in engine.urls[:1]), None
+        )
         if found is None:
-            there = ", ".join(engine.urls[0] for engine in self._table.engines.values() if engine.urls)
+            there = ", ".join(
+                engine.urls[0] for engine in self._table.engines.values() if engine.urls
+            )
             raise UserError(f"{url} is no engine of this run", why=f"there are {there or 'none'}")
         if not found.urls:
             raise UserError(
-                f"{found.name} cannot leave while it is {state_of(found)}", why="it died, and is being started again"
+                f"{found.name} cannot leave while it is {state_of(found)}",
+                why="it died, and is being started again",
             )
         return found
 
     def _leave_router(self, url: str) -> bool:
         try:
             self._company.routers.take_out(url)
-        except EngineError as error:  # the router goes on sending requests there, which may fail and are sent again
+        except (
+            EngineError
+        ) as error:  # the router goes on sending requests there, which may fail and are sent again
             logger.warning("%s is still behind the router: %s", url, error)
             return False
         return True
 
     def _drain(self, url: str) -> bool:
-        """Have its requests come back, aborted with what they have; whoever sent them goes on elsewhere.
+        """Have its requests come back, aborted with what they have; whoever sent them goes on
+        elsewhere.
 
         Returns:
             False: it still had some, or does not answer.
@@ -310,7 +360,8 @@ class ExternalEngines:
             return False
         return True
 
-    # -- death -------------------------------------------------------------------------------------------------
+    # -- death
+    # -------------------------------------------------------------------------------------------------
 
     def lost(self, engine: Engine, how: str, what: str = "") -> None:
         """It does not answer any more, or was refused: it is taken out and forgotten.
@@ -335,14 +386,24 @@ class ExternalEngines:
         if not self._leave_router(url):
             self._to_take_out.add(url)
         if not any(one.is_policy for one in self._table.engines.values()):
-            raise RunFailed(said, why="it was the last engine", fix="more than one engine, or engines of the run's own")
-        logger.warning("%s; it is taken out, %d go on; %s add takes it back", said, len(self._table.policy), _COMMAND)
+            raise RunFailed(
+                said,
+                why="it was the last engine",
+                fix="more than one engine, or engines of the run's own",
+            )
+        logger.warning(
+            "%s; it is taken out, %d go on; %s add takes it back",
+            said,
+            len(self._table.policy),
+            _COMMAND,
+        )
 
     def _lose(self, urls: Sequence[str], what: str = "") -> None:
         for engine in [engine for engine in self._external() if engine.urls and engine.url in urls]:
             self.lost(engine, "does not answer any more: nobody listens there", what)
 
-    # -- orders ------------------------------------------------------------------------------------------------
+    # -- orders
+    # ------------------------------------------------------------------------------------------------
 
     def _obey(self, order: Order) -> dict[str, Any]:
         verbs = {"add": self.add, "remove": self.remove}
@@ -359,9 +420,19 @@ class ExternalEngines:
         except UserError as error:
             logger.warning("%s %s %s: %s", _COMMAND, order.verb, order.url, error)
             return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
-        except (OSError, ValueError, EngineError) as error:  # strange answers of what somebody else runs
+        except (
+            OSError,
+            ValueError,
+            EngineError,
+        ) as error:  # strange answers of what somebody else runs
             logger.warning("%s %s %s failed", _COMMAND, order.verb, order.url, exc_info=True)
-            return {"refused": {"what": f"{type(error).__name__}: {error}", "why": "", "fix": "see the driver's log"}}
+            return {
+                "refused": {
+                    "what": f"{type(error).__name__}: {error}",
+                    "why": "",
+                    "fix": "see the driver's log",
+                }
+            }
 
     def _external(self) -> list[Engine]:
         return [engine for engine in self._table.engines.values() if engine.is_external]
@@ -369,7 +440,11 @@ class ExternalEngines:
 
 def state_of(engine: Engine) -> str:
     """In a word."""
-    return "joining" if engine.is_external and engine.state in (State.UP, State.RETURNING) else engine.state.value
+    return (
+        "joining"
+        if engine.is_external and engine.state in (State.UP, State.RETURNING)
+        else engine.state.value
+    )
 
 
 async def _counts(urls: Sequence[str]) -> list[str]:

@@ -1,15 +1,19 @@
-"""Whose turn the GPUs are that trainer and engines share (--colocate with --offload-…): the one place that knows.
+"""Whose turn the GPUs are that trainer and engines share (--colocate with --offload-…): the one
+place that knows.
 
     launch     engines start ─► engines release all ─► trainer starts
     push       trainer frees all but its weights ─► engines take memory for weights ─► push
     generate   trainer frees its weights ─► engines take memory for caches and graphs ─► generate
     train      engines release all ─► trainer takes its memory back ─► train, save
-    restart    dead engines start while the others generate, at the latest with the next rollout; before the trainer
+    restart    dead engines start while the others generate, at the latest with the next rollout;
+    before the trainer
                takes its memory back they are up, and release all
-    no engine  trainer frees all ─► dead engines start and release all ─► trainer takes its memory back
+    no engine  trainer frees all ─► dead engines start and release all ─► trainer takes its memory
+    back
 
-At no point does one side take memory before the other has given up what it can do without: the peak is the larger of
-the trainer alone, the engines alone, and both copies of the weights with one or two buckets between them.
+At no point does one side take memory before the other has given up what it can do without: the peak
+is the larger of the trainer alone, the engines alone, and both copies of the weights with one or
+two buckets between them.
 """
 
 from __future__ import annotations
@@ -26,29 +30,37 @@ from slime.log import get_logger
 
 logger = get_logger(__name__)
 
-_MEMORY_SECONDS = 300.0  # a copy of the weights to the host or back, and the end of the last requests
-_IDLE_SECONDS = 3.0  # for requests that were aborted to end; a rollout that was given up still sends some
+_MEMORY_SECONDS = (
+    300.0  # a copy of the weights to the host or back, and the end of the last requests
+)
+_IDLE_SECONDS = (
+    3.0  # for requests that were aborted to end; a rollout that was given up still sends some
+)
 
 
 class Turn(Enum):
     """Who has the GPUs' memory."""
 
-    NOBODY = "nobody"  # or both: before the first turn, and since one began that has not come to its end
+    NOBODY = (
+        "nobody"  # or both: before the first turn, and since one began that has not come to its end
+    )
     TRAINER = "trainer"
     PUSH = "push"  # the trainer its weights, the engines theirs
     ENGINES = "engines"
 
 
 class GpuTurns:
-    """Moves memory between trainer and engines. Each verb does nothing when things are so already, and can be called
-    again when it has failed because an engine died: the others may have done what was asked, or not.
+    """Moves memory between trainer and engines. Each verb does nothing when things are so already,
+    and can be called again when it has failed because an engine died: the others may have done what
+    was asked, or not.
 
     Args:
-        release, resume: have all engines give up the tagged memory, or take it back; each engine is asked only for what
-            it has not done yet.
-        sleep, wake: have the trainer give its memory up (true: all but its weights), or take it back; metrics.
-        offload_train, offload_rollout: which sides give memory up; where neither does, nobody takes turns and no verb
-            does anything.
+        release, resume: have all engines give up the tagged memory, or take it back; each engine is
+            asked only for what it has not done yet.
+        sleep, wake: have the trainer give its memory up (true: all but its weights), or take it
+            back; metrics.
+        offload_train, offload_rollout: which sides give memory up; where neither does, nobody takes
+            turns and no verb does anything.
     """
 
     def __init__(
@@ -89,14 +101,17 @@ class GpuTurns:
         """Both sides have their weights, and nothing that can be done without."""
         if not self.taken or self.turn is Turn.PUSH:
             return
-        assert self.turn is not Turn.ENGINES, "the trainer pushes what it has trained, before the engines generate"
+        assert self.turn is not Turn.ENGINES, (
+            "the trainer pushes what it has trained, before the engines generate"
+        )
         self.turn = Turn.NOBODY
         self._sleep(keep_weights=True)
         self._resume([WEIGHTS])
         self.turn = Turn.PUSH
 
     def to_engines(self) -> bool:
-        """The trainer frees everything, then the engines take what they lack; true when they lacked something."""
+        """The trainer frees everything, then the engines take what they lack; true when they lacked
+        something."""
         if self.turn is Turn.ENGINES:
             return False
         self.turn = Turn.NOBODY
@@ -107,8 +122,8 @@ class GpuTurns:
 
     @contextmanager
     def to_nobody(self) -> Iterator[None]:
-        """Within, nobody has memory, so that dead engines can start again, and be known before the end of the block;
-        afterwards the trainer has it."""
+        """Within, nobody has memory, so that dead engines can start again, and be known before the
+        end of the block; afterwards the trainer has it."""
         self._release()
         if self.turn is not Turn.ENGINES:  # in which the trainer sleeps
             self._sleep(keep_weights=False)
@@ -124,7 +139,8 @@ class GpuTurns:
         self._metrics = {}
         return found
 
-    # -- what a turn is made of --------------------------------------------------------------------------------
+    # -- what a turn is made of
+    # --------------------------------------------------------------------------------
 
     def _release(self) -> None:
         if self._offload_rollout:
@@ -156,10 +172,12 @@ class GpuTurns:
 
 
 class EngineMemory:
-    """Has engines release memory and take it back. Both verbs ask an engine only for what it has not done yet, and
-    raise a `RunFailed` when one died, refused or did not answer; what others have done by then is noted in the table.
+    """Has engines release memory and take it back. Both verbs ask an engine only for what it has
+    not done yet, and raise a `RunFailed` when one died, refused or did not answer; what others have
+    done by then is noted in the table.
 
-    Models other than the policy take part in no push: they give and take all at once, with the caches.
+    Models other than the policy take part in no push: they give and take all at once, with the
+    caches.
 
     Args:
         fleet_of: connections to those of the policy, or the others, that run.
@@ -177,7 +195,8 @@ class EngineMemory:
         self._explained = explained
 
     def release(self, tags: Sequence[str]) -> None:
-        """Have every engine give up what it has of the tagged memory, once it has ended its last request."""
+        """Have every engine give up what it has of the tagged memory, once it has ended its last
+        request."""
         path = "/release_memory_occupation"
         table = self._table
         with self._explained("giving memory up"):
@@ -189,14 +208,19 @@ class EngineMemory:
                 self._move(path, table.others, todo, table.released)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Have every engine take what it lacks of the tagged memory; the contents are those of before or none."""
+        """Have every engine take what it lacks of the tagged memory; the contents are those of
+        before or none."""
         path = "/resume_memory_occupation"
         table = self._table
         with self._explained("taking memory back"):
             self._move(path, table.policy, table.to_resume(table.policy, tags), table.resumed)
             if CACHE in tags:
-                self._move(path, table.others, table.to_resume(table.others, ALL_MEMORY), table.resumed)
-                paused: dict[str, Body] = {engine.url: {} for engine in table.policy if engine.paused}
+                self._move(
+                    path, table.others, table.to_resume(table.others, ALL_MEMORY), table.resumed
+                )
+                paused: dict[str, Body] = {
+                    engine.url: {} for engine in table.policy if engine.paused
+                }
                 self._ask("/continue_generation", table.policy, paused, table.went_on)
 
     def _end_requests(self, urls: list[str]) -> None:
@@ -204,7 +228,8 @@ class EngineMemory:
         try:
             self._fleet_of(policy).flush_cache(_IDLE_SECONDS, urls)
         except EngineError as error:
-            # a rollout that was given up still sends requests; on memory that is gone they would kill the engine
+            # a rollout that was given up still sends requests; on memory that is gone they would
+            # kill the engine
             logger.warning("engines are paused, because they are not idle: %s", error)
             self._table.paused(urls)  # some of them, even if others fail
             self._ask("/pause_generation", policy, {url: {"mode": "abort"} for url in urls})
@@ -231,7 +256,8 @@ class EngineMemory:
         """Some of ``engines``, by URL.
 
         Args:
-            note: called with the URL of each that has done it, before the failure of others is raised.
+            note: called with the URL of each that has done it, before the failure of others is
+                raised.
         """
         if not bodies:
             return

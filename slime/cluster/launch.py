@@ -23,8 +23,10 @@ class Launch:
         start_rollout_id: the first rollout of this launch.
         num_prompts: prompts per epoch, for --num-epoch; 0 when unknown (streaming) or not needed.
         seconds: time by part of the launch.
-        saved_metrics: of the step that the checkpoint holds, as far as they were known when it was written.
-        pushes: weight version → rollouts that were trained on when it was pushed, by the checkpoint.
+        saved_metrics: of the step that the checkpoint holds, as far as they were known when it was
+            written.
+        pushes: weight version → rollouts that were trained on when it was pushed, by the
+            checkpoint.
         lineages: rollouts trained on → lineage of the weights, by the checkpoint.
     """
 
@@ -68,7 +70,10 @@ def there(part: T | None) -> T:
 
 
 def connect(
-    ask: Callable[[], None], explained: Callable[[str], AbstractContextManager[None]], *, tolerant: bool
+    ask: Callable[[], None],
+    explained: Callable[[str], AbstractContextManager[None]],
+    *,
+    tolerant: bool,
 ) -> None:
     """The rollout actor to the router, which may die in the launch, too.
 

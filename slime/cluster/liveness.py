@@ -16,8 +16,8 @@ _MISSES = 2
 
 
 class SignsOfLife:
-    """Asks servers now and then whether they are there. Who is slow to answer lives: only when nobody takes the
-    question has a server ended, or its host."""
+    """Asks servers now and then whether they are there. Who is slow to answer lives: only when
+    nobody takes the question has a server ended, or its host."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,7 +54,9 @@ class SignsOfLife:
             assert self._fleet is not None
             asked = {url: self._fleet.start_get(url, "/health", _ANSWER_SECONDS) for url in found}
             wait(asked.values(), timeout=_ANSWER_SECONDS + 1)
-            found = [url for url, answer in asked.items() if answer.done() and _nobody_there(answer)]
+            found = [
+                url for url, answer in asked.items() if answer.done() and _nobody_there(answer)
+            ]
         return found
 
     def close(self) -> None:
@@ -76,4 +78,8 @@ class SignsOfLife:
 
 def _nobody_there(answer: Future[Any]) -> bool:
     error = None if answer.cancelled() else answer.exception()
-    return isinstance(error, EngineError) and error.status is None and not isinstance(error.__cause__, TimeoutError)
+    return (
+        isinstance(error, EngineError)
+        and error.status is None
+        and not isinstance(error.__cause__, TimeoutError)
+    )

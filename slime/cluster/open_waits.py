@@ -1,6 +1,8 @@
-"""Who this process waits for now, since when, and when it heard last: what is said where a wait does not end.
+"""Who this process waits for now, since when, and when it heard last: what is said where a wait
+does not end.
 
-The driver has one thread that waits; waits lie within each other. Whoever reads this from another thread asks nobody.
+The driver has one thread that waits; waits lie within each other. Whoever reads this from another
+thread asks nobody.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def heard_at() -> float:
 
 
 def end_with(error: BaseException | None) -> None:
-    """What `look` raises the next time, once; by whoever sees that the waits of this process will not end."""
+    """What `look` raises the next time, once; by whoever sees that the waits of this process will
+    not end."""
     global _end
     _end = error
 
@@ -64,8 +67,8 @@ def look() -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[OpenWait]:
-    """Within it this process waits ("training"); whoever waits keeps ``whom`` up to date. An error that ends the
-    outermost wait tells enough: nothing is raised besides."""
+    """Within it this process waits ("training"); whoever waits keeps ``whom`` up to date. An error
+    that ends the outermost wait tells enough: nothing is raised besides."""
     mine = OpenWait(what)
     _open.append(mine)
     try:

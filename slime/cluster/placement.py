@@ -1,4 +1,5 @@
-"""What stands where: the reserved slots of a run, and which engine stands on which of them, node by node."""
+"""What stands where: the reserved slots of a run, and which engine stands on which of them, node by
+node."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Slots:
     on_gpu: bool
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Ray actor options that put a process on slot ``slot``, taking ``share`` of it (colocated processes share)."""
+        """Ray actor options that put a process on slot ``slot``, taking ``share`` of it (colocated
+        processes share)."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group,
             placement_group_bundle_index=self.places[slot].bundle,
@@ -52,7 +54,9 @@ class Slots:
     @property
     def gpu_memory(self) -> float | None:
         """Bytes of the smallest GPU, None where no driver tells."""
-        return min((place.memory for place in self.places if place.memory is not None), default=None)
+        return min(
+            (place.memory for place in self.places if place.memory is not None), default=None
+        )
 
     def release(self) -> None:
         remove_placement_group(self.group)
@@ -61,7 +65,8 @@ class Slots:
 #: Kinds of servers that only answer together.
 PAIR = ("prefill", "decode")
 
-# -- engines ------------------------------------------------------------------------------------------------
+# -- engines
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,14 @@ def _parts_of(
         for slot in range(begin, begin + group.num_gpus_per_engine):
             by_node.setdefault(slots.places[slot].node, []).append(slot)
         if len({len(own) for own in by_node.values()}) > 1:
-            uneven = ", ".join(f"{len(own)} on {slots.places[own[0]].ip}" for own in by_node.values())
+            uneven = ", ".join(
+                f"{len(own)} on {slots.places[own[0]].ip}" for own in by_node.values()
+            )
             raise UserError(
                 f"engine {number} would have {uneven} of its {group.num_gpus_per_engine} GPUs",
                 why="SGLang wants the same number on every node",
-                fix="choose --rollout-num-gpus-per-engine so that it divides the GPUs of a node, or is a multiple",
+                fix="choose --rollout-num-gpus-per-engine so that it divides the GPUs of a node, "
+                "or is a multiple",
             )
         for rank, own in enumerate(by_node.values()):
             place = EnginePlace(
@@ -153,11 +161,15 @@ def table_of(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTabl
         external: URLs of those that somebody else has started.
     """
     own = [_engine(of_one) for of_one in parts_by_number(parts).values()]
-    return EngineTable([*own, *(external_engine(number, url) for number, url in enumerate(external, len(own)))])
+    return EngineTable(
+        [*own, *(external_engine(number, url) for number, url in enumerate(external, len(own)))]
+    )
 
 
 def _engine(parts: Sequence[EnginePart]) -> Engine:
     first = parts[0]
     can_restart = first.model.is_policy and first.group.worker_type not in PAIR
     names = tuple(part.name for part in parts)
-    return Engine(first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart)
+    return Engine(
+        first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart
+    )

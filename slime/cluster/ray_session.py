@@ -1,4 +1,5 @@
-"""What a run has from Ray: a local one or the running one, its environment in every process, and reserved slots."""
+"""What a run has from Ray: a local one or the running one, its environment in every process, and
+reserved slots."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ _TOKEN = "RAY_AUTH_TOKEN"
 #: Seconds in which a cluster must let a driver join.
 _JOIN_DEADLINE = 20.0
 _LOOK_SECONDS = 0.1
-_JOINS = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
+_JOINS = (
+    "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
+)
 
 #: What trainers that were killed leave, besides processes; run where no driver is there to do it.
 _FREE_SHARED_MEMORY = python_module("slime.engines.wire.shared_memory")
@@ -53,12 +56,19 @@ _KILLED_SECONDS = 6.0
 #: For a raylet to register, which waits for its agents; each of them imports Ray.
 _START_SECONDS = 120.0
 _NO_AGENT = '--dashboard_agent_command=sh -c "exec sleep infinity"'
-#: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to take its own.
-_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+#: Ports of Ray's agents, reserved until the next start: the raylet does not wait for an agent to
+#: take its own.
+_PORTS = (
+    "dashboard_agent_listen_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+)
 _ports: dict[str, PortReservation] = {}
 _is_starting = False
 
-#: Variables of the driver that every process gets when the cluster was there before (a local Ray inherits all).
+#: Variables of the driver that every process gets when the cluster was there before (a local Ray
+#: inherits all).
 _FORWARDED = (
     "NCCL_",
     "GLOO_",
@@ -75,19 +85,24 @@ _FORWARDED = (
 )
 
 
-def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
-    """Join the cluster named by --ray-address or RAY_ADDRESS (set under ``ray job submit``), else start one here.
+def start_ray(
+    config: Config, num_local_slots: int, should_stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Join the cluster named by --ray-address or RAY_ADDRESS (set under ``ray job submit``), else
+    start one here.
 
     Args:
-        num_local_slots: process slots a local Ray must offer; cores are oversubscribed when there are fewer,
-            since trainer and engines take turns.
+        num_local_slots: process slots a local Ray must offer; cores are oversubscribed when there
+            are fewer, since trainer and engines take turns.
     Returns:
         True when Ray was started here and must be stopped at the end.
     Raises:
         UserError: no cluster answers at the address, or none starts here. StopRequested.
     """
     # It says on every start that Ray's own token authentication is on, which is what we want.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
+        logging.ERROR
+    )
     if ray.is_initialized():
         return False  # a test or notebook that brought its own cluster
     address = joined_cluster(config)
@@ -97,10 +112,12 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
         _join(address, {"env_vars": environment})
         return False
     _bring_a_token()
-    # Ray's own metrics and usage reporting cost processes and start-up time, and report to the outside.
+    # Ray's own metrics and usage reporting cost processes and start-up time, and report to the
+    # outside.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its own.
+    # Workers that wait for tasks of a driver: ours are actors, each of which gets a worker of its
+    # own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray runs its workers at nice 15, where any other program would starve trainer and engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -109,9 +126,16 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
         logger.warning("%s: Ray keeps its sockets and logs in %s", not_there, sockets / "ray")
     try:
         on_loopback = _on_loopback(not config.cluster.listen_on_network)
-        with _as_a_guest(), _with_few_daemons(), _patient(should_stop), on_loopback, _inherited(environment):
+        with (
+            _as_a_guest(),
+            _with_few_daemons(),
+            _patient(should_stop),
+            on_loopback,
+            _inherited(environment),
+        ):
             ray.init(
-                address="local",  # without it Ray joins whatever cluster was started on this host last
+                # without it Ray joins whatever cluster was started on this host last
+                address="local",
                 job_config=_Job(),
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
                 include_dashboard=False,
@@ -121,7 +145,9 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
                 _metrics_export_port=_ports["metrics_export_port"].port,
             )
     except BaseException as error:  # Ctrl-C, for one: what is up of it by then is up
-        stopped = ", ".join(stopped_parts().values())  # while Ray waits for its GCS, no thread of ours can say so
+        stopped = ", ".join(
+            stopped_parts().values()
+        )  # while Ray waits for its GCS, no thread of ours can say so
         ray.shutdown()
         if not isinstance(error, Exception) or isinstance(error, (UserError, StopRequested)):
             raise
@@ -129,7 +155,8 @@ def start_ray(config: Config, num_local_slots: int, should_stop: Callable[[], bo
             "Ray does not start on this host",
             why=(f"{stopped} is stopped (SIGSTOP); " if stopped else "")
             + (str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__),
-            fix=f"begin again: a crowded host passes Ray's deadlines; its logs: {sockets}/ray/session_latest/logs",
+            fix="begin again: a crowded host passes Ray's deadlines; its logs: "
+            f"{sockets}/ray/session_latest/logs",
         ) from error
     return True
 
@@ -140,15 +167,19 @@ def is_starting() -> bool:
 
 
 def dead_daemons() -> list[str]:
-    """Those of a Ray that this process has started without which it starts nothing any more: "raylet", "gcs_server"."""
+    """Those of a Ray that this process has started without which it starts nothing any more:
+    "raylet", "gcs_server"."""
     local = ray._private.worker._global_node
     needed = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
-    return [kind for kind, _ in local.dead_processes() if kind in needed] if local is not None else []
+    return (
+        [kind for kind, _ in local.dead_processes() if kind in needed] if local is not None else []
+    )
 
 
 def _bring_a_token() -> None:
-    """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder, for good: every later
-    ``ray start --head`` on this host then asks for it, and ``ray job submit``, which sends none by itself, is refused.
+    """Where Ray finds no token for the cluster that it starts, it leaves one in the home folder,
+    for good: every later ``ray start --head`` on this host then asks for it, and ``ray job
+    submit``, which sends none by itself, is refused.
     """
     is_asked_for = (os.environ.get("RAY_AUTH_MODE") or "token").lower() == "token"
     given = any(os.environ.get(name) for name in (_TOKEN, f"{_TOKEN}_PATH"))
@@ -157,8 +188,8 @@ def _bring_a_token() -> None:
 
 
 def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
-    """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this process it would
-    hear no signal, for ten minutes where nobody answers."""
+    """Have a child join the cluster first. `ray.init` waits in C++ with Python's lock held: in this
+    process it would hear no signal, for ten minutes where nobody answers."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", _JOINS, address],
         stdin=subprocess.DEVNULL,
@@ -177,12 +208,16 @@ def _check_answers(address: str, should_stop: Callable[[], bool]) -> None:
                 if should_stop():
                     raise StopRequested("joining the Ray cluster") from None
                 if time.monotonic() > end:
-                    raise _no_cluster(address, f"it did not answer within {_JOIN_DEADLINE:.0f} s") from None
+                    raise _no_cluster(
+                        address, f"it did not answer within {_JOIN_DEADLINE:.0f} s"
+                    ) from None
     finally:
         child.kill()
         child.wait()
     if child.returncode:
-        raise _no_cluster(address, (said.strip().splitlines() or [f"status {child.returncode}"])[-1])
+        raise _no_cluster(
+            address, (said.strip().splitlines() or [f"status {child.returncode}"])[-1]
+        )
 
 
 def _no_cluster(address: str, why: str) -> UserError:
@@ -194,7 +229,8 @@ def _no_cluster(address: str, why: str) -> UserError:
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
-    # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that already.
+    # Under `ray job submit` the job has an environment too, PYTHONPATH often in it; ours holds that
+    # already.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
         with _as_a_guest():
@@ -210,11 +246,13 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 
 
 class _Daemon(services.ConsolePopen):
-    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it (`slime.processes.tree`).
+    """A daemon of Ray that leads a session, and a raylet that ends with all that came of it
+    (`slime.processes.tree`).
 
-    Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``, Slurm, a supervisor) or a
-    terminal that closes would end them before the driver can save a checkpoint. Workers are in the session of the
-    daemon that starts them. All still die with the driver.
+    Ray starts them in the driver's process group, where a SIGTERM for the group (``timeout``,
+    Slurm, a supervisor) or a terminal that closes would end them before the driver can save a
+    checkpoint. Workers are in the session of the daemon that starts them. All still die with the
+    driver.
     """
 
     raylet: ClassVar[subprocess.Popen[bytes] | None] = None
@@ -229,7 +267,11 @@ class _Daemon(services.ConsolePopen):
         script = [sys.executable, "-S", "-E", process_tree.__file__]
         super().__init__(script, **options | {"stdin": subprocess.PIPE})
         assert self.stdin is not None
-        request = {"owner": os.getpid(), "command": _without_dashboard_agent(args), "last_command": _FREE_SHARED_MEMORY}
+        request = {
+            "owner": os.getpid(),
+            "command": _without_dashboard_agent(args),
+            "last_command": _FREE_SHARED_MEMORY,
+        }
         with self.stdin as pipe, suppress(BrokenPipeError):  # it is killed already: Ray will notice
             pipe.write(json.dumps(request).encode())
 
@@ -245,14 +287,17 @@ class _Daemon(services.ConsolePopen):
 
 
 def _without_dashboard_agent(args: Sequence[str]) -> list[str]:
-    """The raylet's command, with a process that does nothing in the place of the agent that serves its metrics.
+    """The raylet's command, with a process that does nothing in the place of the agent that serves
+    its metrics.
 
-    The raylet insists on an agent that lives, and ends itself where ports of agents are not in files of its session
-    within 15 seconds; one that imports Ray on a crowded host takes longer.
+    The raylet insists on an agent that lives, and ends itself where ports of agents are not in
+    files of its session within 15 seconds; one that imports Ray on a crowded host takes longer.
     """
     given = dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
     for name, reserved in _ports.items():
-        (Path(given["--session_dir"]) / f"{name}_{given['--node_id']}").write_text(str(reserved.port))
+        (Path(given["--session_dir"]) / f"{name}_{given['--node_id']}").write_text(
+            str(reserved.port)
+        )
     return [_NO_AGENT if arg.startswith("--dashboard_agent_command=") else arg for arg in args]
 
 
@@ -269,8 +314,8 @@ def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
 
 
 class _Job(JobConfig):
-    """A job whose working directory Ray does not put first on its workers' import path, where a user's ``random.py``
-    would replace Python's own. `slime.user_code.loading` puts it last."""
+    """A job whose working directory Ray does not put first on its workers' import path, where a
+    user's ``random.py`` would replace Python's own. `slime.user_code.loading` puts it last."""
 
     def _serialize(self) -> str:
         self._py_driver_sys_path.clear()
@@ -279,8 +324,8 @@ class _Job(JobConfig):
 
 @contextmanager
 def _as_a_guest() -> Iterator[None]:
-    """`ray.init` leaves the signals of this process alone, which are `slime.run.stopping`'s, and stays out of its
-    group. Ray's table of jobs gets the command line without secrets."""
+    """`ray.init` leaves the signals of this process alone, which are `slime.run.stopping`'s, and
+    stays out of its group. Ray's table of jobs gets the command line without secrets."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         with (
@@ -294,20 +339,23 @@ def _as_a_guest() -> Iterator[None]:
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)  # over that of Ray's C++, which prints a stack
+            signal.signal(
+                signal.SIGTERM, on_sigterm or signal.SIG_DFL
+            )  # over that of Ray's C++, which prints a stack
 
 
 def _with_few_daemons() -> AbstractContextManager[None]:
-    """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on this terminal, and a
-    list of actors by HTTP. Each imports Ray, and the launch would wait for the last one."""
+    """`ray.init` starts no process for what nobody asks here: nodes to be added, workers' words on
+    this terminal, and a list of actors by HTTP. Each imports Ray, and the launch would wait for the
+    last one."""
     names = ("start_monitor", "start_log_monitor", "start_api_server")
     return _replaced(node.Node, **dict.fromkeys(names, lambda self, **_: None))
 
 
 @contextmanager
 def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray does for the raylet
-    to come up: as long as it lives, and nobody asks the run to stop."""
+    """Reserve the ports of Ray's agents, one of which is fixed otherwise, and wait longer than Ray
+    does for the raylet to come up: as long as it lives, and nobody asks the run to stop."""
     global _ports, _is_starting
     _ports = {name: reserve_port() for name in _PORTS}
     ports = {name: reserved.port for name, reserved in _ports.items()}
@@ -339,8 +387,9 @@ def _patient(should_stop: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback(wanted: bool) -> Iterator[None]:
-    """Ray and what goes by its addresses (engines, router, process groups) listen on loopback alone. Ray knows this as
-    its way on systems whose firewalls ask, and looks the variable up when it is imported: here, and in its daemons."""
+    """Ray and what goes by its addresses (engines, router, process groups) listen on loopback
+    alone. Ray knows this as its way on systems whose firewalls ask, and looks the variable up when
+    it is imported: here, and in its daemons."""
     if not wanted:
         yield
         return
@@ -357,8 +406,8 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _inherited(environment: dict[str, str]) -> Iterator[None]:
-    """What a local Ray's processes inherit, its agents too. As a runtime environment it would cost each worker a Python
-    before its own, that imports Ray, too: half a second of CPU."""
+    """What a local Ray's processes inherit, its agents too. As a runtime environment it would cost
+    each worker a Python before its own, that imports Ray, too: half a second of CPU."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -372,10 +421,12 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 
 
 def _environment(joined: bool) -> dict[str, str]:
-    """Environment of every actor: the import path (user functions live next to the script), and forwarded variables."""
+    """Environment of every actor: the import path (user functions live next to the script), and
+    forwarded variables."""
     root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
-    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are found there
+    # a recipe or `python script.py` puts its folder first on sys.path: hooks given by path are
+    # found there
     user_folders = dict.fromkeys([os.getcwd(), *filter(None, sys.path[:1])])
     variables = {
         "PYTHONPATH": ":".join([root, *([known] if known else [])]),
@@ -383,12 +434,15 @@ def _environment(joined: bool) -> dict[str, str]:
     }
     if joined:
         variables |= {
-            name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) and not is_secret(name)
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) and not is_secret(name)
         }
     return variables
 
 
-# -- slots --------------------------------------------------------------------------------------------------
+# -- slots
+# --------------------------------------------------------------------------------------------------
 
 
 @ray.remote(num_cpus=0.01)
@@ -399,11 +453,14 @@ def _where_am_i(bundle: int) -> Place:
     return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
 
 
-def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> Slots:
+def reserve(
+    plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False
+) -> Slots:
     """Reserve the plan's slots, waiting at most ``timeout`` seconds.
 
     Raises:
-        UserError: the cluster does not have that many, or they did not become free in time. StopRequested.
+        UserError: the cluster does not have that many, or they did not become free in time.
+            StopRequested.
     """
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     kind = "GPU" if on_gpu else "CPU"
@@ -412,7 +469,8 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
         raise UserError(
             f"this run needs {plan.total} {_slots(on_gpu)}, the Ray cluster has {there:g}",
             why=plan.formula,
-            fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share GPUs, or add nodes",
+            fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
+            "GPUs, or add nodes",
         )
     bundle = {"GPU": 1, "CPU": 1} if on_gpu else {"CPU": 1}
     group = placement_group([dict(bundle) for _ in range(plan.total)], strategy="PACK")
@@ -421,7 +479,10 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
         _wait_for(group, timeout, should_stop)
         if on_gpu:
             options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
-            places = {Worker(f"slot {i}"): _where_am_i.options(**own).remote(i) for i, own in enumerate(options)}
+            places = {
+                Worker(f"slot {i}"): _where_am_i.options(**own).remote(i)
+                for i, own in enumerate(options)
+            }
             found = wait_for(places, "asking where the slots are", timeout, should_stop)
         else:
             found = _places(group)
@@ -430,7 +491,8 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
         remove_placement_group(group)
         raise UserError(
             f"{plan.total} {_slots(on_gpu)} did not become free within {timeout:.0f} s",
-            why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another job holds the rest",
+            why=f"{plan.formula}; the cluster has {there:g}, of which {free:g} are free: another "
+            "job holds the rest",
             fix="end the other job, wait, or raise --placement-timeout",
         ) from error
     except BaseException:
@@ -442,7 +504,8 @@ def reserve(plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool]
 
 
 def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
-    """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of CPU."""
+    """Until the slots are reserved. `PlacementGroup.ready` would start a worker to tell so, 2 s of
+    CPU."""
     began = time.monotonic()
     said = 0.0
     while not group.wait(min(0.5, timeout)):
@@ -453,7 +516,7 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
         if waited >= said + QUIET_SECONDS:
             said = waited
             logger.info(
-                "placement: waiting for %d slots for %.0f s, another job holds some of them (--placement-timeout %.0f)",
+                "placement: waiting for %d slots for %.0f s, another job holds some of them " "(--placement-timeout %.0f)",
                 len(group.bundle_specs), waited, timeout,
             )  # fmt: skip
 
@@ -466,7 +529,9 @@ def _places(group: PlacementGroup) -> list[Place]:
 
 
 def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=index
+    )
     return {"scheduling_strategy": strategy, **({"num_gpus": 0.01} if on_gpu else {})}
 
 

@@ -1,5 +1,5 @@
-"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process. And the driver's
-handle of it."""
+"""The rollout actor: prompts, generation, rewards, conversion and packing in one asyncio process.
+And the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class RolloutResult:
 
 
 class RolloutActor:
-    """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under way."""
+    """Async actor: `progress`, `save_source` and `close` are answered while a rollout is under
+    way."""
 
     def __init__(self, config: Config, run_path: Path, checked: Sequence[CheckedRows]) -> None:
         self.config = config
@@ -67,14 +68,17 @@ class RolloutActor:
         self._recording: asyncio.Future[None] | None = None
         """What training knew of the last rollout's tokens is being written."""
         self.journal: Any = None  # a `slime.rollout.journal.Journal`, where there is one
-        log_to_file_only("rollout", run_path / "logs", config.observe.log_level, *config.for_hiding())
+        log_to_file_only(
+            "rollout", run_path / "logs", config.observe.log_level, *config.for_hiding()
+        )
 
     async def process(self) -> Process:
         return this_process()
 
     async def setup(self) -> tuple[int, list[str]]:
-        """Open the data and load the tokenizer; returns the number of prompts per epoch (0: unknown, or not
-        needed, because --num-rollout says how long the run is), and warnings for the terminal.
+        """Open the data and load the tokenizer; returns the number of prompts per epoch (0:
+        unknown, or not needed, because --num-rollout says how long the run is), and warnings for
+        the terminal.
 
         Bad data is refused here, before any engine or trainer is needed.
         """
@@ -88,10 +92,13 @@ class RolloutActor:
 
         assert self.config.checkpoint.hf_checkpoint is not None
         self.tokenizer = load_tokenizer(
-            self.config.checkpoint.hf_checkpoint, trust_remote_code=self.config.checkpoint.trust_remote_code
+            self.config.checkpoint.hf_checkpoint,
+            trust_remote_code=self.config.checkpoint.trust_remote_code,
         )
         self.source = make_source(self.config, self.tokenizer, RewardJudge.of_training(self.config))
-        self.recorder = Recorder(self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens)))
+        self.recorder = Recorder(
+            self.run_path, self.config, decode=lambda tokens: str(self.tokenizer.decode(tokens))
+        )
         folder = RunFolder(self.run_path, self.config.observe.stage or None).journal
         self.journal = open_journal(self.config, folder)
         if self.config.debug.dump_details:  # so that the dumped tokens can be read anywhere
@@ -100,9 +107,11 @@ class RolloutActor:
         # a source of the user's own need not know its length, nor has every run a data set
         return len(self.source) if data.num_epoch is not None and not data.streaming_data else 0
 
-    async def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> list[str]:
-        """Build the rollout loop on the policy's engines; checks hooks and evaluation data. Returns warnings for the
-        terminal.
+    async def connect(
+        self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys
+    ) -> list[str]:
+        """Build the rollout loop on the policy's engines; checks hooks and evaluation data. Returns
+        warnings for the terminal.
 
         Args:
             router_urls: by model, for functions that ask other models too.
@@ -113,17 +122,25 @@ class RolloutActor:
         keys.use(run_keys)
         keys.own(router_url, *router_urls.values())
         # functions of the user's own ask the routers with clients that go by the environment
-        os.environ.update(past_proxies(urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())))
-        self.loop = RolloutLoop(self.config, self.tokenizer, self.source, router_url, router_urls, self.journal)
+        os.environ.update(
+            past_proxies(
+                urlsplit(url).hostname or "" for url in (router_url, *router_urls.values())
+            )
+        )
+        self.loop = RolloutLoop(
+            self.config, self.tokenizer, self.source, router_url, router_urls, self.journal
+        )
         self.loop.record_failure = self.recorder.record_failure
         self.loop.lost = _leave
         await self.loop.start()
         settle(many_samples=True)
         return untold()
 
-    async def generate(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult | None:
-        """One rollout, converted, packed and put into the object store, one shard per data-parallel rank; None for
-        one that was given up.
+    async def generate(
+        self, rollout_id: int, layout: TrainLayout, versions: Versions
+    ) -> RolloutResult | None:
+        """One rollout, converted, packed and put into the object store, one shard per data-parallel
+        rank; None for one that was given up.
 
         Args:
             versions: of weights that its samples may have.
@@ -143,7 +160,9 @@ class RolloutActor:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _generate(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:
+    async def _generate(
+        self, rollout_id: int, layout: TrainLayout, versions: Versions
+    ) -> RolloutResult:
         from slime.samples.convert import to_train_batches
 
         started = time.perf_counter()
@@ -165,10 +184,14 @@ class RolloutActor:
         metrics["perf/rollout_time"] = generated - started
         metrics["perf/data_preprocess_time"] = converted - generated
         metrics["perf/record_time"] = time.perf_counter() - converted
-        sampled_by = Counter(versions for batch in batches for versions in batch.weight_versions if versions)
+        sampled_by = Counter(
+            versions for batch in batches for versions in batch.weight_versions if versions
+        )
         return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
 
-    async def load_dump(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> RolloutResult:
+    async def load_dump(
+        self, rollout_id: int, layout: TrainLayout, versions: Versions
+    ) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
         from slime.samples.convert import to_train_batches
@@ -177,7 +200,9 @@ class RolloutActor:
         batches = to_train_batches(groups, self.config, layout, rollout_id)
         metrics = dict(batches[0].global_stats)
         self.recorder.record_rollout(rollout_id, groups)
-        return RolloutResult(rollout_id, self._handed_over(batches, groups), metrics, warnings=untold())
+        return RolloutResult(
+            rollout_id, self._handed_over(batches, groups), metrics, warnings=untold()
+        )
 
     def _handed_over(self, batches: list[TrainBatch], groups: list[Group]) -> list[ray.ObjectRef]:
         recorded = self.recorder.token_keys(groups)
@@ -187,24 +212,32 @@ class RolloutActor:
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Metrics ``eval/…`` with the weights that the engines hold now."""
-        is_first = not self.recorder.has_rollouts  # now: a rollout may end before this evaluation does
+        is_first = (
+            not self.recorder.has_rollouts
+        )  # now: a rollout may end before this evaluation does
         name = self.recorder.evaluation_name(rollout_id)
         output = await self.loop.evaluate(rollout_id, before_training=is_first)
         self.recorder.record_evaluation(name, rollout_id, output.data)
         return dict(output.metrics or {})
 
     async def progress(self, evaluation: bool) -> tuple[dict[str, float], str]:
-        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display; and, where nothing
-        moves, who waits for whom.
+        """Counters of what is under way (``done``, ``target``, ``tokens``), for the live display;
+        and, where nothing moves, who waits for whom.
 
         Args:
             evaluation: rather of an evaluation than of a rollout, where both are under way.
         """
-        return (self.loop.progress(evaluation), self.loop.waits(evaluation)) if self.loop is not None else ({}, "")
+        return (
+            (self.loop.progress(evaluation), self.loop.waits(evaluation))
+            if self.loop is not None
+            else ({}, "")
+        )
 
-    async def mark_consumed(self, rollout_id: int, trained: Sequence[TrainedTokens] = ()) -> dict[str, float]:
-        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again. Metrics of what was
-        asked of the engines since the last call.
+    async def mark_consumed(
+        self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
+    ) -> dict[str, float]:
+        """Training has taken the groups of ``rollout_id``: a resumed run will not draw them again.
+        Metrics of what was asked of the engines since the last call.
 
         Args:
             trained: what is recorded beside the samples, while the next rollout goes on.
@@ -215,18 +248,21 @@ class RolloutActor:
             writing = asyncio.to_thread(self.recorder.record_training, rollout_id, trained)
             self._recording = asyncio.ensure_future(writing)
         trains_on_answers = self.config.algorithm.loss_type != "sft_loss"
-        metrics: dict[str, float] = self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+        metrics: dict[str, float] = (
+            self.loop.take_idle() if self.loop is not None and trains_on_answers else {}
+        )
         return metrics | {"perf/rollout_memory_gb": self._footprint.gigabytes(os.getpid())}
 
     async def save_source(self, rollout_id: int) -> dict[str, Any]:
-        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes its file. What
-        older checkpoints have passed goes from the journal."""
+        """The data position for the checkpoint of ``rollout_id``; a source of the user's own writes
+        its file. What older checkpoints have passed goes from the journal."""
         if self.journal is not None:
             self.journal.drop(oldest_needed(self.config))
         return save_source(self.source, self.config, rollout_id)
 
     async def forget(self, rollout_id: int) -> None:
-        """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them generated anew."""
+        """Training has failed on the groups of ``rollout_id``: whoever goes on from here has them
+        generated anew."""
         if self.journal is not None:
             self.journal.forget(rollout_id, self._groups_of.get(rollout_id))
 
@@ -238,8 +274,8 @@ class RolloutActor:
     async def load_source(
         self, config: Config, rollout_id: int | None, state: dict[str, Any], is_again: bool
     ) -> list[str]:
-        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``. Returns warnings for the
-        terminal.
+        """Go on where `save_source` was called for ``rollout_id`` and returned ``state``. Returns
+        warnings for the terminal.
 
         Args:
             config: that of the launch; where trainers were started again, it says what they load.
@@ -255,7 +291,8 @@ class RolloutActor:
         return untold()
 
     async def source_state(self) -> dict[str, Any]:
-        """The data position without a checkpoint, for a run that may have to begin again before it has one."""
+        """The data position without a checkpoint, for a run that may have to begin again before it
+        has one."""
         return self.source.state_dict()
 
     async def newest_version(self) -> int:
@@ -282,17 +319,18 @@ def say(warnings: Sequence[str]) -> None:
 
 
 def _leave(said: str) -> None:
-    """Nobody here will answer any more: whoever waits for this process learns of its end, and of the reason from the
-    log."""
+    """Nobody here will answer any more: whoever waits for this process learns of its end, and of
+    the reason from the log."""
     logger.error("%s", said)
     logging.shutdown()
     os._exit(1)
 
 
 def oldest_needed(config: Config) -> int:
-    """The first rollout whose file of the journal may still be asked for: by whoever goes on from the second newest
-    checkpoint, should the newest be damaged, and draws what was put back in the rollouts before it. Where one alone is
-    kept (--save-retain 1) there is nothing to go back to behind it.
+    """The first rollout whose file of the journal may still be asked for: by whoever goes on from
+    the second newest checkpoint, should the newest be damaged, and draws what was put back in the
+    rollouts before it. Where one alone is kept (--save-retain 1) there is nothing to go back to
+    behind it.
 
     Called before the next checkpoint is written, which may fail.
     """
@@ -308,13 +346,18 @@ class RolloutHandle:
 
     Attributes:
         worker: for messages, and to wait for its answers.
-        counters, waits: of what is under way, and who waits for whom where nothing moves; from `watch_progress`.
+        counters, waits: of what is under way, and who waits for whom where nothing moves; from
+            `watch_progress`.
         shows_evaluation: these are of an evaluation, where one goes on beside a rollout.
     """
 
     def __init__(self, config: Config, run_path: Path) -> None:
-        remote: Any = ray.remote(RolloutActor)  # Ray makes the methods remote; its types do not say so
-        self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(config, run_path, remembered())
+        remote: Any = ray.remote(
+            RolloutActor
+        )  # Ray makes the methods remote; its types do not say so
+        self._actor = remote.options(num_cpus=0, max_concurrency=16).remote(
+            config, run_path, remembered()
+        )
         self._loads_dump = bool(config.debug.load_debug_rollout_data)
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
         self.worker = Worker("rollout", self._actor.process.remote())
@@ -332,9 +375,16 @@ class RolloutHandle:
         return num_prompts
 
     def connect(self, router_url: str, router_urls: dict[str, str], run_keys: RunKeys) -> None:
-        say(self._answer(self._actor.connect.remote(router_url, router_urls, run_keys), "connecting to the router"))
+        say(
+            self._answer(
+                self._actor.connect.remote(router_url, router_urls, run_keys),
+                "connecting to the router",
+            )
+        )
 
-    def begin_rollout(self, rollout_id: int, layout: TrainLayout, versions: Versions) -> ray.ObjectRef:
+    def begin_rollout(
+        self, rollout_id: int, layout: TrainLayout, versions: Versions
+    ) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate
         return begin.remote(rollout_id, layout, versions)
@@ -343,7 +393,9 @@ class RolloutHandle:
         """To be: metrics ``eval/…``."""
         return self._actor.evaluate.remote(rollout_id)
 
-    def mark_consumed(self, rollout_id: int, trained: Sequence[TrainedTokens] = ()) -> dict[str, float]:
+    def mark_consumed(
+        self, rollout_id: int, trained: Sequence[TrainedTokens] = ()
+    ) -> dict[str, float]:
         ref = self._actor.mark_consumed.remote(rollout_id, trained)
         metrics: dict[str, float] = self._answer(ref, "noting consumed prompts")
         return metrics
@@ -355,7 +407,10 @@ class RolloutHandle:
         self._answer(self._actor.forget.remote(rollout_id), "forgetting what cannot be trained on")
 
     def forget_newer(self, rollout_id: int, version: int) -> None:
-        self._answer(self._actor.forget_newer.remote(rollout_id, version), "forgetting what a broken push has touched")
+        self._answer(
+            self._actor.forget_newer.remote(rollout_id, version),
+            "forgetting what a broken push has touched",
+        )
 
     def save_source(self, rollout_id: int) -> dict[str, Any]:
         """The data position that training has reached, for the checkpoint of ``rollout_id``."""
@@ -364,29 +419,41 @@ class RolloutHandle:
         return state
 
     def load_source(
-        self, config: Config, rollout_id: int | None, state: dict[str, Any], *, is_again: bool = False
+        self,
+        config: Config,
+        rollout_id: int | None,
+        state: dict[str, Any],
+        *,
+        is_again: bool = False,
     ) -> None:
         """See `RolloutActor.load_source`."""
         asked = self._actor.load_source.remote(config, rollout_id, state, is_again)
         say(self._answer(asked, "restoring the data position"))
 
     def source_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._answer(self._actor.source_state.remote(), "asking for the data position")
+        state: dict[str, Any] = self._answer(
+            self._actor.source_state.remote(), "asking for the data position"
+        )
         return state
 
     def newest_version(self) -> int:
         """See `RolloutActor.newest_version`."""
-        version: int = self._answer(self._actor.newest_version.remote(), "asking what the journal has")
+        version: int = self._answer(
+            self._actor.newest_version.remote(), "asking what the journal has"
+        )
         return version
 
     def watch_progress(self, show: Callable[[dict[str, float]], None]) -> Watch:
-        """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what was said last."""
+        """Calls ``show`` with the counters of what is under way; `counters` and `waits` are what
+        was said last."""
 
         def hear(name: str, said: tuple[dict[str, float], str]) -> None:
             self.counters, self.waits = said
             show(self.counters)
 
-        return Watch({self.worker: lambda: self._actor.progress.remote(self.shows_evaluation)}, hear)
+        return Watch(
+            {self.worker: lambda: self._actor.progress.remote(self.shows_evaluation)}, hear
+        )
 
     def ping(self) -> ray.ObjectRef:
         """To be: its `Process`, soon."""

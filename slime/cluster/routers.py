@@ -1,5 +1,5 @@
-"""The routers of a run: started in front of each model's engines, and with --use-fault-tolerance started again at their
-old addresses, which everybody knows."""
+"""The routers of a run: started in front of each model's engines, and with --use-fault-tolerance
+started again at their old addresses, which everybody knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from urllib.parse import urlsplit
 
 import ray
 
-from slime.cluster.engine_actor import DisaggregatedWorkers, EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.engine_actor import (
+    DisaggregatedWorkers,
+    EngineHandle,
+    Obituary,
+    raise_obituary,
+    with_pid,
+)
 from slime.cluster.engine_table import MOST_RESTARTS
 from slime.cluster.placement import PAIR, EnginePart
 from slime.cluster.waiting import wait_for
@@ -67,7 +73,9 @@ class Routers:
         self._config = config
         self._models = models
         self.handles = {
-            name: EngineHandle(config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys)
+            name: EngineHandle(
+                config, _router_name(model), run_path, 1, {"num_cpus": 0}, hosts, run_keys
+            )
             for name, model in models.items()
         }
         self.urls: dict[str, str] = {}
@@ -85,9 +93,12 @@ class Routers:
         return next(self.urls[name] for name, model in self._models.items() if model.is_policy)
 
     def start(self, url_of: Mapping[str, str]) -> None:
-        """Args: url_of: of all engines, by the names of their parts; external ones are the policy's."""
+        """Args: url_of: of all engines, by the names of their parts; external ones are the
+        policy's."""
         asked = {router.worker: self._begin(name, url_of) for name, router in self.handles.items()}
-        self.urls = dict(zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop)))
+        self.urls = dict(
+            zip(self.handles, wait_for(asked, "starting", _START_SECONDS, self._should_stop))
+        )
         keys.own(*self.urls.values())
         for name, url in self.urls.items():
             logger.info("%d engine(s) of %s behind %s", len(self._behind(name, url_of)), name, url)
@@ -102,44 +113,64 @@ class Routers:
     def _behind(self, model: str, url_of: Mapping[str, str]) -> list[str]:
         """Those of the model among ``url_of``."""
         own = {part.name for part in self._parts}
-        external = [url for name, url in url_of.items() if name not in own] if self._models[model].is_policy else []
+        external = (
+            [url for name, url in url_of.items() if name not in own]
+            if self._models[model].is_policy
+            else []
+        )
         return [url_of[name] for name in self._first_parts(model) if name in url_of] + external
 
-    def _begin(self, model: str, url_of: Mapping[str, str], port: int | None = None) -> ray.ObjectRef:
+    def _begin(
+        self, model: str, url_of: Mapping[str, str], port: int | None = None
+    ) -> ray.ObjectRef:
         prefill, decode = (self._first_parts(model, kind) for kind in PAIR)
         pairs = None
         if prefill:
-            asked = {self._engines[name].worker: self._engines[name].bootstrap_port() for name in prefill}
-            ports = wait_for(asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop)
+            asked = {
+                self._engines[name].worker: self._engines[name].bootstrap_port() for name in prefill
+            }
+            ports = wait_for(
+                asked, "asking for bootstrap ports", _AT_HAND_SECONDS, self._should_stop
+            )
             pairs = DisaggregatedWorkers(
-                [(url_of[name], port) for name, port in zip(prefill, ports)], [url_of[name] for name in decode]
+                [(url_of[name], port) for name, port in zip(prefill, ports)],
+                [url_of[name] for name in decode],
             )
         behind = self._behind(model, url_of)
-        return self.handles[model].begin_router(behind, list(filter(keys.is_external, behind)), pairs, port)
+        return self.handles[model].begin_router(
+            behind, list(filter(keys.is_external, behind)), pairs, port
+        )
 
-    # -- the policy's engines behind it ------------------------------------------------------------------------
+    # -- the policy's engines behind it
+    # ------------------------------------------------------------------------
 
     def take_out(self, url: str) -> None:
-        """No request goes to this engine any more. Raises EngineError: it is still there, or nobody answers."""
+        """No request goes to this engine any more. Raises EngineError: it is still there, or nobody
+        answers."""
         asyncio.run(remove_worker(self.url, url, _REMOVE_SECONDS))
 
     def put_behind(self, url: str) -> None:
-        """Requests go to this engine, too. Raises EngineError: the router refuses it, or does not answer."""
+        """Requests go to this engine, too. Raises EngineError: the router refuses it, or does not
+        answer."""
         asyncio.run(register_workers(self.url, [url], timeout=_JOIN_SECONDS))
 
-    # -- death and restart -------------------------------------------------------------------------------------
+    # -- death and restart
+    # -------------------------------------------------------------------------------------
 
     @property
     def can_restart(self) -> bool:
         return self._health is not None
 
     def is_news(self, name: str, obituary: Obituary) -> bool:
-        """Whether the end of a router is that of its present process, not of a former one, heard late."""
+        """Whether the end of a router is that of its present process, not of a former one, heard
+        late."""
         return name not in self._last_pid or obituary.pid != self._last_pid[name]
 
-    def start_again(self, name: str, how: str, serving: Callable[[], Mapping[str, str]]) -> list[str]:
-        """End what is left of a router and start it again. Requests are sent again meanwhile, and weight pushes go past
-        it.
+    def start_again(
+        self, name: str, how: str, serving: Callable[[], Mapping[str, str]]
+    ) -> list[str]:
+        """End what is left of a router and start it again. Requests are sent again meanwhile, and
+        weight pushes go past it.
 
         Args:
             name: of its actor; how: it ended.
@@ -154,11 +185,16 @@ class Routers:
         router = self.handles[model]
         url = self.urls[model]
         began = time.monotonic()
-        [obituary] = wait_for({router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS)
+        [obituary] = wait_for(
+            {router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS
+        )
         self._last_pid[name] = obituary.pid
         self._deaths[name] += 1
         if self._deaths[name] > MOST_RESTARTS:
-            times = f"died {self._deaths[name]} times without a completed rollout between; the last time it {how}"
+            times = (
+                f"died {self._deaths[name]} times without a completed rollout between; the last "
+                f"time it {how}"
+            )
             raise_obituary(name, obituary._replace(how=times), [])
         url_of = serving()
         late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
@@ -177,10 +213,13 @@ class Routers:
     def _is_given_workers(self, model: str, url_of: Mapping[str, str]) -> bool:
         """On its command line."""
         policy = self._config.engine.router.get("policy") or "cache_aware"
-        return bool(self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of)))
+        return bool(
+            self._first_parts(model, PAIR[0]) or started_with(policy, self._behind(model, url_of))
+        )
 
     def _accepted_late(self, url: str, engines: Iterable[str]) -> list[str]:
-        """Put engines behind a router that runs; those that it does not accept, as one that hangs."""
+        """Put engines behind a router that runs; those that it does not accept, as one that
+        hangs."""
 
         async def put(engine: str) -> str:
             try:
@@ -196,15 +235,18 @@ class Routers:
         return asyncio.run(put_all())
 
     def hanging(self) -> dict[str, str]:
-        """Ask all when it is time, and hear who has answered; never waits. Those that hang, and what is to be said of
-        them."""
+        """Ask all when it is time, and hear who has answered; never waits. Those that hang, and
+        what is to be said of them."""
         if self._health is None:
             return {}
         if self._fleet is None:
             self._fleet = EngineFleet(list(self.urls.values()))
         silent = self._health.silent(self._fleet)
         name_of = {self.urls[model]: router.worker.name for model, router in self.handles.items()}
-        return {name_of[url]: f"gave no sign of life for {self._health.timeout:.0f} s and was killed" for url in silent}
+        return {
+            name_of[url]: f"gave no sign of life for {self._health.timeout:.0f} s and was killed"
+            for url in silent
+        }
 
     def proved(self) -> None:
         """A rollout was completed."""

@@ -55,16 +55,18 @@ _HASTY_SECONDS = 2.0
 
 
 class Cluster:
-    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves nothing behind.
+    """Owns Ray, the rollout actor, the trainer ranks, the engines and the router; `close` leaves
+    nothing behind.
 
-    Who waits for whom: the driver, here, for everybody, with a deadline, while it looks about twice a second whether
-    somebody died; the trainer's rank 0 for engines in a push; the rollout actor for engines and rewards. An actor
-    waits for no other actor.
+    Who waits for whom: the driver, here, for everybody, with a deadline, while it looks about twice
+    a second whether somebody died; the trainer's rank 0 for engines in a push; the rollout actor
+    for engines and rewards. An actor waits for no other actor.
 
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         on_progress: called with the rollout's counters while a rollout is waited for.
-        on_push: called with the version of weights that were pushed unasked, as all engines had died in a rollout.
+        on_push: called with the version of weights that were pushed unasked, as all engines had
+            died in a rollout.
     """
 
     def __init__(
@@ -99,21 +101,28 @@ class Cluster:
         self._watches: list[Watch] = []
         self._progress: Watch | None = None
         engine_seconds = engine_of(config).startup_seconds if self.plan.num_engines else 0.0
-        self._limits = max(config.cluster.distributed_timeout_minutes * 60.0, engine_seconds), should_stop
+        self._limits = (
+            max(config.cluster.distributed_timeout_minutes * 60.0, engine_seconds),
+            should_stop,
+        )
 
-    # -- life ------------------------------------------------------------------------------------------
+    # -- life
+    # ------------------------------------------------------------------------------------------
 
     def launch(self) -> Launch:
         """Start everything; data, trainer ranks and engines come up side by side.
 
         Raises:
-            UserError: bad data, a model that does not load, too few GPUs, an engine that does not start.
+            UserError: bad data, a model that does not load, too few GPUs, an engine that does not
+                start.
         """
         config = self.config
         clock = Clock()
         self._started_ray = start_ray(config, self.plan.total, self._should_stop)
         clock.lap("ray")
-        slots = self._slots = reserve(self.plan, config.cluster.placement_timeout, self._should_stop)
+        slots = self._slots = reserve(
+            self.plan, config.cluster.placement_timeout, self._should_stop
+        )
         if not self._started_ray:  # on a Ray of its own the launch has looked at this host already
             check_memory_of_cluster(config, slots.gpu_memory, on_gpu=slots.on_gpu)
         clock.lap("placement")
@@ -137,7 +146,8 @@ class Cluster:
         starting = engines.begin_start() if engines is not None else {}
         coming_up.update(starting)
         if engines is not None and self._turns is not None and self._turns.taken:
-            # engines first, alone on the GPUs: they measure how much memory there is for their caches
+            # engines first, alone on the GPUs: they measure how much memory there is for their
+            # caches
             engines.put_routers_in_front(wait(starting, "starting"))
             self._turns.before_trainer()
             clock.lap("engines")
@@ -157,7 +167,11 @@ class Cluster:
             tell = rollout.connect
             front = engines.routers
             tolerant = config.fault_tolerance.use_fault_tolerance
-            connect(lambda: tell(front.url, front.urls, engines.keys), engines.explained, tolerant=tolerant)
+            connect(
+                lambda: tell(front.url, front.urls, engines.keys),
+                engines.explained,
+                tolerant=tolerant,
+            )
         self._load_source(config, start)
         if config.fault_tolerance.max_restarts:
             self._source_at_launch = rollout.source_state()
@@ -182,21 +196,26 @@ class Cluster:
         engines = self._engines
         trainers = self._trainers
         if engines is not None:
-            checks = trainers is not None and self.config.debug.check_canary and engines.answers_alone
+            checks = (
+                trainers is not None and self.config.debug.check_canary and engines.answers_alone
+            )
             tolerant = self.config.fault_tolerance.use_fault_tolerance
             if checks and self._canary is None:
                 with engines.explained("asking the engines what they serve"):
                     self._canary = Canary(self.config, engines.fleet)
             if tolerant:
                 engines.ask()  # who has died while the trainers came up
-            self._weights = WeightPush(engines, trainers, self._turns, self._canary, tolerant=tolerant)
+            self._weights = WeightPush(
+                engines, trainers, self._turns, self._canary, tolerant=tolerant
+            )
             self._weights.connect(version)
         self._watches = [group.watch() for group in (trainers, engines) if group is not None]
 
     def restart_trainers(self, version: int) -> TrainerStart:
-        """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay. What is being
-        generated is waited for, while engines answer, and thrown away: what was finished is in the journal. The ranks
-        come up meanwhile, unless engines have their GPUs' memory then. Raises as `launch`.
+        """Start all trainer ranks again from the newest checkpoint; engines and rollout actor stay.
+        What is being generated is waited for, while engines answer, and thrown away: what was
+        finished is in the journal. The ranks come up meanwhile, unless engines have their GPUs'
+        memory then. Raises as `launch`.
 
         Args: version: of the engines' weights, so that the numbers of pushes go on.
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
@@ -225,15 +244,18 @@ class Cluster:
         return start
 
     def _end_rollouts(self, pushed: int | None) -> None:
-        """Without trainers, as long as engines answer. What is called newer than what was ``pushed`` last, since a push
-        was under way that will not come to its end, is of no weights that ever were, and is forgotten."""
+        """Without trainers, as long as engines answer. What is called newer than what was
+        ``pushed`` last, since a push was under way that will not come to its end, is of no weights
+        that ever were, and is forgotten."""
         self._lacks_trainers = True
         try:
             for generating in list(self._generating.values()):
                 try:
                     self.collect(generating)
                 except NobodyAnswers:
-                    there(self._rollout).give_up(self._generating.pop(generating.rollout_id).rollout_id)
+                    there(self._rollout).give_up(
+                        self._generating.pop(generating.rollout_id).rollout_id
+                    )
                 if pushed is not None:
                     there(self._rollout).forget_newer(generating.rollout_id, pushed)
         finally:
@@ -243,7 +265,9 @@ class Cluster:
         if not self.plan.has_engines:
             return None
         threads = threads_per_process(self.plan.num_engines, self.take_turns)
-        self._engines = Engines(self.config, self.plan, slots, self.run_path, threads, *self._limits)
+        self._engines = Engines(
+            self.config, self.plan, slots, self.run_path, threads, *self._limits
+        )
         return self._engines
 
     def _make_trainers(self, slots: Slots, config: Config) -> Trainers | None:
@@ -251,11 +275,19 @@ class Cluster:
         if not self.plan.num_train:
             return None
         flags = config.cluster
-        threads = threads_per_process(min(self.plan.num_train, flags.actor_num_gpus_per_node), self.take_turns)
-        trainers = self._trainers = Trainers(config, self.plan, slots, self.run_path, threads, self._look)
+        threads = threads_per_process(
+            min(self.plan.num_train, flags.actor_num_gpus_per_node), self.take_turns
+        )
+        trainers = self._trainers = Trainers(
+            config, self.plan, slots, self.run_path, threads, self._look
+        )
         if self._engines is not None:
-            shares = flags.colocate and (slots.on_gpu or engine_of(self.config).releases_without_gpu)
-            memory = EngineMemory(self._engines.table, self._engines.fleet_of, self._engines.explained)
+            shares = flags.colocate and (
+                slots.on_gpu or engine_of(self.config).releases_without_gpu
+            )
+            memory = EngineMemory(
+                self._engines.table, self._engines.fleet_of, self._engines.explained
+            )
             train = shares and flags.offload_train
             rollout = shares and flags.offload_rollout
             sides = memory.release, memory.resume, trainers.sleep, trainers.wake
@@ -264,11 +296,12 @@ class Cluster:
         return trainers
 
     def close(self, *, politely: bool = True) -> None:
-        """Stop engines and router, end actors, give the slots back, stop a Ray that was started here.
+        """Stop engines and router, end actors, give the slots back, stop a Ray that was started
+        here.
 
         Args:
-            politely: let the processes finish what they do at their end; false after a failure, when some of them may
-                hang, waiting for others that are gone.
+            politely: let the processes finish what they do at their end; false after a failure,
+                when some of them may hang, waiting for others that are gone.
         """
         if not ray.is_initialized():
             return
@@ -283,7 +316,8 @@ class Cluster:
             ray.shutdown()
         remove_stale()  # of trainers that were killed
 
-    # -- the verbs of the loop -----------------------------------------------------------------------------
+    # -- the verbs of the loop
+    # -----------------------------------------------------------------------------
 
     @property
     def has_engines(self) -> bool:
@@ -298,7 +332,9 @@ class Cluster:
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
-        begun = Generating(rollout_id, there(self._rollout).begin_rollout(rollout_id, layout, versions))
+        begun = Generating(
+            rollout_id, there(self._rollout).begin_rollout(rollout_id, layout, versions)
+        )
         self._generating[rollout_id] = begun
         return begun
 
@@ -321,8 +357,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def _forgotten_on_failure(self, batch: RolloutResult) -> Iterator[None]:
-        """A batch that training fails of would be trained on for ever by those who go on; a loss of ranks says nothing
-        of it."""
+        """A batch that training fails of would be trained on for ever by those who go on; a loss of
+        ranks says nothing of it."""
         try:
             yield
         except Exception as error:
@@ -332,12 +368,14 @@ class Cluster:
             raise
 
     def turns(self) -> dict[str, float]:
-        """What happened besides since the last call: memory handed over (``perf/sleep_time``, …), engines restarted."""
+        """What happened besides since the last call: memory handed over (``perf/sleep_time``, …),
+        engines restarted."""
         found = self._turns.metrics() if self._turns is not None else {}
         return found | (self._engines.metrics() if self._engines is not None else {})
 
     def failed_step(self) -> list[FailedStep]:
-        """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that failure."""
+        """What each trainer rank kept of a step with NaN or Inf; to be asked for right after that
+        failure."""
         return self._trainers.failed_step() if self._trainers is not None else []
 
     def set_run_length(self, num_rollout: int) -> None:
@@ -346,7 +384,8 @@ class Cluster:
             self._trainers.set_run_length(num_rollout)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the trainer's weights to the engines; those that were restarted come back with it (`WeightPush`)."""
+        """Push the trainer's weights to the engines; those that were restarted come back with it
+        (`WeightPush`)."""
         return self._weights.push() if self._weights is not None else {}
 
     def begin_evaluation(self, rollout_id: int) -> Generating | None:
@@ -357,15 +396,23 @@ class Cluster:
         return Generating(rollout_id, there(self._rollout).begin_evaluation(rollout_id))
 
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
-        """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a SIGTERM."""
+        """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a
+        SIGTERM."""
         should_stop = (lambda: False) if evaluating.ends_within(0.0) else self._should_stop
         found: dict[str, float] = self._wait_rollout(evaluating.ref, "evaluating", should_stop)
         return found
 
-    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Checkpoint after training ``rollout_id``, with the data position that training has reached, what was
-        ``pushed`` (see `Saving.save`), and the rollout's metrics, which are logged later."""
-        state = {"source": there(self._rollout).save_source(rollout_id), "rollout_id": rollout_id, **pushed}
+    def save(
+        self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        """Checkpoint after training ``rollout_id``, with the data position that training has
+        reached, what was ``pushed`` (see `Saving.save`), and the rollout's metrics, which are
+        logged later."""
+        state = {
+            "source": there(self._rollout).save_source(rollout_id),
+            "rollout_id": rollout_id,
+            **pushed,
+        }
         state |= {"weight_version": max(pushed["pushes"], default=0), "metrics": dict(metrics)}
         if self._trainers is not None:
             with self._trainers_turn():
@@ -374,7 +421,9 @@ class Cluster:
     def lost_trainers(self, error: Exception) -> bool:
         """Whether it tells that trainer ranks died, do not answer, or lost each other."""
         ranks = self._trainers.names if self._trainers is not None else set()
-        return isinstance(error, ConnectionBroken) or (isinstance(error, Lost) and bool(ranks & set(error.names)))
+        return isinstance(error, ConnectionBroken) or (
+            isinstance(error, Lost) and bool(ranks & set(error.names))
+        )
 
     def export(self, directory: Path) -> None:
         """The trainer's weights as a Hugging Face directory."""
@@ -383,7 +432,8 @@ class Cluster:
                 self._trainers.export(directory)
 
     def who_is_silent(self) -> str:
-        """Who could not take part in a save, "" for nobody: asked before one that must not take for ever."""
+        """Who could not take part in a save, "" for nobody: asked before one that must not take for
+        ever."""
         stopped = ", ".join(stopped_parts().values())
         if stopped and self._turns is not None and self._turns.taken:
             return f"{stopped}, which would have to give its memory up"
@@ -400,12 +450,16 @@ class Cluster:
                 self._trainers.finish_saving()
 
     def settle_save(self, is_saved: Callable[[], bool], seconds: float) -> None:
-        """`Trainers.settle_save` until what --async-save writes ``is_saved``, a SIGTERM, or so many seconds later."""
+        """`Trainers.settle_save` until what --async-save writes ``is_saved``, a SIGTERM, or so many
+        seconds later."""
         end = time.monotonic() + seconds
         if self._trainers is not None:
-            self._trainers.settle_save(lambda: is_saved() or self._should_stop() or time.monotonic() > end)
+            self._trainers.settle_save(
+                lambda: is_saved() or self._should_stop() or time.monotonic() > end
+            )
 
-    # -- turns and care --------------------------------------------------------------------------------------
+    # -- turns and care
+    # --------------------------------------------------------------------------------------
 
     def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
         """The trainers have their memory from now on; in the context, errors are explained."""
@@ -426,7 +480,8 @@ class Cluster:
             metrics = self.update_weights()
             self._on_push(int(metrics["perf/weight_version"]))
 
-    # -- waiting ---------------------------------------------------------------------------------------------
+    # -- waiting
+    # ---------------------------------------------------------------------------------------------
 
     def _wait_rollout(self, ref: ray.ObjectRef, what: str, should_stop: Callable[[], bool]) -> Any:
         """The rollout loop has its own watchdog, which knows more than this outer deadline."""
@@ -449,12 +504,15 @@ class Cluster:
             return wait_for({rollout.worker: ref}, what, limit, should_stop, poll, *signs)[0]
 
     def _look(self) -> None:
-        """Whoever died ends the wait for the others; and where some part is stopped, so does a SIGTERM."""
+        """Whoever died ends the wait for the others; and where some part is stopped, so does a
+        SIGTERM."""
         for watch in self._watches:
             watch.look()
         if self._engines is not None:
             self._engines.look()
-            if self._generating and self._weights is not None and self._weights.lets_generate:  # beside the trainer
+            if (
+                self._generating and self._weights is not None and self._weights.lets_generate
+            ):  # beside the trainer
                 self._engines.kill_hanging()
         if self._should_stop() and stopped_parts():
             raise StopRequested("while parts of it are stopped")

@@ -74,13 +74,16 @@ class ServerProcess:
         spec: command line, environment and the path that answers when it is ready.
         url: base URL under which it will answer.
         log_path: stdout and stderr go there.
-        hosts: of the run's other processes that it may talk to; its requests there go past any proxy.
+        hosts: of the run's other processes that it may talk to; its requests there go past any
+            proxy.
 
-    The process leads its own session, so that `stop` also reaches its children; it is killed by the kernel when
-    the process that started it dies.
+    The process leads its own session, so that `stop` also reaches its children; it is killed by the
+    kernel when the process that started it dies.
     """
 
-    def __init__(self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()) -> None:
+    def __init__(
+        self, name: str, spec: LaunchSpec, url: str, log_path: Path, hosts: Iterable[str] = ()
+    ) -> None:
         self.name = name
         self.spec = spec
         self.url = url
@@ -123,7 +126,11 @@ class ServerProcess:
         """ "was killed (SIGKILL)", "ended with exit status 1"; for messages."""
         assert self._process is not None and self._process.returncode is not None
         code = self._process.returncode
-        return f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit status {code}"
+        return (
+            f"was killed ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit status {code}"
+        )
 
     def log_tail(self, num_lines: int = 6) -> str:
         if not self.log_path.exists():
@@ -152,7 +159,9 @@ class ServerProcess:
         delay = 0.02
         while time.monotonic() < end:
             if not self.is_alive():
-                raise ServerDied(self.name, f"{self.how_it_ended()} before it was ready", self.log_tail())
+                raise ServerDied(
+                    self.name, f"{self.how_it_ended()} before it was ready", self.log_tail()
+                )
             if is_ready(health_url, self.spec.health_timeout):
                 return
             time.sleep(delay)
@@ -161,7 +170,8 @@ class ServerProcess:
         raise ServerDied(self.name, f"was not ready within {limit:.0f} s", self.log_tail())
 
     def stop(self, grace: float = 5.0) -> None:
-        """SIGTERM to the whole session, SIGKILL after ``grace`` seconds; returns when it is gone."""
+        """SIGTERM to the whole session, SIGKILL after ``grace`` seconds; returns when it is
+        gone."""
         if self._process is None:
             return
         if self._process.poll() is None and grace > 0:

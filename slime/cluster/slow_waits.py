@@ -1,9 +1,12 @@
-"""Silence has an end: while nothing is heard from those who are waited for, lines say who they are and what they do.
+"""Silence has an end: while nothing is heard from those who are waited for, lines say who they are
+and what they do.
 
-    training: nothing heard for 60 s from trainer-0 (pid 4711 on node-1: 29 s of CPU in 30 s), trainer-1 (pid 4712 on
+    training: nothing heard for 60 s from trainer-0 (pid 4711 on node-1: 29 s of CPU in 30 s),
+        trainer-1 (pid 4712 on
     node-1: stopped); stopped besides: pid 4800 (python -m slime.embedded …)
 
-A deadline ends a wait (docs/deadlines.md); long before that, somebody who looks at the terminal wants to know.
+A deadline ends a wait (docs/deadlines.md); long before that, somebody who looks at the terminal
+wants to know.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from slime.processes.host import own_addresses
 
 logger = get_logger(__name__)
 
-#: Until the first line, and between two where somebody is stopped or idle; else they come at growing intervals.
+#: Until the first line, and between two where somebody is stopped or idle; else they come at
+#: growing intervals.
 QUIET_SECONDS = 60.0
 _NAME_LENGTH = 70
-#: Of silence, after which those who are waited for are asked for their stacks, though they seem to work.
+#: Of silence, after which those who are waited for are asked for their stacks, though they seem to
+#: work.
 _STACKS_SECONDS = 240.0
 
 
@@ -60,7 +65,9 @@ class Silence:
         self._next = QUIET_SECONDS
         self._cpu: dict[int, tuple[float, float]] = {}
 
-    def look(self, waited_for: Sequence[Waited], sign: object = None, words: Callable[[], str] = str) -> None:
+    def look(
+        self, waited_for: Sequence[Waited], sign: object = None, words: Callable[[], str] = str
+    ) -> None:
         """To be called about twice a second while waiting.
 
         Args:
@@ -76,13 +83,17 @@ class Silence:
         quiet = self._clock() - self._since
         here = [worker for worker in waited_for if _is_here(worker)]
         if quiet >= self._next / 2 and not self._cpu:
-            self._cpu = {_pid(worker): (self._clock(), _cpu_seconds(_pid(worker))) for worker in here}
+            self._cpu = {
+                _pid(worker): (self._clock(), _cpu_seconds(_pid(worker))) for worker in here
+            }
         if quiet < self._next:
             return
         rows = [self._described(worker) for worker in waited_for]
         own = {_pid(worker) for worker in here}
         stopped = [row for pid, row in stopped_parts().items() if pid not in own]
-        is_odd = bool(stopped) or (bool(rows) and all(row.endswith((": stopped)", ": idle)")) for row in rows))
+        is_odd = bool(stopped) or (
+            bool(rows) and all(row.endswith((": stopped)", ": idle)")) for row in rows)
+        )
         text = f"{self._what}: nothing heard for {quiet:.0f} s from {', '.join(rows)}"
         text += f"; stopped besides: {', '.join(stopped)}" if stopped else ""
         text += f"; {said}" if (said := words()) else ""
@@ -117,8 +128,9 @@ class Silence:
 
 
 def stopped_parts() -> dict[int, str]:
-    """Process id → "pid 4711 (its command)" of the run's processes on this host that are stopped (SIGSTOP), and so will
-    answer nobody. Those are the descendants of this process; of a Ray that it has not started there are none."""
+    """Process id → "pid 4711 (its command)" of the run's processes on this host that are stopped
+    (SIGSTOP), and so will answer nobody. Those are the descendants of this process; of a Ray that
+    it has not started there are none."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -130,7 +142,8 @@ def stopped_parts() -> dict[int, str]:
 
 
 def own_actors() -> list[int]:
-    """Process ids of Ray's workers on this host, idle ones included, as far as this process has started them."""
+    """Process ids of Ray's workers on this host, idle ones included, as far as this process has
+    started them."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # gone meanwhile

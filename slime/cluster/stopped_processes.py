@@ -1,11 +1,14 @@
-"""A part of the run that is stopped (SIGSTOP) answers nobody: a thread of the driver sees it, and ends the wait for it.
+"""A part of the run that is stopped (SIGSTOP) answers nobody: a thread of the driver sees it, and
+ends the wait for it.
 
-    pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10 (training) for trainer-0. It
-    ends at 14:13:12 if nothing is heard until then; kill -CONT 4711 lets it go on
+    pid 4711 (ray::TrainerActor) is stopped since 14:03:12; the driver waits since 14:03:10
+    (training) for trainer-0. It ends at 14:13:12 if nothing is heard until then; kill -CONT 4711
+    lets it go on
 
-Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into Ray may not come
-back at all while one of Ray's daemons is stopped. So the thread counts from when a part was seen stopped and nothing
-was heard, raises `DeadlinePassed` in the main thread, and where that does not hear it ends the program.
+Deadlines of calls (docs/deadlines.md) fit the work that is waited for, up to hours, and a call into
+Ray may not come back at all while one of Ray's daemons is stopped. So the thread counts from when a
+part was seen stopped and nothing was heard, raises `DeadlinePassed` in the main thread, and where
+that does not hear it ends the program.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ _SAID_SECONDS = 30.0
 _LOOK_SECONDS = 5.0
 #: For the main thread, to take the error up and leave.
 _HEARS_SECONDS = 15.0
-#: For a wait of ours, to take it up by itself: Ray makes a SystemError of what a handler raises within a call into it.
+#: For a wait of ours, to take it up by itself: Ray makes a SystemError of what a handler raises
+#: within a call into it.
 _TAKES_UP_SECONDS = 3.0
 #: Nobody else's: a handler runs in the main thread, between two steps of Python.
 _SIGNAL = signal.SIGRTMIN + 3
@@ -45,8 +49,8 @@ class Watchman:
     Args:
         limit: seconds that a part may be stopped while nothing is heard.
         log: of the driver, for its own stacks.
-        ends: called by the thread, with the error that keeps the run from going on, before it ends the program over a
-            main thread that does not hear.
+        ends: called by the thread, with the error that keeps the run from going on, before it ends
+            the program over a main thread that does not hear.
         look: process id → name of the parts that are stopped.
         clock: seconds.
     """
@@ -83,14 +87,16 @@ class Watchman:
         threading.Thread(target=self._keep_looking, name="watchman", daemon=True).start()
 
     def end(self) -> None:
-        """From now on it neither raises nor ends anything; twice is once. Its signal may still be on the way."""
+        """From now on it neither raises nor ends anything; twice is once. Its signal may still be
+        on the way."""
         self._is_over.set()
         open_waits.end_with(None)
         if self._is_main:
             signal.signal(_SIGNAL, signal.SIG_IGN)
 
     def leaving(self, error: BaseException, *, settles: bool) -> None:
-        """The run has failed: nothing is raised any more, but a part that is stopped may keep it from leaving.
+        """The run has failed: nothing is raised any more, but a part that is stopped may keep it
+        from leaving.
 
         Args:
             settles: it may wait for a checkpoint that is being written, and so is left alone.
@@ -101,7 +107,8 @@ class Watchman:
         open_waits.end_with(None)
         self._raised_at = self._clock()
 
-    # -- the thread ------------------------------------------------------------------------------------
+    # -- the thread
+    # ------------------------------------------------------------------------------------
 
     def _keep_looking(self) -> None:
         while not self._is_over.wait(self._interval):
@@ -120,7 +127,14 @@ class Watchman:
         if not stopped:
             return
         left = max(min(self._since.values()), open_waits.heard_at()) + self._limit - now
-        self._say({pid: name for pid, name in stopped.items() if now - self._since[pid] >= self._said_after}, left)
+        self._say(
+            {
+                pid: name
+                for pid, name in stopped.items()
+                if now - self._since[pid] >= self._said_after
+            },
+            left,
+        )
         if self._raised_at is None and left <= 0 and self._is_main:
             self._expire(now, stopped)
 
@@ -129,7 +143,7 @@ class Watchman:
             return
         self._said |= news.keys()
         logger.warning(
-            "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets it go on",
+            "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets " "it go on",
             self._stopped(news), open_waits.words(), _time_in(left),
             " ".join(map(str, news)),
         )  # fmt: skip
@@ -142,14 +156,20 @@ class Watchman:
         heard_at = open_waits.heard_at()
         asked = stacks.ask((pid for pid in own_actors() if pid not in stopped), wait=True)
         self._write_own_stacks()
-        if open_waits.heard_at() != heard_at:  # meanwhile: who waited found it out, and may have begun again
+        if (
+            open_waits.heard_at() != heard_at
+        ):  # meanwhile: who waited found it out, and may have begun again
             return
         error = self._error = DeadlinePassed(
-            f"{self._stopped(stopped)}, and the run does not go on: the driver {open_waits.words()}",
-            why=f"a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for {self._limit:.0f} s "
+            f"{self._stopped(stopped)}, and the run does not go on: the driver "
+            f"{open_waits.words()}",
+            why="a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for "
+            f"{self._limit:.0f} s "
             "(--distributed-timeout-minutes)",
-            fix=f"the Python stacks of the driver and of {len(asked)} actors that could still tell are in their logs; "
-            f"find out who has stopped it; kill -CONT {' '.join(map(str, stopped))} in time would have let the run "
+            fix=f"the Python stacks of the driver and of {len(asked)} actors that could still "
+            "tell are in their logs; "
+            f"find out who has stopped it; kill -CONT {' '.join(map(str, stopped))} in time would "
+            "have let the run "
             "go on",
         )
         error.names = tuple(open_waits.names_of(stopped))
@@ -163,7 +183,12 @@ class Watchman:
         assert self._raised_at is not None
         if open_waits.heard_at() > self._raised_at and not self._is_leaving:
             self._raised_at = None
-        elif now - self._raised_at > _HEARS_SECONDS and stopped and not self._settles and not self._is_over.is_set():
+        elif (
+            now - self._raised_at > _HEARS_SECONDS
+            and stopped
+            and not self._settles
+            and not self._is_over.is_set()
+        ):
             assert self._error is not None
             try:
                 self._ends(self._error)

@@ -1,5 +1,5 @@
-"""Trainer ranks as Ray actors, each with one rank of the Megatron backend and its side of weight sync; and all of them
-in the driver's hands."""
+"""Trainer ranks as Ray actors, each with one rank of the Megatron backend and its side of weight
+sync; and all of them in the driver's hands."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Products on a CPU keep code for each shape that they met, and every micro-batch is another shape: with the 1024
-#: entries that both caches (of torch, of oneDNN) may have, half a GB, reached only after hundreds of steps.
+#: Products on a CPU keep code for each shape that they met, and every micro-batch is another shape:
+#: with the 1024 entries that both caches (of torch, of oneDNN) may have, half a GB, reached only
+#: after hundreds of steps.
 _CPU_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
-_COLOCATED_SHARE = 0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
+_COLOCATED_SHARE = (
+    0.4  # of a slot; engines take 0.2 (the reference's fractions), so both fit on one GPU
+)
 _START_SECONDS = 180.0
 _AT_HAND_SECONDS = 120.0  # for what a process has at hand
 _HANDING_OVER = "handing memory over"
@@ -57,7 +60,8 @@ class TrainerStart:
 
     Attributes:
         start_rollout_id: the next rollout to train.
-        extra_state: what was saved beside the weights (data position, weight version, …), {} on a fresh start.
+        extra_state: what was saved beside the weights (data position, weight version, …), {} on a
+            fresh start.
         layout: what packing must know.
         reports: this rank's metrics are those to log.
         skipped: a line for each damaged checkpoint that was passed over.
@@ -72,17 +76,25 @@ class TrainerStart:
     @property
     def saved_for(self) -> int | None:
         """The rollout after which the data position in it was saved; None: there is none."""
-        return self.extra_state.get("rollout_id", self.start_rollout_id - 1) if "source" in self.extra_state else None
+        return (
+            self.extra_state.get("rollout_id", self.start_rollout_id - 1)
+            if "source" in self.extra_state
+            else None
+        )
 
     def launch(self, num_prompts: int, seconds: dict[str, float]) -> Launch:
-        metrics, pushes, lineages = (self.extra_state.get(name, {}) for name in ("metrics", "pushes", "lineages"))
+        metrics, pushes, lineages = (
+            self.extra_state.get(name, {}) for name in ("metrics", "pushes", "lineages")
+        )
         return Launch(self.start_rollout_id, num_prompts, seconds, metrics, pushes, lineages)
 
 
 class TrainerActor:
     """One trainer rank. Heavy imports happen in `setup`, so that all ranks start at once."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int) -> None:
+    def __init__(
+        self, config: Config, rank: int, world_size: int, run_path: Path, num_threads: int
+    ) -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
@@ -90,8 +102,12 @@ class TrainerActor:
         self.num_threads = num_threads
         self.backend: Any = None  # from `setup` on
         self.sync: Any = None  # from `connect_engines` on
-        os.environ.update(_variables(config))  # secrets among them are in no runtime environment, which Ray logs
-        log_to_file_only(f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding())
+        os.environ.update(
+            _variables(config)
+        )  # secrets among them are in no runtime environment, which Ray logs
+        log_to_file_only(
+            f"trainer-{rank}", run_path / "logs", config.observe.log_level, *config.for_hiding()
+        )
 
     def process(self) -> Process:
         return this_process()
@@ -115,14 +131,19 @@ class TrainerActor:
         settle()
         backend = self.backend
         return TrainerStart(
-            start, dict(backend.extra_state), backend.layout, backend.is_reporting_rank, tuple(backend.skipped)
+            start,
+            dict(backend.extra_state),
+            backend.layout,
+            backend.is_reporting_rank,
+            tuple(backend.skipped),
         )
 
     def set_run_length(self, num_rollout: int) -> None:
         self.backend.set_run_length(num_rollout)
 
     def connect_engines(self, engines: list[EngineSlots], on_this_node: bool, version: int) -> None:
-        """Call again when the engines have changed: ``version`` then counts no more, the number of pushes goes on."""
+        """Call again when the engines have changed: ``version`` then counts no more, the number of
+        pushes goes on."""
         from slime.weights.sync import WeightSync
 
         assert self.backend.hf_config is not None
@@ -138,8 +159,8 @@ class TrainerActor:
         self.sync.connect(engines, on_this_node=on_this_node)
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], list[float] | None]:
-        """Push the current weights to every engine, and score ``canary`` with what they get unless it is empty.
-        Collective.
+        """Push the current weights to every engine, and score ``canary`` with what they get unless
+        it is empty. Collective.
 
         Returns:
             Metrics, and the log-probs of ``canary[1:]`` where this rank has them.
@@ -171,10 +192,12 @@ class TrainerActor:
         return PhaseMemory(self.config, self.backend.device).phase(name)
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
-        """One rollout's training steps on this rank's shard: metrics, and what is recorded of its tokens. Collective.
+        """One rollout's training steps on this rank's shard: metrics, and what is recorded of its
+        tokens. Collective.
 
         Args:
-            shards: references to the `TrainBatch` of each data-parallel rank, so that a rank fetches only its own.
+            shards: references to the `TrainBatch` of each data-parallel rank, so that a rank
+                fetches only its own.
         """
         batch = ray.get(shards[self.backend.data_parallel_rank])
         return self.backend.train(batch), self.backend.trained_tokens
@@ -188,7 +211,8 @@ class TrainerActor:
             self.backend.export(directory)
 
     def failed_step(self) -> FailedStep | None:
-        """The rank's part of the step that ended in `NonFiniteTraining` (`slime.trainer.non_finite.FailedStep`)."""
+        """The rank's part of the step that ended in `NonFiniteTraining`
+        (`slime.trainer.non_finite.FailedStep`)."""
         return self.backend.failed_step
 
     def finish_saving(self) -> None:
@@ -202,11 +226,12 @@ class TrainerActor:
 
 
 class Trainers:
-    """All trainer ranks in the driver's hands. A call asks every rank at once, since what they do is collective, and
-    waits for all; the first failure is raised at once.
+    """All trainer ranks in the driver's hands. A call asks every rank at once, since what they do
+    is collective, and waits for all; the first failure is raised at once.
 
     Args:
-        on_wait: called about twice a second while ranks are waited for; what it raises ends the wait.
+        on_wait: called about twice a second while ranks are waited for; what it raises ends the
+            wait.
 
     Attributes:
         layout: of the ranks, known once they are set up.
@@ -232,7 +257,8 @@ class Trainers:
         self._reporting_rank = 0
         self._actors: dict[Worker, Any] = {}
         limit = config.cluster.distributed_timeout_minutes * 60.0
-        # collectives inside have the process group's time-out; this outer one only catches what that cannot see
+        # collectives inside have the process group's time-out; this outer one only catches what
+        # that cannot see
         self._answer_seconds, self._work_seconds = limit, max(3600.0, 4 * limit)
 
     @property
@@ -240,14 +266,17 @@ class Trainers:
         """Of the ranks, as errors name them."""
         return {worker.name for worker in self._actors}
 
-    # -- coming up ---------------------------------------------------------------------------------------------
+    # -- coming up
+    # ---------------------------------------------------------------------------------------------
 
     def begin_setup(self, should_stop: Callable[[], bool]) -> dict[Worker, ray.ObjectRef]:
-        """Start all ranks and begin to set them up; the answers go to `agreed_start`. Rank 0 is waited for, which says
-        where the others find it."""
+        """Start all ranks and begin to set them up; the answers go to `agreed_start`. Rank 0 is
+        waited for, which says where the others find it."""
         share = _COLOCATED_SHARE if self.config.cluster.colocate else 1.0
         environment = trainer_environment(self.config, self._num_threads, on_gpu=self._slots.on_gpu)
-        remote: Any = ray.remote(TrainerActor)  # Ray makes the methods remote; its types do not say so
+        remote: Any = ray.remote(
+            TrainerActor
+        )  # Ray makes the methods remote; its types do not say so
         for rank in range(len(self.nodes)):
             options = {"runtime_env": {"env_vars": environment}, **self._slots.options(rank, share)}
             actor = remote.options(name=None, max_restarts=0, **options).remote(
@@ -255,7 +284,9 @@ class Trainers:
             )
             self._actors[Worker(f"trainer-{rank}", actor.process.remote())] = actor
         first, actor = next(iter(self._actors.items()))
-        [(address, port)] = wait_for({first: actor.address.remote()}, "starting", _START_SECONDS, should_stop)
+        [(address, port)] = wait_for(
+            {first: actor.address.remote()}, "starting", _START_SECONDS, should_stop
+        )
         if len(set(self.nodes)) == 1:
             address = "127.0.0.1"  # nobody else needs to reach rank 0
         local_ranks = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
@@ -274,7 +305,8 @@ class Trainers:
         if len(ids) > 1:
             raise UserError(
                 f"trainer ranks would start at different rollouts: {', '.join(map(str, ids))}",
-                why="they found different checkpoints: --load is not the same directory on every node",
+                why="they found different checkpoints: --load is not the same directory on every "
+                "node",
                 fix="put it on a file system that all nodes see",
             )
         for line in starts[0].skipped:
@@ -284,29 +316,41 @@ class Trainers:
         return starts[0]
 
     def set_run_length(self, num_rollout: int) -> None:
-        self._ask(lambda actor: actor.set_run_length.remote(num_rollout), "setting the length of the run")
+        self._ask(
+            lambda actor: actor.set_run_length.remote(num_rollout), "setting the length of the run"
+        )
 
-    def connect_engines(self, engines: list[EngineSlots], version: int, *, on_this_node: bool) -> None:
+    def connect_engines(
+        self, engines: list[EngineSlots], version: int, *, on_this_node: bool
+    ) -> None:
         """See `slime.weights.sync.WeightSync.connect`; ``version`` counts the first time only."""
         what = "connecting trainer and engines"
-        self._ask(lambda a: a.connect_engines.remote(engines, on_this_node, version), what, self._answer_seconds)
+        self._ask(
+            lambda a: a.connect_engines.remote(engines, on_this_node, version),
+            what,
+            self._answer_seconds,
+        )
 
-    # -- work --------------------------------------------------------------------------------------------------
+    # -- work
+    # --------------------------------------------------------------------------------------------------
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
-        """One rollout's training steps; metrics of the rank that reports: the first of the last pipeline stage, which
-        sees the loss. And of all ranks what is recorded of single tokens."""
+        """One rollout's training steps; metrics of the rank that reports: the first of the last
+        pipeline stage, which sees the loss. And of all ranks what is recorded of single tokens."""
         answers = self._ask(lambda actor: actor.train.remote(shards), "training")
         return answers[self._reporting_rank][0], [one for _, trained in answers for one in trained]
 
     def update_weights(self, canary: list[int]) -> tuple[dict[str, float], Sequence[float]]:
-        """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]`` unless it is empty."""
+        """Push to the connected engines; the push's metrics, and the log-probs of ``canary[1:]``
+        unless it is empty."""
         by_rank = self._ask(lambda actor: actor.update_weights.remote(canary), "pushing weights")
         return by_rank[0][0], by_rank[self._reporting_rank][1] or ()
 
     def sleep(self, keep_weights: bool) -> dict[str, float]:
         """Free the GPUs for the engines; what rank 0 measured."""
-        found: dict[str, float] = self._ask(lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER)[0]
+        found: dict[str, float] = self._ask(
+            lambda actor: actor.sleep.remote(keep_weights), _HANDING_OVER
+        )[0]
         return found
 
     def wake(self) -> dict[str, float]:
@@ -322,11 +366,11 @@ class Trainers:
         self._ask(lambda actor: actor.export.remote(str(directory)), "exporting the model")
 
     def settle_save(self, is_settled: Callable[[], bool]) -> None:
-        """After a failure: wait until the ranks have finished the checkpoint that --async-save is writing, or
-        ``is_settled``.
+        """After a failure: wait until the ranks have finished the checkpoint that --async-save is
+        writing, or ``is_settled``.
 
-        Their writers are threads, which go on also where a rank waits in vain for another one that failed in training:
-        such a rank does not answer.
+        Their writers are threads, which go on also where a rank waits in vain for another one that
+        failed in training: such a rank does not answer.
 
         Raises:
             UserError: the save failed. ActorDied: a rank is gone.
@@ -345,10 +389,13 @@ class Trainers:
 
     def failed_step(self) -> list[FailedStep]:
         """What each rank that was not waiting for others kept of a step with NaN or Inf."""
-        parts = self._ask(lambda a: a.failed_step.remote(), "asking for the step that failed", _AT_HAND_SECONDS)
+        parts = self._ask(
+            lambda a: a.failed_step.remote(), "asking for the step that failed", _AT_HAND_SECONDS
+        )
         return [part for part in parts if part is not None]
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end
+    # -----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""
@@ -361,7 +408,9 @@ class Trainers:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
 
-    def _ask(self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None) -> list[Any]:
+    def _ask(
+        self, begin: Callable[[Any], ray.ObjectRef], what: str, seconds: float | None = None
+    ) -> list[Any]:
         """Every rank; their answers by rank.
 
         Args:
@@ -373,13 +422,19 @@ class Trainers:
 
 
 def trainer_environment(config: Config, num_threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win. Without secrets."""
+    """Variables of every trainer rank, on top of the driver's; those of ``--train-env-vars`` win.
+    Without secrets."""
     # an OpenMP pool's size is read when torch is first imported
     found = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:
         found |= {name: os.environ.get(name, most) for name, most in _CPU_CACHES.items()}
-    found |= {name: os.environ.get(name, value) for name, value in engine_of(config).trainer_environment.items()}
-    return found | {name: value for name, value in _variables(config).items() if not secrets_in(value, name)}
+    found |= {
+        name: os.environ.get(name, value)
+        for name, value in engine_of(config).trainer_environment.items()
+    }
+    return found | {
+        name: value for name, value in _variables(config).items() if not secrets_in(value, name)
+    }
 
 
 def _variables(config: Config) -> dict[str, str]:
@@ -390,7 +445,8 @@ def threads_per_process(num_processes_on_node: int, take_turns: bool) -> int:
     """CPU threads for each of ``num_processes_on_node`` that work at the same time.
 
     Args:
-        take_turns: trainer and engines do not run at the same time (synchronous loop), so each may use all cores.
+        take_turns: trainer and engines do not run at the same time (synchronous loop), so each may
+            use all cores.
     """
     cores = len(os.sched_getaffinity(0))
     share = cores if take_turns else max(1, cores // 2)

@@ -1,4 +1,5 @@
-"""Waiting for actors: with a deadline, the name and process of who is waited for, and an ear for SIGTERM."""
+"""Waiting for actors: with a deadline, the name and process of who is waited for, and an ear for
+SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from slime.processes import stacks
 
 logger = get_logger(__name__)
 
-POLL_SECONDS = 0.5  # between two looks at what no answer tells: SIGTERM, who has died; an answer ends a wait at once
+# between two looks at what no answer tells: SIGTERM, who has died; an answer ends a wait at once
+POLL_SECONDS = 0.5
 _CAUSE_SECONDS = 3.0
 _FIRST_NEWS_SECONDS = 45.0
 _PING_SECONDS = 5.0
@@ -57,7 +59,8 @@ class ConnectionBroken(Lost):
 
 
 class NobodyAnswers(Exception):
-    """No engine is left that what is being generated could wait for, nor anybody who could bring one back."""
+    """No engine is left that what is being generated could wait for, nor anybody who could bring
+    one back."""
 
 
 class Process(NamedTuple):
@@ -76,10 +79,12 @@ def this_process() -> Process:
 
 
 class Worker:
-    """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", as soon as its process has said so.
+    """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", as soon as its process has
+    said so.
 
     Args:
-        process: the reference to the actor's `this_process`, asked first of all; None where nobody was asked.
+        process: the reference to the actor's `this_process`, asked first of all; None where nobody
+            was asked.
     """
 
     def __init__(self, name: str, process: ray.ObjectRef | None = None) -> None:
@@ -90,7 +95,11 @@ class Worker:
     @property
     def process(self) -> Process | None:
         """None while it has not answered, and when it died before it could."""
-        if self._found is not None or self._process is None or not ray.wait([self._process], timeout=0)[0]:
+        if (
+            self._found is not None
+            or self._process is None
+            or not ray.wait([self._process], timeout=0)[0]
+        ):
             return self._found
         try:
             self._found = ray.get(self._process)
@@ -118,8 +127,9 @@ def wait_for(
     *,
     breaks_silence: bool = True,
 ) -> list[Any]:
-    """The answers, in the order of ``asked``. The first failure is raised at once, the others are not waited for. While
-    nothing is heard, lines name who is waited for (`slime.cluster.slow_waits`).
+    """The answers, in the order of ``asked``. The first failure is raised at once, the others are
+    not waited for. While nothing is heard, lines name who is waited for
+    (`slime.cluster.slow_waits`).
 
     Args:
         what: "training", "pushing weights"; names the wait in errors.
@@ -130,7 +140,8 @@ def wait_for(
         words: what is known of those who are waited for, besides.
         breaks_silence: false where ``on_poll`` says who is waited for.
     Raises:
-        UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the actor raised them.
+        UserError: an actor raised one. DeadlinePassed, ActorDied, StopRequested; others as the
+            actor raised them.
     """
     end = time.monotonic() + timeout
     worker_of = {ref: worker for worker, ref in asked.items()}
@@ -164,8 +175,8 @@ def wait_for(
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
-    """A wait whose end the caller knows: what it is given waits a moment, for one answer at most, and lines say who is
-    waited for while nothing is heard, as in `wait_for`."""
+    """A wait whose end the caller knows: what it is given waits a moment, for one answer at most,
+    and lines say who is waited for while nothing is heard, as in `wait_for`."""
     silence = Silence(what)
     with open_waits.waiting(what) as wait:
 
@@ -194,17 +205,23 @@ def who_does_not_answer(asked: Asked) -> str:
 
 def raise_failed(asked: Asked, what: str) -> None:
     """Raise the error of the first that has failed by now; never waits."""
-    done = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]) if asked else set()
+    done = (
+        set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0])
+        if asked
+        else set()
+    )
     for worker, ref in asked.items():
         if ref in done:
             _fetch(ref, what, worker)
 
 
 class Watch:
-    """Keeps one question open with each of several actors, and so notices soon when one of them is gone.
+    """Keeps one question open with each of several actors, and so notices soon when one of them is
+    gone.
 
     Args:
-        questions: by actor; each asks something that is answered quickly when the actor gets its turn.
+        questions: by actor; each asks something that is answered quickly when the actor gets its
+            turn.
         judge: called with name and answer; may raise.
     """
 
@@ -224,7 +241,11 @@ class Watch:
             ActorDied: one of them is gone. What ``judge`` raises.
         """
         open_refs = list(self._asked.values())
-        done = set(ray.wait(open_refs, num_returns=len(open_refs), timeout=0)[0]) if open_refs else set()
+        done = (
+            set(ray.wait(open_refs, num_returns=len(open_refs), timeout=0)[0])
+            if open_refs
+            else set()
+        )
         for worker, ask in self._questions.items():
             ref = self._asked.get(worker)
             if ref is not None:
@@ -235,8 +256,8 @@ class Watch:
 
 
 class StartNews:
-    """Names, at growing intervals, those that are still coming up, with the last line of their log: an engine loads,
-    compiles and captures graphs for minutes, and a silent wait looks like a hang.
+    """Names, at growing intervals, those that are still coming up, with the last line of their log:
+    an engine loads, compiles and captures graphs for minutes, and a silent wait looks like a hang.
 
     Args:
         logs: folder of ``<name>.log``; logs that are on another host are left out.
@@ -265,7 +286,9 @@ class StartNews:
         self._next = 2 * waited
         for worker, ref in self._coming_up.items():
             if not self._done(ref):
-                logger.info("%s is coming up for %.0f s%s", worker, waited, self._last_words(worker.name))
+                logger.info(
+                    "%s is coming up for %.0f s%s", worker, waited, self._last_words(worker.name)
+                )
 
     def _last_words(self, name: str) -> str:
         path = self._logs / f"{name}.log"
@@ -273,36 +296,57 @@ class StartNews:
             return ""
         with open(path, "rb") as log:
             log.seek(max(0, path.stat().st_size - 4096))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in log.read().decode(errors="replace").splitlines()
+                if line.strip()
+            ]
         return f"; {path}: {lines[-1][:160]}" if lines else ""
 
 
 def _deadline_passed(silent: list[Worker], what: str, timeout: float, since: float) -> Lost:
-    """Everybody is asked for the stacks: who is waited for may wait for another one, which may be stopped."""
+    """Everybody is asked for the stacks: who is waited for may wait for another one, which may be
+    stopped."""
     process = next((worker.process for worker in silent if worker.process is not None), None)
-    dump = f"py-spy dump --pid {process.pid}, on {process.host}," if process else "py-spy dump --pid <its pid>"
+    dump = (
+        f"py-spy dump --pid {process.pid}, on {process.host},"
+        if process
+        else "py-spy dump --pid <its pid>"
+    )
     here = {pid: worker.name for worker in silent if (pid := pid_here(worker)) is not None}
     stopped = stopped_parts()
     asked = stacks.ask({*here, *own_actors()} - stopped.keys(), wait=True)
     logs = [f"{here[pid]}.log" for pid in asked if pid in here]
     logs += ["the logs of the others"] if len(asked) > len(logs) else []
-    where = f"the Python stacks of all threads are in {' and '.join(logs)}; " if logs else "look into its log; "
+    where = (
+        f"the Python stacks of all threads are in {' and '.join(logs)}; "
+        if logs
+        else "look into its log; "
+    )
     return DeadlinePassed(
-        f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for since "
+        f"{what}: no answer within {timeout:.0f} s from {', '.join(map(str, silent))}, waited for "
+        "since "
         f"{time.strftime('%H:%M:%S', time.localtime(since))}",
-        why=f"{', '.join(stopped.values())} is stopped (SIGSTOP), and so answers nobody" if stopped else "",
+        why=f"{', '.join(stopped.values())} is stopped (SIGSTOP), and so answers nobody"
+        if stopped
+        else "",
         fix=f"{where}{dump} shows where it hangs",
     ).of(*silent)
 
 
 def _raise_cause(
-    error: Exception, pending: list[ray.ObjectRef], what: str, worker_of: Mapping[ray.ObjectRef, Worker]
+    error: Exception,
+    pending: list[ray.ObjectRef],
+    what: str,
+    worker_of: Mapping[ray.ObjectRef, Worker],
 ) -> None:
     """Raise the `UserError` of another actor, should there be one, else ``error``.
 
     When one rank is killed or refuses, the others see a broken connection, often first.
     """
-    late, _ = ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_SECONDS) if pending else ([], [])
+    late, _ = (
+        ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_SECONDS) if pending else ([], [])
+    )
     for ref in late:
         try:
             _fetch(ref, what, worker_of[ref])
@@ -312,27 +356,38 @@ def _raise_cause(
             logger.debug("%s failed too: %s", worker_of[ref], other)
     silent = [worker_of[ref] for ref in pending if ref not in late]
     if _is_broken_connection(error):
-        others = f"no answer from {', '.join(map(str, silent))}" if silent else "each of them waited for another one"
+        others = (
+            f"no answer from {', '.join(map(str, silent))}"
+            if silent
+            else "each of them waited for another one"
+        )
         raise ConnectionBroken(
             f"{what}: processes that work together lost each other; {others}",
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            fix="look into the logs of all of them, and at their hosts: memory, network, a process that was stopped",
+            fix="look into the logs of all of them, and at their hosts: memory, network, a "
+            "process that was stopped",
         ).of(*silent) from error
     raise error
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """torch's words for a peer that does not answer, of which only NCCL's have a type of their own."""
+    """torch's words for a peer that does not answer, of which only NCCL's have a type of their
+    own."""
     text = f"{type(error).__name__} {error}".lower()
-    return any(word in text for word in ("gloo", "nccl", "distbackenderror", "diststoreerror", "tcpstore"))
+    return any(
+        word in text for word in ("gloo", "nccl", "distbackenderror", "diststoreerror", "tcpstore")
+    )
 
 
 def _made_by_the_dead(what: str, worker: Worker) -> ActorDied:
-    """What an actor was given lies with the process that made it: samples with the rollout actor."""
+    """What an actor was given lies with the process that made it: samples with the rollout
+    actor."""
     return ActorDied(
         f"{worker} lacks what it was to work on ({what}): the process that had made it is gone",
-        why="the rollout actor, which holds the samples, or its node died or was killed, perhaps for lack of memory",
-        fix="look into logs/rollout.log and at dmesg; slime resume goes on from the newest checkpoint and the journal",
+        why="the rollout actor, which holds the samples, or its node died or was killed, perhaps "
+        "for lack of memory",
+        fix="look into logs/rollout.log and at dmesg; slime resume goes on from the newest "
+        "checkpoint and the journal",
     )
 
 
@@ -350,16 +405,28 @@ def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
     except OutOfMemoryError as error:
         raise ActorDied(
             f"{worker} was ended by Ray ({what}): the host's memory was nearly full",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else "Ray's memory monitor killed the process",
-            fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, or raise Ray's "
+            why=str(error).strip().splitlines()[0]
+            if str(error).strip()
+            else "Ray's memory monitor killed the process",
+            fix="lower --max-tokens-per-gpu or --micro-batch-size, put fewer processes on a host, "
+            "or raise Ray's "
             "threshold (RAY_memory_usage_threshold)",
         ).of(worker) from error
     except RayActorError as error:
         if worker.name == "rollout":  # where rewards, generate functions and filters run
-            why = "its process ended without a word: by os._exit or a crash in a function of yours or a library that it"
+            why = (
+                "its process ended without a word: by os._exit or a crash in a function of yours "
+                "or a library that it"
+            )
             why += " calls, or killed, perhaps by the kernel for lack of memory (see dmesg)"
             fix = "look into logs/rollout.log; slime reward runs a reward on its own"
         else:
-            why = "its process ended without a word: killed, perhaps by the kernel for lack of memory (see dmesg)"
-            fix = "look into its log; when memory ran out, lower --max-tokens-per-gpu or --micro-batch-size"
+            why = (
+                "its process ended without a word: killed, perhaps by the kernel for lack of "
+                "memory (see dmesg)"
+            )
+            fix = (
+                "look into its log; when memory ran out, lower --max-tokens-per-gpu or "
+                "--micro-batch-size"
+            )
         raise ActorDied(f"{worker} died ({what})", why=why, fix=fix).of(worker) from error

@@ -1,7 +1,9 @@
-"""The trainer's weights to the engines: who is connected, restarted engines that come back, and proof that it worked.
+"""The trainer's weights to the engines: who is connected, restarted engines that come back, and
+proof that it worked.
 
-A push is for a moment between two rollouts. Engines that were started again are taken in right before it, since only
-with it do they have the policy's weights, and requests go to them right after it.
+A push is for a moment between two rollouts. Engines that were started again are taken in right
+before it, since only with it do they have the policy's weights, and requests go to them right after
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class WeightPush:
         tolerant: engines that die are started again (--use-fault-tolerance).
 
     Attributes:
-        is_pushing: or has failed at it, so that engines may be paused, with weights of two versions.
+        is_pushing: or has failed at it, so that engines may be paused, with weights of two
+            versions.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class WeightPush:
         return not self.is_pushing and (self._turns is None or not self._turns.taken)
 
     def connect(self, version: int | None = None) -> None:
-        """Introduce the engines that run to the trainer; where none is left, those that come back are.
+        """Introduce the engines that run to the trainer; where none is left, those that come back
+        are.
 
         Args:
             version: that the engines have, the first time.
@@ -66,12 +70,14 @@ class WeightPush:
         layout = self._engines.layout
         self._connected = [engine.url for engine in layout]
         if layout:
-            on_this_node = self._engines.nodes <= {trainers.nodes[0]}  # external ones are known by address only
+            on_this_node = self._engines.nodes <= {
+                trainers.nodes[0]
+            }  # external ones are known by address only
             trainers.connect_engines(layout, self._version, on_this_node=on_this_node)
 
     def push(self) -> dict[str, float]:
-        """Push to the engines, which then say the same of the canary as the trainer. When one dies of it, the others
-        are pushed to again."""
+        """Push to the engines, which then say the same of the canary as the trainer. When one dies
+        of it, the others are pushed to again."""
         engines = self._engines
         if self._trainers is None:
             return {}
@@ -79,7 +85,9 @@ class WeightPush:
         with engines.external.nobody_moves():
             metrics = engines.again_without_dead(self._push_once, "a weight push")
             if engines.table.those(State.RETURNING):
-                engines.again_without_dead(self._to_engines, "taking memory back")  # requests may come from now on
+                engines.again_without_dead(
+                    self._to_engines, "taking memory back"
+                )  # requests may come from now on
                 engines.admit()
         self.is_pushing = False
         engines.begin_rollout()  # questions that met a pause are asked anew
@@ -126,8 +134,9 @@ class WeightPush:
         return engines.again_without_dead(check, "the check of the canary")
 
     def take_in(self) -> None:
-        """Between rollouts: restarted engines that are up count among those that pushes go to. Others are waited for
-        when no engine is left; where trainer and engines take turns, for all, which nobody may have memory beside."""
+        """Between rollouts: restarted engines that are up count among those that pushes go to.
+        Others are waited for when no engine is left; where trainer and engines take turns, for all,
+        which nobody may have memory beside."""
         engines = self._engines
         if not engines.table.away:
             return
@@ -143,7 +152,8 @@ class WeightPush:
         engines.table.taken_in()
 
     def wake_engines(self) -> None:
-        """Before they are asked anything. Those that were asleep must still compute what the trainer computed."""
+        """Before they are asked anything. Those that were asleep must still compute what the
+        trainer computed."""
         engines = self._engines
         if self._tolerant:
             engines.ask()
@@ -159,8 +169,9 @@ class WeightPush:
         return took
 
     def to_trainer(self) -> None:
-        """The trainer takes its memory back, where engines had it. Those that are starting come up first, since they
-        measure how much there is for them; what dies from now on starts when the trainer sleeps again."""
+        """The trainer takes its memory back, where engines had it. Those that are starting come up
+        first, since they measure how much there is for them; what dies from now on starts when the
+        trainer sleeps again."""
         engines = self._engines
         turns = self._turns
         if turns is None or not turns.taken:

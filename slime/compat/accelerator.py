@@ -1,6 +1,8 @@
-"""The accelerator of this process, under the reference system's names: CUDA where there is a GPU, else the CPU.
+"""The accelerator of this process, under the reference system's names: CUDA where there is a GPU,
+else the CPU.
 
-A CPU has no streams and no memory of its own: what waits for it returns at once, and its memory counts as 0 bytes.
+A CPU has no streams and no memory of its own: what waits for it returns at once, and its memory
+counts as 0 bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Small things: coroutines from sync code, filters and rollout functions called as they were, ports, singletons."""
+"""Small things: coroutines from sync code, filters and rollout functions called as they were,
+ports, singletons."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-# -- coroutines ------------------------------------------------------------------------------------------------------
+# -- coroutines
+# ------------------------------------------------------------------------------------------------------
 
 
 class AsyncLoopThread:
@@ -37,11 +39,15 @@ class AsyncLoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="slime-plugin-loop", daemon=True).start()
+        threading.Thread(
+            target=self.loop.run_forever, name="slime-plugin-loop", daemon=True
+        ).start()
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; not to be called on the loop itself."""
-        return asyncio.run_coroutine_threadsafe(coro, self.loop).result()  # as long as the coroutine takes
+        return asyncio.run_coroutine_threadsafe(
+            coro, self.loop
+        ).result()  # as long as the coroutine takes
 
 
 class _RunsLoop:
@@ -57,7 +63,8 @@ class _RunsLoop:
 
 @functools.cache
 def shared_loop() -> AsyncLoopThread:
-    """That of this process, for what has no run, and for sync functions that need an event loop beside the run's."""
+    """That of this process, for what has no run, and for sync functions that need an event loop
+    beside the run's."""
     return AsyncLoopThread()
 
 
@@ -67,7 +74,8 @@ def get_async_loop() -> AsyncLoopThread | _RunsLoop:
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:
-    """A coroutine's result, from sync code: on the run's event loop, or on one in a thread where there is no run.
+    """A coroutine's result, from sync code: on the run's event loop, or on one in a thread where
+    there is no run.
 
     Raises:
         UserError: called on the run's event loop itself, where waiting would never end.
@@ -75,11 +83,13 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
     return get_async_loop().run(coro)
 
 
-# -- functions of users ----------------------------------------------------------------------------------------------
+# -- functions of users
+# ----------------------------------------------------------------------------------------------
 
 
 def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """The verdict of a sync filter ``fn(args, samples)``; None keeps everything, a bare bool is wrapped."""
+    """The verdict of a sync filter ``fn(args, samples)``; None keeps everything, a bare bool is
+    wrapped."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     with failures_of("the dynamic filter"):
@@ -87,7 +97,8 @@ def call_dynamic_filter(fn: Any, *args: Any, **kwargs: Any) -> DynamicFilterOutp
 
 
 def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    """What a rollout function returns, sync or async; a bare list (training) or dict (evaluation) is wrapped."""
+    """What a rollout function returns, sync or async; a bare list (training) or dict (evaluation)
+    is wrapped."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     return wrapped(run(output) if inspect.iscoroutine(output) else output, evaluation)
 
@@ -103,7 +114,8 @@ class SingletonMeta(type):
         return cls._instances[cls]
 
 
-# -- hosts -----------------------------------------------------------------------------------------------------------
+# -- hosts
+# -----------------------------------------------------------------------------------------------------------
 
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737)."""
@@ -116,7 +128,8 @@ def init_http_client(args: Any) -> None:
 
 
 def is_port_available(port: int) -> bool:
-    """Whether nobody listens on a port of this host, nor has reserved it (`slime.processes.host.reserve_port`)."""
+    """Whether nobody listens on a port of this host, nor has reserved it
+    (`slime.processes.host.reserve_port`)."""
     try:
         reserve_port(port=port).release()
     except UserError:
@@ -125,7 +138,8 @@ def is_port_available(port: int) -> bool:
 
 
 def find_available_port(base_port: int) -> int:
-    """A port of this host that stays reserved while this process lives. ``base_port`` is not needed: it is drawn."""
+    """A port of this host that stays reserved while this process lives. ``base_port`` is not
+    needed: it is drawn."""
     _held.append(reserve_port())
     return _held[-1].port
 
@@ -133,11 +147,14 @@ def find_available_port(base_port: int) -> int:
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
     """The first of ``consecutive`` free ports, from ``start_port`` on."""
     starts = itertools.count(start_port)
-    return next(start for start in starts if all(is_port_available(start + i) for i in range(consecutive)))
+    return next(
+        start for start in starts if all(is_port_available(start + i) for i in range(consecutive))
+    )
 
 
 def get_current_node_ip() -> str:
-    """The address of this host on the way to others: no packet is sent. Where there is no way, its loopback's."""
+    """The address of this host on the way to others: no packet is sent. Where there is no way, its
+    loopback's."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(_ELSEWHERE)
         return str(asked.getsockname()[0])
@@ -160,18 +177,24 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
     return done.stdout if capture_output else None
 
 
-# -- traces ----------------------------------------------------------------------------------------------------------
+# -- traces
+# ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def trace_span(target: Sample | list[Sample], name: str, attrs: dict[str, Any] | None = None) -> Iterator[Span]:
+def trace_span(
+    target: Sample | list[Sample], name: str, attrs: dict[str, Any] | None = None
+) -> Iterator[Span]:
     """`slime.observe.trace.span`."""
     with span(target, name, **(attrs or {})) as opened:
         yield opened
 
 
 def trace_function(
-    name: str, *, target: str | Callable[..., Any] = "sample", attrs_getter: Callable[..., dict[str, Any]] | None = None
+    name: str,
+    *,
+    target: str | Callable[..., Any] = "sample",
+    attrs_getter: Callable[..., dict[str, Any]] | None = None,
 ) -> Callable[[Any], Any]:
     """Record each call of an async function as a span of its argument ``target``."""
 

@@ -1,7 +1,8 @@
 """Context parallelism under the reference system's names.
 
-There a function of the user's sees a rank's part of each sample, and gathers and slices it. Here log-probs are gathered
-before any such function is called, so it sees whole samples on every rank, and both are the identity.
+There a function of the user's sees a rank's part of each sample, and gathers and slices it. Here
+log-probs are gathered before any such function is called, so it sees whole samples on every rank,
+and both are the identity.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
 
 
 def slice_log_prob_with_cp(
-    log_prob: Any, total_length: int, response_length: int, qkv_format: str = "thd", max_token_len: int | None = None
+    log_prob: Any,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_token_len: int | None = None,
 ) -> Any:
     """This rank's part of a response's values, a list or tensor: all of them.
 
@@ -45,14 +50,17 @@ def get_sum_of_sample_mean(
     qkv_format: str = "thd",
     max_seq_lens: list[int] | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """A function of one value per response token [sum of ``response_lengths``]: the sum over samples of the mean over
-    their trained tokens, or with ``calculate_per_token_loss`` the sum over trained tokens."""
+    """A function of one value per response token [sum of ``response_lengths``]: the sum over
+    samples of the mean over their trained tokens, or with ``calculate_per_token_loss`` the sum over
+    trained tokens."""
 
     def total(values: Tensor) -> Tensor:
         parts = values.split(response_lengths, dim=0)
         sums = [(part * mask).sum() for part, mask in zip(parts, loss_masks, strict=True)]
         if not calculate_per_token_loss:
-            sums = [one / mask.sum().clamp_min(1) for one, mask in zip(sums, loss_masks, strict=True)]
+            sums = [
+                one / mask.sum().clamp_min(1) for one, mask in zip(sums, loss_masks, strict=True)
+            ]
         return torch.stack(sums).sum()
 
     return total

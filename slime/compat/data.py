@@ -20,7 +20,8 @@ from slime.rollout.generate import is_in_run
 from slime.rollout.loop import current_loop
 from slime.samples.types import Sample
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# -- rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
@@ -35,8 +36,8 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Those of at most ``max_length`` tokens, in their order; all without a limit. Messages that no template has made
-    text of are kept: they have no length yet."""
+    """Those of at most ``max_length`` tokens, in their order; all without a limit. Messages that no
+    template has made text of are kept: they have no length yet."""
     if max_length is None:
         return origin_samples
 
@@ -76,7 +77,10 @@ class Dataset:
         apply_chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         if multimodal_keys:
-            raise UserError("a data set with images or other media cannot be read", fix="leave multimodal_keys out")
+            raise UserError(
+                "a data set with images or other media cannot be read",
+                fix="leave multimodal_keys out",
+            )
         form = RowFormat(
             input_key=prompt_key,
             label_key=label_key,
@@ -104,7 +108,8 @@ class Dataset:
         return len(self.samples)
 
 
-# -- tokens ----------------------------------------------------------------------------------------------------------
+# -- tokens
+# ----------------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **kwargs: Any) -> Any:
@@ -146,17 +151,21 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Messages, tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
-        """(tokens, mask), up to the last trained token. Messages with a ``step_loss_mask`` of 0 are not trained.
+        """(tokens, mask), up to the last trained token. Messages with a ``step_loss_mask`` of 0 are
+        not trained.
 
         Raises:
-            UserError: no assistant message, or a template whose turns cannot be told, or that rewrites earlier turns.
+            UserError: no assistant message, or a template whose turns cannot be told, or that
+                rewrites earlier turns.
         """
         sequences = SftEncoding(self.tokenizer).encode(messages, tools=tools).sequences
         if len(sequences) > 1:
             raise UserError(
                 f"this conversation becomes {len(sequences)} sequences, and one is asked for",
-                why="the chat template rewrites earlier turns, so one sequence cannot train each of them as generated",
-                fix="train with --loss-type sft_loss, which splits it, or set step_loss_mask 0 on the earlier turns",
+                why="the chat template rewrites earlier turns, so one sequence cannot train each "
+                "of them as generated",
+                fix="train with --loss-type sft_loss, which splits it, or set step_loss_mask 0 on "
+                "the earlier turns",
             )
         return sequences[0].tokens, sequences[0].mask
 
@@ -176,21 +185,48 @@ class MultiTurnLossMaskGenerator:
         return texts
 
 
-# -- evaluation sets -------------------------------------------------------------------------------------------------
+# -- evaluation sets
+# -------------------------------------------------------------------------------------------------
 
 
 #: Flags that a set takes what it leaves out from.
 _EVALUATION = (
-    *("eval_input_key", "eval_label_key", "eval_tool_key", "n_samples_per_eval_prompt", "eval_min_new_tokens"),
-    *("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "metadata_key", "apply_chat_template"),
-    *("input_key", "label_key", "tool_key", "n_samples_per_prompt", "apply_chat_template_kwargs", "rollout_stop"),
-    *("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_max_response_len", "rollout_stop_token_ids"),
+    *(
+        "eval_input_key",
+        "eval_label_key",
+        "eval_tool_key",
+        "n_samples_per_eval_prompt",
+        "eval_min_new_tokens",
+    ),
+    *(
+        "eval_temperature",
+        "eval_top_p",
+        "eval_top_k",
+        "eval_max_response_len",
+        "metadata_key",
+        "apply_chat_template",
+    ),
+    *(
+        "input_key",
+        "label_key",
+        "tool_key",
+        "n_samples_per_prompt",
+        "apply_chat_template_kwargs",
+        "rollout_stop",
+    ),
+    *(
+        "rollout_temperature",
+        "rollout_top_p",
+        "rollout_top_k",
+        "rollout_max_response_len",
+        "rollout_stop_token_ids",
+    ),
 )
 
 
 class EvalDatasetConfig(EvalDataset):
-    """`slime.rollout.eval_datasets.EvalDataset` from a name, a path and some of the others: what is left out comes from
-    the run's flags, or from their defaults where there is no run.
+    """`slime.rollout.eval_datasets.EvalDataset` from a name, a path and some of the others: what is
+    left out comes from the run's flags, or from their defaults where there is no run.
 
     Raises:
         UserError: a key that there is not, or a number that makes no sense.
@@ -198,7 +234,11 @@ class EvalDatasetConfig(EvalDataset):
 
     def __init__(self, name: str, path: str, *, args: Any = None, **values: Any) -> None:
         flags = {"eval_prompt_data": [name, path]}
-        config = current_loop().config if is_in_run() and args is None else config_of(args, _EVALUATION, **flags)
+        config = (
+            current_loop().config
+            if is_in_run() and args is None
+            else config_of(args, _EVALUATION, **flags)
+        )
         given = {key: value for key, value in values.items() if value is not None}
         check_keys(given, f"evaluation set {name}")
         super().__init__(**resolved({"name": name, "path": path, **given}, config))

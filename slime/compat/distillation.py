@@ -1,7 +1,8 @@
 """On-policy distillation: a teacher's log-probs of what the student sampled.
 
-``--custom-rm-path slime.rollout.on_policy_distillation.reward_func`` with ``--rm-url`` fills ``teacher_log_probs`` of
-each sample, which a function of ``--custom-advantage-function-path`` finds in the rollout's data.
+``--custom-rm-path slime.rollout.on_policy_distillation.reward_func`` with ``--rm-url`` fills
+``teacher_log_probs`` of each sample, which a function of ``--custom-advantage-function-path`` finds
+in the rollout's data.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ from slime.samples.types import Sample
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """0, after the teacher at ``args.rm_url`` (``…/generate`` of an engine) has scored the sample's tokens.
+    """0, after the teacher at ``args.rm_url`` (``…/generate`` of an engine) has scored the sample's
+    tokens.
 
     Raises:
         UserError: the teacher's answer has no log-prob for each token.
         EngineError: no answer.
     """
     params = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
-    body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+    body = {
+        "input_ids": sample.tokens,
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
     answer = await post(args.rm_url, body)
     said = answer.get("meta_info", {}).get("input_token_logprobs") or []
     if len(said) != len(sample.tokens):
         raise UserError(
-            f"the teacher at {args.rm_url} gave {len(said)} log-probs for {len(sample.tokens)} tokens",
+            f"the teacher at {args.rm_url} gave {len(said)} log-probs for {len(sample.tokens)} "
+            "tokens",
             fix="--rm-url is to be the /generate of an engine whose model has the same vocabulary",
         )
     first = len(sample.tokens) - sample.response_length
@@ -34,7 +42,10 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     return 0.0
 
 
-def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """Rewards of 0: what is learnt comes from the teacher's log-probs, which `reward_func` has filled in."""
+def post_process_rewards(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> tuple[list[float], list[float]]:
+    """Rewards of 0: what is learnt comes from the teacher's log-probs, which `reward_func` has
+    filled in."""
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

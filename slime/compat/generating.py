@@ -1,4 +1,5 @@
-"""Generation as rollout functions of earlier versions do it: the state they share, tasks, abort, evaluation."""
+"""Generation as rollout functions of earlier versions do it: the state they share, tasks, abort,
+evaluation."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ Tasks = set[asyncio.Task[Any]]
 
 
 class GenerateState:
-    """``GenerateState(args)``: one object per run, for all functions of plugins, which may set attributes on it.
+    """``GenerateState(args)``: one object per run, for all functions of plugins, which may set
+    attributes on it.
 
-    Without a run, as in a plugin's own unit tests, it is made of ``args`` (`slime.compat.without_run`).
+    Without a run, as in a plugin's own unit tests, it is made of ``args``
+    (`slime.compat.without_run`).
 
-    What it has not itself is that of the rollout under way (`slime.rollout.generate.GenerateState`): ``tokenizer``,
-    ``processor``, ``semaphore``, ``sampling_params`` (which may be changed, for the rollouts to come, too), ``args``.
+    What it has not itself is that of the rollout under way
+    (`slime.rollout.generate.GenerateState`): ``tokenizer``, ``processor``, ``semaphore``,
+    ``sampling_params`` (which may be changed, for the rollouts to come, too), ``args``.
 
     Attributes:
         pendings: tasks of `submit_generate_tasks`.
@@ -77,7 +81,9 @@ class GenerateState:
         old = importlib.import_module("slime.rollout.sglang_rollout")
         for group in samples:
             params = dict(self.sampling_params)
-            task = asyncio.create_task(old.generate_and_rm_group(self.args, group, sampling_params=params))
+            task = asyncio.create_task(
+                old.generate_and_rm_group(self.args, group, sampling_params=params)
+            )
             self.pendings.add(task)
         self.remaining_batch_size += len(samples)
 
@@ -114,16 +120,19 @@ async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """`slime.rollout.plugin_api.generate_and_rm_group`, or what it does without a run."""
-    work = plugin_api.generate_and_rm_group if own.is_in_run() else without_run.generate_and_rm_group
+    work = (
+        plugin_api.generate_and_rm_group if own.is_in_run() else without_run.generate_and_rm_group
+    )
     return await work(args, group, sampling_params, evaluation=evaluation)
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
-    """End the requests of this rollout and the tasks of `GenerateState.submit_generate_tasks`; until
-    `GenerateState.reset` groups come back as they are.
+    """End the requests of this rollout and the tasks of `GenerateState.submit_generate_tasks`;
+    until `GenerateState.reset` groups come back as they are.
 
     Returns:
-        With ``--partial-rollout`` the groups under way, with ``metadata["start_rollout_id"]``; else [].
+        With ``--partial-rollout`` the groups under way, with ``metadata["start_rollout_id"]``; else
+        [].
     Raises:
         EngineError: engines do not stop within the deadline.
     """
@@ -142,10 +151,13 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
 
 @on_the_runs_loop
 async def _stop_engines(tasks: Tasks, home: asyncio.AbstractEventLoop) -> Tasks:
-    """End all requests, and then, while nothing new is sent, have the tasks end on ``home``, their event loop."""
+    """End all requests, and then, while nothing new is sent, have the tasks end on ``home``, their
+    event loop."""
     client = own.current_state().client
     with client.abort_scope():
-        await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+        await asyncio.sleep(
+            0
+        )  # tasks that have just been created see the abort before anything is sent
         await client.abort_all(ABORT_SECONDS)
         if home is asyncio.get_running_loop():
             return await _ended(tasks)
@@ -163,18 +175,25 @@ async def _ended(tasks: Tasks) -> Tasks:
 
 
 def _leaves(value: Sample | list[Any]) -> list[Sample]:
-    return [sample for item in value for sample in _leaves(item)] if isinstance(value, list) else [value]
+    return (
+        [sample for item in value for sample in _leaves(item)]
+        if isinstance(value, list)
+        else [value]
+    )
 
 
 @on_the_runs_loop
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
-    """The functions of ``--rollout-sample-hook-path`` on a sample, or on every sample of a list of lists."""
+    """The functions of ``--rollout-sample-hook-path`` on a sample, or on every sample of a list of
+    lists."""
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
     for path in getattr(args, "rollout_sample_hook_path", None) or ():
         hook = load_function(path)
         check_signature(hook, SampleHook, path)
-        value = await apply_sample_hook(hook, named(path, "--rollout-sample-hook-path"), args, value, kwargs)
+        value = await apply_sample_hook(
+            hook, named(path, "--rollout-sample-hook-path"), args, value, kwargs
+        )
     return value
 
 
@@ -213,7 +232,8 @@ async def generate_rollout_async(
     """The built-in rollout with prompts of ``data_source``, a source or its ``get_samples``.
 
     Returns:
-        Its output, and the groups that are to be given back to the source; [] where it was given: it has them.
+        Its output, and the groups that are to be given back to the source; [] where it was given:
+        it has them.
     """
     source = data_source if isinstance(data_source, DataSource) else _Drawing(data_source)
     output = await current_loop().generate_built_in(rollout_id, own.current_state(), source)
@@ -221,13 +241,19 @@ async def generate_rollout_async(
 
 
 @on_the_runs_loop
-async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
+async def eval_rollout(
+    args: Any, rollout_id: int
+) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """The built-in evaluation of all sets, and []."""
     return await current_loop().evaluate_built_in(rollout_id, own.current_state()), []
 
 
 @on_the_runs_loop
-async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
+async def eval_rollout_single_dataset(
+    args: Any, rollout_id: int, dataset_cfg: Any
+) -> dict[str, dict[str, list[Any]]]:
     """The built-in evaluation of one of ``args.eval_datasets``."""
-    output = await current_loop().evaluate_built_in(rollout_id, own.current_state(), names=[dataset_cfg.name])
+    output = await current_loop().evaluate_built_in(
+        rollout_id, own.current_state(), names=[dataset_cfg.name]
+    )
     return output.data

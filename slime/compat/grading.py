@@ -1,5 +1,5 @@
-"""Graders under their earlier names and signatures. Comparing two expressions goes to the processes of
-`slime.rollout.rewards.grading_pool`, since sympy may hang, and the caller waits.
+"""Graders under their earlier names and signatures. Comparing two expressions goes to the processes
+of `slime.rollout.rewards.grading_pool`, since sympy may hang, and the caller waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _WORKERS = 2
 #: Of a response, for a strict comparison of boxes.
 _TAIL = 100
 
-# -- boxes -----------------------------------------------------------------------------------------------------------
+# -- boxes
+# -----------------------------------------------------------------------------------------------------------
 
 
 def extract_answer(passage: str | None) -> str | None:
@@ -47,11 +48,13 @@ def last_boxed_only_string(string: str | None) -> str | None:
 
 
 def remove_boxed(s: str | None) -> str | None:
-    r"""The content of ``\boxed{…}``; None of None, which `last_boxed_only_string` gives where there is no box."""
+    r"""The content of ``\boxed{…}``; None of None, which `last_boxed_only_string` gives where there
+    is no box."""
     return None if s is None else last_boxed(s)
 
 
-# -- expressions -----------------------------------------------------------------------------------------------------
+# -- expressions
+# -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -75,7 +78,9 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: Any) -> bool:
     """Whether two answers, without a box, are the same expression."""
-    return given_answer is not None and _is_right("boxed_math", f"\\boxed{{{given_answer}}}", ground_truth)
+    return given_answer is not None and _is_right(
+        "boxed_math", f"\\boxed{{{given_answer}}}", ground_truth
+    )
 
 
 def grade_answer_mathd(given_answer: str | None, ground_truth: Any) -> bool:
@@ -88,7 +93,8 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
     return int(_is_right("deepscaler", response, label))
 
 
-# -- instructions ------------------------------------------------------------------------------------------------
+# -- instructions
+# ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -96,19 +102,25 @@ def _instruction_graders() -> GradingPool:
     return GradingPool(_WORKERS, instructions.__name__, instructions.PACKAGE)
 
 
-def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1.0 if the response follows all instructions of ``metadata``, else 0.0; the label is not read.
+def compute_ifbench_reward(
+    response: str, label: Any, metadata: dict[str, Any] | None = None
+) -> float:
+    """1.0 if the response follows all instructions of ``metadata``, else 0.0; the label is not
+    read.
 
     Raises:
         UserError: there are none in it, or they cannot be judged here.
     """
     instructions.check_package()
     task = instructions.read_task(metadata, "compute_ifbench_reward")
-    grade = _instruction_graders().grade(instructions.NAME, str(response or ""), task, MATH_DEADLINE)
+    grade = _instruction_graders().grade(
+        instructions.NAME, str(response or ""), task, MATH_DEADLINE
+    )
     return shared_loop().run(grade).score
 
 
-# -- text ------------------------------------------------------------------------------------------------------------
+# -- text
+# ------------------------------------------------------------------------------------------------------------
 
 
 def normalize_answer(s: str | None) -> str:
@@ -122,7 +134,8 @@ def normalize_final_answer(final_answer: str | None) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
-    """(F1, precision, recall) of the words; 0 where there is no prediction, or nothing to compare it with."""
+    """(F1, precision, recall) of the words; 0 where there is no prediction, or nothing to compare
+    it with."""
     if prediction is None or ground_truth is None:
         return 0.0, 0.0, 0.0
     return f1_of_words(str(prediction), ground_truth)
@@ -131,19 +144,26 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_LINE
 ) -> tuple[bool, str]:
-    """Whether the last match of the pattern is the ground truth in Minerva's form, and what it is."""
+    """Whether the last match of the pattern is the ground truth in Minerva's form, and what it
+    is."""
     return final_answer(solution_str, last_boxed(gt) if gt_need_extract else gt, answer_pattern)
 
 
-def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
-    """1 or -1, whether the box in the last 100 characters is the ground truth to the letter, and its content."""
+def is_correct_strict_box(
+    pred: str, gt: str, pause_tokens_index: list[int] | None = None
+) -> tuple[int, str | None]:
+    """1 or -1, whether the box in the last 100 characters is the ground truth to the letter, and
+    its content."""
     end = len(pred) if pause_tokens_index is None else pause_tokens_index[-1]
     boxed = last_boxed(pred[max(0, end - _TAIL) :])
     return (1 if boxed == gt else -1), boxed
 
 
 def verify(
-    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    answer: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
     """Whether the solution is right, and the answer that was found in it."""
     if not strict_box_verify:
@@ -158,8 +178,11 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    """DAPO's score: ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``, of the last 300 characters."""
-    right, predicted = verify(solution_str[-300:], ground_truth, strict_box_verify, pause_tokens_index)
+    """DAPO's score: ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``, of the last 300
+    characters."""
+    right, predicted = verify(
+        solution_str[-300:], ground_truth, strict_box_verify, pause_tokens_index
+    )
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
 
 

@@ -1,19 +1,21 @@
 """Import paths of existing slime plugins → where the same things live here.
 
     from slime.utils.types import Sample                      is  slime.samples.types.Sample
-    from slime.rollout.sglang_rollout import GenerateState    is  slime.compat.generating.GenerateState
+    from slime.rollout.sglang_rollout import GenerateState    is
+    slime.compat.generating.GenerateState
 
 What such a plugin reads is what it was written for: where a hook of a run imports an old path
 (`slime.user_code.overrides.old_plugin`), responses
 keep their special tokens and labels their type, unless a flag says otherwise.
 
-The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to `sys.meta_path`
-that makes them up from the table below, one name at a time: importing an old path costs nothing until a name of it is
-used. What needs more than a name, another signature say, is in `slime.compat`, which calls our own code.
+The old modules do not exist as files. `install`, called when `slime` is imported, adds a finder to
+`sys.meta_path` that makes them up from the table below, one name at a time: importing an old path
+costs nothing until a name of it is used. What needs more than a name, another signature say, is in
+`slime.compat`, which calls our own code.
 
-Names are looked up when they are called, as there: a plugin that puts a function of its own in place of one of
-`REPLACEABLE` has it called by the run (`slime.user_code.overrides`). A name that has no counterpart is an ImportError
-that says what to use (`NO_COUNTERPART`).
+Names are looked up when they are called, as there: a plugin that puts a function of its own in
+place of one of `REPLACEABLE` has it called by the run (`slime.user_code.overrides`). A name that
+has no counterpart is an ImportError that says what to use (`NO_COUNTERPART`).
 """
 
 from __future__ import annotations
@@ -61,7 +63,13 @@ _FILTERING = {
     **_same(_CALLS, "call_dynamic_filter"),
 }
 _METRIC_UTILS = {
-    **_same(_METRICS, "compute_rollout_step", "compute_statistics", "dict_add_prefix", "compute_pass_rate"),
+    **_same(
+        _METRICS,
+        "compute_rollout_step",
+        "compute_statistics",
+        "dict_add_prefix",
+        "compute_pass_rate",
+    ),
     "has_repetition": "slime.rollout.metrics:is_repetitive",
 }
 _BOXES = _same(_GRADING, "last_boxed_only_string", "remove_boxed")
@@ -72,7 +80,9 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.utils.types": {**_same(_TYPES, "Sample"), "RolloutBatch": "builtins:dict"},
     "slime.utils.http_utils": {
         **_HTTP,
-        **_same(_CALLS, "init_http_client", "find_available_port", "is_port_available", "get_host_info"),
+        **_same(
+            _CALLS, "init_http_client", "find_available_port", "is_port_available", "get_host_info"
+        ),
     },
     "slime.utils.async_utils": _same(_CALLS, "run", "get_async_loop", "AsyncLoopThread"),
     "slime.utils.misc": {
@@ -83,12 +93,29 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.utils.data": _same(_DATA, "Dataset", "read_file", "filter_long_prompt"),
     "slime.utils.mask_utils": _same(_DATA, "MultiTurnLossMaskGenerator", "get_response_lengths"),
     "slime.utils.processing_utils": _same(_DATA, "load_tokenizer", "load_processor"),
-    "slime.utils.eval_config": _same(_DATA, "EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"),
+    "slime.utils.eval_config": _same(
+        _DATA, "EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"
+    ),
     "slime.utils.ppo_utils": _same(
         _TENSORS,
-        *("compute_approx_kl", "compute_policy_loss", "compute_cispo_loss", "compute_gspo_kl", "compute_opsm_mask"),
-        *("get_grpo_returns", "get_reinforce_plus_plus_returns", "get_reinforce_plus_plus_baseline_advantages"),
-        *("get_advantages_and_returns", "get_advantages_and_returns_batch", "vanilla_gae", "chunked_gae"),
+        *(
+            "compute_approx_kl",
+            "compute_policy_loss",
+            "compute_cispo_loss",
+            "compute_gspo_kl",
+            "compute_opsm_mask",
+        ),
+        *(
+            "get_grpo_returns",
+            "get_reinforce_plus_plus_returns",
+            "get_reinforce_plus_plus_baseline_advantages",
+        ),
+        *(
+            "get_advantages_and_returns",
+            "get_advantages_and_returns_batch",
+            "vanilla_gae",
+            "chunked_gae",
+        ),
         "chunked_discounted_returns",
     ),
     "slime.utils.dp_schedule": _same(_TENSORS, "build_dp_schedule"),
@@ -98,8 +125,23 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.utils.trace_utils": _same(_CALLS, "trace_span", "trace_function"),
     "slime.utils.accelerator": _same(
         _ACCELERATOR,
-        *("device_type", "current_device", "device", "device_name", "device_count", "set_device", "synchronize"),
-        *("empty_cache", "mem_get_info", "memory_allocated", "memory_reserved", "manual_seed", "autocast"),
+        *(
+            "device_type",
+            "current_device",
+            "device",
+            "device_name",
+            "device_count",
+            "set_device",
+            "synchronize",
+        ),
+        *(
+            "empty_cache",
+            "mem_get_info",
+            "memory_allocated",
+            "memory_reserved",
+            "manual_seed",
+            "autocast",
+        ),
         "process_group_backend",
     ),
     "slime.observability": {},
@@ -122,7 +164,12 @@ OLD_MODULES: dict[str, dict[str, str]] = {
         **_same(
             _GENERATING,
             *("GenerateState", "generate", "abort", "generate_rollout_async"),
-            *("generate_and_rm", "generate_and_rm_group", "eval_rollout", "eval_rollout_single_dataset"),
+            *(
+                "generate_and_rm",
+                "generate_and_rm_group",
+                "eval_rollout",
+                "eval_rollout_single_dataset",
+            ),
         ),
         **_same(_PLUGIN, "get_model_url"),
         **_same(_LOOP, "generate_rollout"),
@@ -138,11 +185,21 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.sglang_streaming_rollout": {"generate_streaming": f"{_GENERATING}:generate"},
     "slime.rollout.sample_hooks": _same(_GENERATING, "apply_rollout_sample_hooks"),
     "slime.rollout.sft_rollout": {"generate_rollout": f"{_PLUGIN}:generate_sft_rollout"},
-    "slime.rollout.fully_async_rollout": {"generate_rollout_fully_async": f"{_LOOP}:generate_rollout"},
-    "slime.rollout.on_policy_distillation": _same(f"{_OLD}.distillation", "reward_func", "post_process_rewards"),
+    "slime.rollout.fully_async_rollout": {
+        "generate_rollout_fully_async": f"{_LOOP}:generate_rollout"
+    },
+    "slime.rollout.on_policy_distillation": _same(
+        f"{_OLD}.distillation", "reward_func", "post_process_rewards"
+    ),
     "slime.rollout.rm_hub": {
         **_REWARDS,
-        **_same(_GRADING, "remote_rm", "grade_answer_verl", "get_deepscaler_rule_based_reward", "f1_score"),
+        **_same(
+            _GRADING,
+            "remote_rm",
+            "grade_answer_verl",
+            "get_deepscaler_rule_based_reward",
+            "f1_score",
+        ),
         "compute_gpqa_reward": f"{_TEXT}:grade_gpqa",
         "compute_score_dapo": f"{_GRADING}:compute_score",
         "extract_boxed_answer": f"{_GRADING}:extract_answer",
@@ -168,14 +225,23 @@ OLD_MODULES: dict[str, dict[str, str]] = {
     ),
 }
 
-_NO_MEDIA = "samples are text in this version; a generate function of your own may send images to the engine itself"
+_NO_MEDIA = (
+    "samples are text in this version; a generate function of your own may send images to the "
+    "engine itself"
+)
 _NO_LOGITS = (
-    "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient and over the whole "
+    "a function of --custom-loss-function-path finds batch['current_log_probs'], with gradient "
+    "and over the whole "
     "vocabulary"
 )
 _WHOLE_SAMPLES = "functions of losses see whole samples here, under context parallelism too"
-_TRACKERS = "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) reaches them"
-_NO_WORKER = f"rollouts overlap with training by themselves in train_async.py: {doc_url('asynchronous.md')}"
+_TRACKERS = (
+    "--use-wandb and --use-tensorboard; the run starts them, and log(args, metrics, step_key) "
+    "reaches them"
+)
+_NO_WORKER = (
+    f"rollouts overlap with training by themselves in train_async.py: {doc_url('asynchronous.md')}"
+)
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
@@ -216,23 +282,43 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.ray": f"processes are started by slime.cluster: {doc_url('architecture.md')}",
     **{
         f"slime.backends.megatron_utils.cp_utils:{name}": _WHOLE_SAMPLES
-        for name in ("get_logits_and_tokens_offset_with_cp", "get_chunked_loss_masks", "slice_with_cp")
+        for name in (
+            "get_logits_and_tokens_offset_with_cp",
+            "get_chunked_loss_masks",
+            "slice_with_cp",
+        )
     },
     **dict.fromkeys(
         (
-            *(f"slime.backends.megatron_utils.{name}" for name in ("actor", "arguments", "checkpoint", "data", "loss")),
-            *(f"slime.backends.megatron_utils.{name}" for name in ("initialize", "model", "model_provider", "server")),
-            *("slime.backends.megatron_utils.update_weight", "slime.backends.megatron_utils.megatron_to_hf"),
+            *(
+                f"slime.backends.megatron_utils.{name}"
+                for name in ("actor", "arguments", "checkpoint", "data", "loss")
+            ),
+            *(
+                f"slime.backends.megatron_utils.{name}"
+                for name in ("initialize", "model", "model_provider", "server")
+            ),
+            *(
+                "slime.backends.megatron_utils.update_weight",
+                "slime.backends.megatron_utils.megatron_to_hf",
+            ),
             *("slime.backends.sglang_utils", "slime.backends.fsdp_utils"),
         ),
         f"training is slime.trainer, engines are slime.engines: {doc_url('architecture.md')}",
     ),
     **dict.fromkeys(
-        (f"slime.observability.{name}" for name in ("communication_timeline", "profile_utils", "weight_sync_trace")),
-        f"spans of every phase are in the run's trace: {doc_url('watching.md')}; py-spy works on every process",
+        (
+            f"slime.observability.{name}"
+            for name in ("communication_timeline", "profile_utils", "weight_sync_trace")
+        ),
+        f"spans of every phase are in the run's trace: {doc_url('watching.md')}; py-spy works on "
+        "every process",
     ),
     **dict.fromkeys(
-        (f"slime.observability.{name}" for name in ("rollout_metrics", "train_metric_utils", "train_data_utils")),
+        (
+            f"slime.observability.{name}"
+            for name in ("rollout_metrics", "train_metric_utils", "train_data_utils")
+        ),
         f"metrics of rollouts and of training are logged by themselves: {doc_url('metrics.md')}",
     ),
     "slime.observability.rollout_data_utils": "--save-debug-rollout-data and --load-debug-rollout-data",
@@ -240,15 +326,20 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.disk_delta": "delta weight updates are not in this version; --update-weight-transport disk writes all",
     **{
         f"slime.utils.accelerator:{name}": "the accelerator is CUDA, or the CPU where there is no GPU"
-        for name in ("get_accelerator", "set_accelerator", "register_accelerator", "initialize_accelerator")
+        for name in (
+            "get_accelerator",
+            "set_accelerator",
+            "register_accelerator",
+            "initialize_accelerator",
+        )
     },
     "slime.agent": f"agents that speak an API get an endpoint per sample: {doc_url('agents.md')}",
 }
 
 _HUB = "slime.rollout.rm_hub"
 _ROLLOUT = "slime.rollout.sglang_rollout"
-#: Old names that a plugin may replace for the whole run → the part of the run that looks there. What replaces another
-#: name is called by those who import it only.
+#: Old names that a plugin may replace for the whole run → the part of the run that looks there.
+#: What replaces another name is called by those who import it only.
 REPLACEABLE: dict[str, Part] = {
     f"{_ROLLOUT}:generate": "generate",
     f"{_ROLLOUT}:generate_and_rm": "generate_and_reward",
@@ -274,7 +365,8 @@ def _target(old: str) -> str:
     return OLD_MODULES[module][name]
 
 
-#: The same by what the old name stands for here, so that it may be replaced in any old module that has it.
+#: The same by what the old name stands for here, so that it may be replaced in any old module that
+#: has it.
 _PART_OF: dict[str, Part] = {_target(old): part for old, part in REPLACEABLE.items()}
 
 
@@ -284,7 +376,9 @@ class _OldModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         names = OLD_MODULES[self.__name__]
         if reason := NO_COUNTERPART.get(f"{self.__name__}:{name}"):
-            raise ImportError(f"{self.__name__}.{name} has no counterpart in this version; use: {reason}")
+            raise ImportError(
+                f"{self.__name__}.{name} has no counterpart in this version; use: {reason}"
+            )
         if name not in names:
             raise AttributeError(
                 f"{self.__name__} is a path of earlier slime versions; of its names these live on: "
@@ -322,12 +416,14 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
         set_override(part, None if is_ours else value)
     elif not is_ours:
         logging.getLogger("slime").warning(
-            "%s was replaced, and no part of the run looks it up there: what imports it from there gets the new one",
+            "%s was replaced, and no part of the run looks it up there: what imports it from "
+            "there gets the new one",
             path,
         )
 
 
-#: Packages that are here for old paths alone, so that whatever else is asked of them is an old path, too.
+#: Packages that are here for old paths alone, so that whatever else is asked of them is an old
+#: path, too.
 _OLD_PACKAGES = ("slime.utils.", "slime.observability.", "slime.backends.", "slime.rollout.rm_hub.")
 
 
@@ -336,16 +432,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if reason := NO_COUNTERPART.get(fullname):
-            # without a name: with its own, "from package import module" would drop it for "cannot import name"
-            raise ModuleNotFoundError(f"{fullname} has no counterpart in this version; use: {reason}")
+            # without a name: with its own, "from package import module" would drop it for "cannot
+            # import name"
+            raise ModuleNotFoundError(
+                f"{fullname} has no counterpart in this version; use: {reason}"
+            )
         if fullname not in OLD_MODULES:
             if fullname.startswith(_OLD_PACKAGES):
                 raise ModuleNotFoundError(
-                    f"{fullname} has no counterpart in this version; see {doc_url('import-paths.md')}"
+                    f"{fullname} has no counterpart in this version; see "
+                    f"{doc_url('import-paths.md')}"
                 )
             return None
         is_package = any(name.startswith(fullname + ".") for name in OLD_MODULES)
-        return importlib.machinery.ModuleSpec(fullname, self, origin="slime.compat.import_paths", is_package=is_package)
+        return importlib.machinery.ModuleSpec(
+            fullname, self, origin="slime.compat.import_paths", is_package=is_package
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _OldModule(spec.name, f"Names of earlier slime versions; see {__name__}.")

@@ -14,9 +14,11 @@ logger = get_logger(__name__)
 
 
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
-    """Add metrics to those of the rollout or evaluation that calls this; they are logged with its step.
+    """Add metrics to those of the rollout or evaluation that calls this; they are logged with its
+    step.
 
-    What is no number is left out, and so is all of it where no rollout runs (in trainers, say): both are warned of.
+    What is no number is left out, and so is all of it where no rollout runs (in trainers, say):
+    both are warned of.
 
     Args:
         step_key: the one that holds the caller's own step, which is not needed.
@@ -32,7 +34,10 @@ def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
             others.append(str(name))
     logged = logged_metrics()
     if logged is None:
-        logger.warning("metrics that were logged outside of a rollout are lost: %s", ", ".join(map(str, metrics)))
+        logger.warning(
+            "metrics that were logged outside of a rollout are lost: %s",
+            ", ".join(map(str, metrics)),
+        )
         return
     if others:
         logger.warning("metrics that are no numbers are left out: %s", ", ".join(others))
@@ -80,5 +85,7 @@ def compute_pass_rate(
     groups: defaultdict[Any, list[float]] = defaultdict(list)
     for number, reward in enumerate(flat_rewards):
         groups[number // group_size if group_ids is None else group_ids[number]].append(reward)
-    assert group_ids is not None or len(flat_rewards) == (num_groups or len(groups)) * group_size, "a group is short"
+    assert group_ids is not None or len(flat_rewards) == (num_groups or len(groups)) * group_size, (
+        "a group is short"
+    )
     return pass_at_k_metrics(groups.values(), powers_of_two(group_size))

@@ -1,7 +1,8 @@
 """Imports that a plugin's source makes of slime, found before launch.
 
-An import inside a function fails only when the function is called: in the first training step, an hour into a run. All
-imports of the file are looked up, and those of the plugin's other files that it imports.
+An import inside a function fails only when the function is called: in the first training step, an
+hour into a run. All imports of the file are looked up, and those of the plugin's other files that
+it imports.
 """
 
 from __future__ import annotations
@@ -41,14 +42,18 @@ def check_plugin_imports(files: list[Path]) -> None:
     if found:
         first = found[0]
         raise UserError(
-            f"{first.file}:{first.line} imports {first.name}, which has no counterpart in this version",
-            why="; ".join(dict.fromkeys(f"line {one.line}: {one.name}: {one.reason}" for one in found)),
+            f"{first.file}:{first.line} imports {first.name}, which has no counterpart in this "
+            "version",
+            why="; ".join(
+                dict.fromkeys(f"line {one.line}: {one.name}: {one.reason}" for one in found)
+            ),
             fix=f"replace the import; the paths that there are: {doc_url('import-paths.md')}",
         )
 
 
 def missing_imports(file: Path) -> list[MissingImport]:
-    """The imports of slime in a Python file, and in the files beside it that it imports, that will fail."""
+    """The imports of slime in a Python file, and in the files beside it that it imports, that will
+    fail."""
     found: list[MissingImport] = []
     waiting = [file.resolve()]
     seen = set[Path]()
@@ -58,8 +63,12 @@ def missing_imports(file: Path) -> list[MissingImport]:
             continue
         seen.add(current)
         for node in _imports(ast.parse(current.read_bytes())):
-            found += [MissingImport(current, node.lineno, name, why) for name, why in _unavailable(node)]
-            waiting += [path for path in _files_of(node, current) if file.resolve().parent in path.parents]
+            found += [
+                MissingImport(current, node.lineno, name, why) for name, why in _unavailable(node)
+            ]
+            waiting += [
+                path for path in _files_of(node, current) if file.resolve().parent in path.parents
+            ]
     return found
 
 
@@ -68,7 +77,9 @@ def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
-        elif isinstance(node, ast.Try) and any(_catches_imports(handler) for handler in node.handlers):
+        elif isinstance(node, ast.Try) and any(
+            _catches_imports(handler) for handler in node.handlers
+        ):
             for part in (*node.handlers, *node.orelse, *node.finalbody):
                 yield from _imports(part)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -116,11 +127,14 @@ def _why_no_module(name: str) -> str:
 
 
 def _files_of(node: ast.Import | ast.ImportFrom, importer: Path) -> Iterator[Path]:
-    """The source files of the modules that a statement of ``importer`` imports, slime's own excepted."""
+    """The source files of the modules that a statement of ``importer`` imports, slime's own
+    excepted."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         if node.level or not node.module:
-            folder = importer.parents[max(0, node.level - 1)].joinpath(*(node.module or "").split("."))
+            folder = importer.parents[max(0, node.level - 1)].joinpath(
+                *(node.module or "").split(".")
+            )
             yield folder.with_suffix(".py")
             yield from (folder / f"{name}.py" for name in names)
             return

@@ -15,8 +15,22 @@ from slime.samples.types import Sample
 
 #: That matter to a source where there is no run.
 _FLAGS = (
-    *("prompt_data", "input_key", "label_key", "metadata_key", "tool_key", "rollout_global_dataset", "hf_checkpoint"),
-    *("apply_chat_template", "apply_chat_template_kwargs", "rollout_shuffle", "rollout_seed", "rollout_max_prompt_len"),
+    *(
+        "prompt_data",
+        "input_key",
+        "label_key",
+        "metadata_key",
+        "tool_key",
+        "rollout_global_dataset",
+        "hf_checkpoint",
+    ),
+    *(
+        "apply_chat_template",
+        "apply_chat_template_kwargs",
+        "rollout_shuffle",
+        "rollout_seed",
+        "rollout_max_prompt_len",
+    ),
     *("n_samples_per_prompt", "buffer_filter_path", "streaming_data", "num_data_workers"),
 )
 
@@ -28,9 +42,11 @@ class RolloutDataSource(PromptSource):
         args: what it was built from.
         metadata: the plugin's own; kept in checkpoints.
         epoch_id, sample_offset: where the next prompt stands in the data; may be set.
-        sample_group_index, sample_index: of the next draw; may be set, by a class that makes its groups itself.
+        sample_group_index, sample_index: of the next draw; may be set, by a class that makes its
+            groups itself.
     Raises:
-        UserError: where there is no run, and ``args`` name no model whose tokenizer could read the data.
+        UserError: where there is no run, and ``args`` name no model whose tokenizer could read the
+            data.
     """
 
     def __init__(self, args: Any) -> None:
@@ -48,9 +64,12 @@ class RolloutDataSource(PromptSource):
             return config, None
         if not model:
             raise UserError(
-                f"{type(self).__name__} is built where there is no run", fix="name the class by --data-source-path"
+                f"{type(self).__name__} is built where there is no run",
+                fix="name the class by --data-source-path",
             )
-        return config, load_tokenizer(model, trust_remote_code=getattr(args, "trust_remote_code", False))
+        return config, load_tokenizer(
+            model, trust_remote_code=getattr(args, "trust_remote_code", False)
+        )
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:
@@ -111,16 +130,26 @@ class RolloutDataSource(PromptSource):
     _own_index: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"metadata": self.metadata, "sample_index": self._own_index, "sample_group_index": self._next}
+        own = {
+            "metadata": self.metadata,
+            "sample_index": self._own_index,
+            "sample_group_index": self._next,
+        }
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.metadata, self._own_index = state.get("metadata", {}), state.get("sample_index")
-        if self._own_index is not None:  # the class makes its groups itself: it counts on, and none is drawn again
+        if (
+            self._own_index is not None
+        ):  # the class makes its groups itself: it counts on, and none is drawn again
             self._next = self._low = state.get("sample_group_index", self._next)
             self._done.clear()
-        if "dataset" in vars(self) and self.dataset is not None and self._config.data.rollout_shuffle:
+        if (
+            "dataset" in vars(self)
+            and self.dataset is not None
+            and self._config.data.rollout_shuffle
+        ):
             self.dataset.shuffle(self.epoch_id)
 
 

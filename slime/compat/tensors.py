@@ -1,5 +1,5 @@
-"""Functions of tensors under their earlier signatures, for one rank without context parallelism, and the schedule of
-micro-batches."""
+"""Functions of tensors under their earlier signatures, for one rank without context parallelism,
+and the schedule of micro-batches."""
 
 from __future__ import annotations
 
@@ -12,26 +12,42 @@ from torch import Tensor
 from slime.algorithms import advantages as estimates
 from slime.algorithms.advantages import AdvantageInputs, discounted_returns
 from slime.algorithms.kl import kl_estimate
-from slime.algorithms.losses import PolicyInputs, cispo_loss, off_policy_sequence_mask, ppo_clip_loss
+from slime.algorithms.losses import (
+    PolicyInputs,
+    cispo_loss,
+    off_policy_sequence_mask,
+    ppo_clip_loss,
+)
 from slime.algorithms.reduce import sequence_mean
 from slime.samples.packing import PackingRules, plan_steps
 
-# -- losses ----------------------------------------------------------------------------------------------------------
+# -- losses
+# ----------------------------------------------------------------------------------------------------------
 
 
 def compute_approx_kl(
-    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    kl_loss_type: str,
+    importance_ratio: Tensor | None = None,
 ) -> Tensor:
-    """`slime.algorithms.kl.kl_estimate`, of the same shape; weighted by the ratio where one is given."""
+    """`slime.algorithms.kl.kl_estimate`, of the same shape; weighted by the ratio where one is
+    given."""
     log_ratio = None if importance_ratio is None else importance_ratio.log()
     return kl_estimate(log_probs.float(), log_probs_base.float(), kl_loss_type, log_ratio)
 
 
 def compute_policy_loss(
-    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
+    ppo_kl: Tensor,
+    advantages: Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+    eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, clipped) of each token; ``ppo_kl`` [T] is the old log-prob less the current one."""
-    inputs = _inputs(-ppo_kl, torch.zeros_like(ppo_kl), advantages, eps_clip, eps_clip_high, eps_clip_c)
+    inputs = _inputs(
+        -ppo_kl, torch.zeros_like(ppo_kl), advantages, eps_clip, eps_clip_high, eps_clip_c
+    )
     loss = ppo_clip_loss(inputs)
     return loss.loss, loss.clipped
 
@@ -46,10 +62,17 @@ def compute_cispo_loss(
 
 
 def _inputs(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float, ceiling: float | None = None
+    log_probs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    ceiling: float | None = None,
 ) -> PolicyInputs:
     lengths = torch.tensor([log_probs.numel()], device=log_probs.device)
-    return PolicyInputs(log_probs, old, advantages, torch.ones_like(log_probs), lengths, low, high, ceiling)
+    return PolicyInputs(
+        log_probs, old, advantages, torch.ones_like(log_probs), lengths, low, high, ceiling
+    )
 
 
 def compute_gspo_kl(
@@ -58,7 +81,8 @@ def compute_gspo_kl(
     local_log_probs: list[Tensor],
     loss_masks: list[Tensor],
 ) -> Tensor:
-    """[T]: the mean of old less current log-prob over a sample's trained tokens, for each of its local ones."""
+    """[T]: the mean of old less current log-prob over a sample's trained tokens, for each of its
+    local ones."""
     means = [
         sequence_mean(old - new, mask.to(new), _length(new))
         for new, old, mask in zip(full_log_probs, full_old_log_probs, loss_masks)
@@ -76,16 +100,21 @@ def compute_opsm_mask(
     """([T] mask by ``args.opsm_delta``, number of samples that it takes out)."""
     masks = [
         off_policy_sequence_mask(new, old, advantage, mask.to(new), _length(new), args.opsm_delta)
-        for new, old, advantage, mask in zip(full_log_probs, full_old_log_probs, advantages, loss_masks)
+        for new, old, advantage, mask in zip(
+            full_log_probs, full_old_log_probs, advantages, loss_masks
+        )
     ]
-    return torch.cat(masks), sum((1 - mask).mean() for mask in masks) + torch.zeros((), device=masks[0].device)
+    return torch.cat(masks), sum((1 - mask).mean() for mask in masks) + torch.zeros(
+        (), device=masks[0].device
+    )
 
 
 def _length(tensor: Tensor) -> Tensor:
     return torch.tensor([tensor.numel()], device=tensor.device)
 
 
-# -- advantages ------------------------------------------------------------------------------------------------------
+# -- advantages
+# ------------------------------------------------------------------------------------------------------
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: list[Tensor]) -> list[Tensor]:
@@ -103,22 +132,29 @@ def get_reinforce_plus_plus_returns(
     gamma: float,
 ) -> list[Tensor]:
     """Discounted returns of REINFORCE++; lengths are those of the tensors."""
-    return estimates.reinforce_plus_plus(AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef, gamma))[0]
+    return estimates.reinforce_plus_plus(
+        AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef, gamma)
+    )[0]
 
 
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: list[Tensor], loss_masks: list[Tensor], kl_coef: float
 ) -> list[Tensor]:
     """Rewards, less their group's mean already, less the KL penalty of each token."""
-    return estimates.reinforce_plus_plus_baseline(AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef))[0]
+    return estimates.reinforce_plus_plus_baseline(
+        AdvantageInputs(_numbers(rewards), kl, loss_masks, kl_coef)
+    )[0]
 
 
 def _numbers(rewards: Sequence[float] | Tensor) -> list[float]:
     return [float(reward) for reward in rewards]
 
 
-def _generalised(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [L] of GAE (arXiv:1506.02438): what is discounted by γλ are the errors of the values."""
+def _generalised(
+    rewards: Tensor, values: Tensor, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [L] of GAE (arXiv:1506.02438): what is discounted by γλ are the errors
+    of the values."""
     errors = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
     advantages = discounted_returns(errors, gamma * lambd)
     return advantages, advantages + values
@@ -129,7 +165,9 @@ def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int
     return torch.stack([discounted_returns(row, discount) for row in rewards])
 
 
-def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+def vanilla_gae(
+    rewards: Tensor, values: Tensor, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
     """(advantages, returns), each [B, T] as ``rewards`` and ``values``."""
     rows = [_generalised(*row, gamma, lambd) for row in zip(rewards, values)]
     return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
@@ -159,11 +197,15 @@ def get_advantages_and_returns_batch(
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(advantages, returns) of each sample."""
-    rows = [_generalised(rewards, values, gamma, lambd) for rewards, values in zip(rewards_list, values_list)]
+    rows = [
+        _generalised(rewards, values, gamma, lambd)
+        for rewards, values in zip(rewards_list, values_list)
+    ]
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-# -- packing ---------------------------------------------------------------------------------------------------------
+# -- packing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def build_dp_schedule(
@@ -174,8 +216,9 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-    """`slime.samples.packing.plan_steps`: of each data-parallel rank the positions of its samples, and its
-    micro-batches, which point into them; micro-batches per rank and executions of each step.
+    """`slime.samples.packing.plan_steps`: of each data-parallel rank the positions of its samples,
+    and its micro-batches, which point into them; micro-batches per rank and executions of each
+    step.
 
     No sample is left out: executions that do not fill a step are spread over the others.
     """
@@ -187,10 +230,19 @@ def build_dp_schedule(
         data_parallel_size=train_parallel_config["dp_size"],
         micro_batch_multiple=multiple if stages > 1 else 1,
         micro_batch_size=getattr(args, "micro_batch_size", None) or 1,
-        max_tokens=args.max_tokens_per_gpu * (train_parallel_config.get("cp_size") or 1) if dynamic else None,
+        max_tokens=args.max_tokens_per_gpu * (train_parallel_config.get("cp_size") or 1)
+        if dynamic
+        else None,
         balance=bool(getattr(args, "balance_data", False)),
     )
     plan = plan_steps(total_lengths, rollout_indices, total_lengths, rules)
-    micro_batches = [[bin_ for step in steps for bin_ in step.micro_batches] for steps in plan.steps]
+    micro_batches = [
+        [bin_ for step in steps for bin_ in step.micro_batches] for steps in plan.steps
+    ]
     first = plan.steps[0]
-    return plan.shards, micro_batches, [len(step.micro_batches) for step in first], [s.global_batch_size for s in first]
+    return (
+        plan.shards,
+        micro_batches,
+        [len(step.micro_batches) for step in first],
+        [s.global_batch_size for s in first],
+    )

@@ -1,7 +1,8 @@
-"""The reference system's generate functions where no run is under way, so that plugin authors can unit-test theirs.
+"""The reference system's generate functions where no run is under way, so that plugin authors can
+unit-test theirs.
 
-Names are looked up in ``slime.rollout.sglang_rollout`` when they are called: a test may put its own ``GenerateState``,
-``generate``, ``post``, ``async_rm`` or ``batched_async_rm`` there.
+Names are looked up in ``slime.rollout.sglang_rollout`` when they are called: a test may put its own
+``GenerateState``, ``generate``, ``post``, ``async_rm`` or ``batched_async_rm`` there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _OLD = "slime.rollout.sglang_rollout"
 
 
 class LoneState:
-    """What ``GenerateState(args)`` is without a run: made of ``args``, a namespace with some of the flags.
+    """What ``GenerateState(args)`` is without a run: made of ``args``, a namespace with some of the
+    flags.
 
     Attributes:
         tokenizer: of ``args.hf_checkpoint``; None without it.
@@ -36,8 +38,12 @@ class LoneState:
         checkpoint = _flag(args, "hf_checkpoint")
         self.tokenizer = load_tokenizer(checkpoint) if checkpoint else None
         self.processor = None
-        engines = (_flag(args, "rollout_num_gpus") or 1) // (_flag(args, "rollout_num_gpus_per_engine") or 1)
-        self.semaphore = asyncio.Semaphore(_flag(args, "sglang_server_concurrency") * max(1, engines))
+        engines = (_flag(args, "rollout_num_gpus") or 1) // (
+            _flag(args, "rollout_num_gpus_per_engine") or 1
+        )
+        self.semaphore = asyncio.Semaphore(
+            _flag(args, "sglang_server_concurrency") * max(1, engines)
+        )
         self.sampling_params = engine_params(
             temperature=_flag(args, "rollout_temperature"),
             top_p=_flag(args, "rollout_top_p"),
@@ -65,7 +71,8 @@ def _flag(args: Any, name: str) -> Any:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text without special ones, by a tokenizer that has ``encode`` or can be called, or both."""
+    """The tokens of a text without special ones, by a tokenizer that has ``encode`` or can be
+    called, or both."""
     if hasattr(tokenizer, "encode"):
         return list(tokenizer.encode(text, add_special_tokens=False))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -77,13 +84,18 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = old.GenerateState(args)
     if not sample.tokens:
         if not isinstance(sample.prompt, str):
-            raise UserError("the prompt is no text", fix="render messages first, with --apply-chat-template in a run")
+            raise UserError(
+                "the prompt is no text",
+                fix="render messages first, with --apply-chat-template in a run",
+            )
         sample.tokens = token_ids(state.tokenizer, sample.prompt)
     params = dict(sampling_params)
     if sample.response_length:
         params["max_new_tokens"] = params["max_new_tokens"] - sample.response_length
     payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
-    output = await old.post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload)
+    output = await old.post(
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload
+    )
     meta = output["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     sample.append_response_tokens(
@@ -99,8 +111,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample through generate function, sample hooks and reward; a list where it fanned out. With ``group_rm`` in
-    ``args`` it comes back without a reward."""
+    """One sample through generate function, sample hooks and reward; a list where it fanned out.
+    With ``group_rm`` in ``args`` it comes back without a reward."""
     old = importlib.import_module(_OLD)
     state = old.GenerateState(args)
     async with state.semaphore:
@@ -130,7 +142,9 @@ async def _generated(
         return await importlib.import_module(_OLD).generate(args, sample, sampling_params)
     function = load_function(path)
     takes = "evaluation" in inspect.signature(function).parameters
-    return await function(args, sample, sampling_params, **({"evaluation": evaluation} if takes else {}))
+    return await function(
+        args, sample, sampling_params, **({"evaluation": evaluation} if takes else {})
+    )
 
 
 async def generate_and_rm_group(
@@ -140,7 +154,10 @@ async def generate_and_rm_group(
     old = importlib.import_module(_OLD)
     if old.GenerateState(args).aborted:
         return group
-    tasks = [old.generate_and_rm(args, sample, sampling_params, evaluation=evaluation) for sample in group]
+    tasks = [
+        old.generate_and_rm(args, sample, sampling_params, evaluation=evaluation)
+        for sample in group
+    ]
     done = list(await asyncio.gather(*tasks))
     if getattr(args, "group_rm", False):
         leaves = [sample for one in done for sample in (one if isinstance(one, list) else [one])]

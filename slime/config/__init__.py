@@ -1,7 +1,8 @@
-"""Flags and YAML in, one frozen `Config` out. Imports no torch, ray, transformers, megatron or sglang.
+"""Flags and YAML in, one frozen `Config` out. Imports no torch, ray, transformers, megatron or
+sglang.
 
-The names are looked up when they are asked for, so that whoever wants the record (`slime.config.config`) does not
-import the parser.
+The names are looked up when they are asked for, so that whoever wants the record
+(`slime.config.config`) does not import the parser.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""What flags ask for that cannot be, found before anything starts. Each error says which flags, and what to do.
+"""What flags ask for that cannot be, found before anything starts. Each error says which flags, and
+what to do.
 
-What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them; below are the
-equations between several flags that say how a run is made. Those of the trainer are in `checks_train`.
+What a flag declares of itself (refusals, range, what it acts with) is checked here for all of them;
+below are the equations between several flags that say how a run is made. Those of the trainer are
+in `checks_train`.
 
-`check` holds for every configuration; `incomplete` adds what a run needs that a part of it does not.
+`check` holds for every configuration; `incomplete` adds what a run needs that a part of it does
+not.
 """
 
 from __future__ import annotations
@@ -40,10 +43,15 @@ def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
         raise error
 
 
-def unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> Iterator[tuple[list[str], UserError]]:
-    """Yield (flags by dest, error) for each thing that flags ask for and that this version does not do. Flags that ask
-    for the same thing are told together, and those that describe a model of a missing family by its name."""
-    differing = frozenset(dest for dest, value in given.values.items() if value != specs[dest].default)
+def unsupported(
+    given: Given, specs: Mapping[str, FlagSpec]
+) -> Iterator[tuple[list[str], UserError]]:
+    """Yield (flags by dest, error) for each thing that flags ask for and that this version does not
+    do. Flags that ask for the same thing are told together, and those that describe a model of a
+    missing family by its name."""
+    differing = frozenset(
+        dest for dest, value in given.values.items() if value != specs[dest].default
+    )
     by_reason: dict[str, list[tuple[str, str]]] = {}
     family = missing_family(given, differing)
     for dest, value in given.values.items():
@@ -52,7 +60,11 @@ def unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> Iterator[tuple[l
             origin = given.origins[dest]
             where = f"{origin.removeprefix('yaml ')}: " if origin.startswith("yaml ") else ""
             by_reason.setdefault(reason, []).append((dest, where + shown))
-    errors = [] if family is None else [([dest for dest in differing if described_by(family, dest)], family)]
+    errors = (
+        []
+        if family is None
+        else [([dest for dest in differing if described_by(family, dest)], family)]
+    )
     errors += [
         ([dest for dest, _ in flags], _unsupported(reason, [shown for _, shown in flags]))
         for reason, flags in by_reason.items()
@@ -79,7 +91,9 @@ def _unsupported(reason: str, flags: list[str]) -> UserError:
     named = ", ".join(flags)
     if _MISSING in reason:
         feature, _, rest = reason.partition(_MISSING)
-        return UserError(f"{feature}{_MISSING}", why=f"asked for by {named}", fix=rest.lstrip(";, "))
+        return UserError(
+            f"{feature}{_MISSING}", why=f"asked for by {named}", fix=rest.lstrip(";, ")
+        )
     return UserError(f"{named} cannot be set", why=reason)
 
 
@@ -94,7 +108,8 @@ def check(draft: Draft) -> None:
 
 
 def violations(draft: Draft) -> Iterator[UserError]:
-    """All contradictions, one after the other; where the numbers make no layout at all, the rest is not looked at."""
+    """All contradictions, one after the other; where the numbers make no layout at all, the rest is
+    not looked at."""
     for step in (
         _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _nccl_timeout, _external_engines, _lengths,
         _sampling, _evaluation, _debug, _names, _layer_spec, *checks_train.STEPS,
@@ -107,11 +122,15 @@ def violations(draft: Draft) -> Iterator[UserError]:
                 return
 
 
-# -- what flags declare of themselves ------------------------------------------------------------------------
+# -- what flags declare of themselves
+# ------------------------------------------------------------------------
 
 
 def _ranges(draft: Draft) -> None:
-    for dest in (*draft.given.values, *draft.values):  # the user's own first, what follows from them after
+    for dest in (
+        *draft.given.values,
+        *draft.values,
+    ):  # the user's own first, what follows from them after
         check_number(draft.specs[dest], draft[dest])
 
 
@@ -133,14 +152,18 @@ def _needs(draft: Draft) -> None:
 
 
 def _is_so_anyway(draft: Draft, spec: FlagSpec) -> bool:
-    """The value is the one that is derived when the flag is left out: a resolved configuration can be given again."""
+    """The value is the one that is derived when the flag is left out: a resolved configuration can
+    be given again."""
     if not spec.meta.derived:
         return False
-    derived = resolve(draft.given.without(spec.dest), draft.specs, draft.entry, draft.is_run).values[spec.dest]
+    derived = resolve(
+        draft.given.without(spec.dest), draft.specs, draft.entry, draft.is_run
+    ).values[spec.dest]
     return bool(derived == draft[spec.dest])
 
 
-# -- the run -------------------------------------------------------------------------------------------------
+# -- the run
+# -------------------------------------------------------------------------------------------------
 
 
 def _staleness(draft: Draft) -> None:
@@ -149,16 +172,24 @@ def _staleness(draft: Draft) -> None:
     if most is not None and most < interval - 1:
         raise UserError(
             f"--max-staleness {most} is too little for --update-weights-interval {interval}",
-            why=f"the last of the {interval} rollouts between two pushes is trained on {interval - 1} rollouts after"
+            why=f"the last of the {interval} rollouts between two pushes is trained on "
+            f"{interval - 1} rollouts after"
             " the push before it, and the next push waits for it: it could never be begun",
-            fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval {most + 1} or less",
+            fix=f"pass --max-staleness {interval - 1} or more, or --update-weights-interval "
+            f"{most + 1} or less",
         )
     corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
-    takes_them = most is not None and draft["stale_samples"] == "correct" and draft["loss_type"] == "policy_loss"
+    takes_them = (
+        most is not None
+        and draft["stale_samples"] == "correct"
+        and draft["loss_type"] == "policy_loss"
+    )
     if takes_them and not any(draft[name] for name in corrections):
         draft.warnings.append(
-            "--stale-samples correct has nothing to correct with: groups older than --max-staleness are trained on as"
-            " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the engine's log-probs as"
+            "--stale-samples correct has nothing to correct with: groups older than "
+            "--max-staleness are trained on as"
+            " if they were not; --use-tis weighs their tokens, --use-rollout-logprobs takes the "
+            "engine's log-probs as"
             " the old policy's"
         )
 
@@ -170,7 +201,8 @@ _FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 def _overlap(draft: Draft) -> None:
     if draft["rollout_function_path"] == _FULLY_ASYNC and not draft["async_buffer_size"]:
         draft.warnings.append(
-            "nothing is generated while the trainer works, which --rollout-function-path asks for: it takes"
+            "nothing is generated while the trainer works, which --rollout-function-path asks "
+            "for: it takes"
             " train_async.py (or --async-buffer-size) and engines on GPUs of their own"
         )
 
@@ -178,27 +210,43 @@ def _overlap(draft: Draft) -> None:
 def _entry(draft: Draft) -> None:
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     is_whole = has_engines and not draft["debug_rollout_only"]
-    piece = draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
+    piece = (
+        draft["rollout_request_tokens"] if "rollout_request_tokens" in draft.given.values else None
+    )
     longest = max(draft["rollout_max_response_len"], draft["eval_max_response_len"])
     if piece is not None and piece >= longest:
-        draft.warnings.append(f"--rollout-request-tokens {piece} has no effect: answers have at most {longest} tokens")
+        draft.warnings.append(
+            f"--rollout-request-tokens {piece} has no effect: answers have at most {longest} tokens"
+        )
     if draft["async_buffer_size"] > 0 and draft["colocate"] and is_whole:
-        other = "train_async" if draft.entry == "train_async" else f"--async-buffer-size {draft['async_buffer_size']}"
+        other = (
+            "train_async"
+            if draft.entry == "train_async"
+            else f"--async-buffer-size {draft['async_buffer_size']}"
+        )
         raise UserError(
             f"--colocate cannot be used with {other}",
-            why="generation runs while the trainer trains, so they cannot take turns on the same GPUs",
-            fix="remove --colocate and give the engines GPUs of their own with --rollout-num-gpus, or use train.py",
+            why="generation runs while the trainer trains, so they cannot take turns on the same "
+            "GPUs",
+            fix="remove --colocate and give the engines GPUs of their own with "
+            "--rollout-num-gpus, or use train.py",
         )
 
 
 def _host(draft: Draft) -> None:
-    """What depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS speaks for the others)."""
+    """What depends on whether the trainer has GPUs, judged by this host (SLIME_NUM_GPUS speaks for
+    the others)."""
     on_gpu = num_gpus() > 0
-    where = "on GPUs" if on_gpu else "without GPUs (SLIME_NUM_GPUS=<n> says that the trainer's hosts have some)"
+    where = (
+        "on GPUs"
+        if on_gpu
+        else "without GPUs (SLIME_NUM_GPUS=<n> says that the trainer's hosts have some)"
+    )
     wrong = {"nccl"} if not on_gpu else {"gloo"}
     if draft["distributed_backend"] in wrong:
         raise UserError(
-            f"--distributed-backend {draft['distributed_backend']} cannot be used {where}", fix="leave it at auto"
+            f"--distributed-backend {draft['distributed_backend']} cannot be used {where}",
+            fix="leave it at auto",
         )
     missing = {"fused", "unfused", "local"} if on_gpu else {"flash", "fused"}
     if on_gpu and draft["transformer_impl"] == "transformer_engine":
@@ -206,11 +254,16 @@ def _host(draft: Draft) -> None:
     if draft["attention_backend"] in missing:
         raise UserError(
             f"--attention-backend {draft['attention_backend']} is not there {where}",
-            why="torch's variable-length flash attention is used" if on_gpu else "torch's own attention is used",
+            why="torch's variable-length flash attention is used"
+            if on_gpu
+            else "torch's own attention is used",
             fix="pass auto or flash" if on_gpu else "pass auto, unfused or local",
         )
     if not on_gpu and draft.differs("data_pad_size_multiplier"):
-        draft.warnings.append("--data-pad-size-multiplier has no effect without GPUs: it is about the speed of kernels")
+        draft.warnings.append(
+            "--data-pad-size-multiplier has no effect without GPUs: it is about the speed of "
+            "kernels"
+        )
 
 
 def _placement(draft: Draft) -> None:
@@ -219,7 +272,8 @@ def _placement(draft: Draft) -> None:
     has_engines = GENERATES.holds(draft.values) and not draft["debug_train_only"]
     if has_engines and gpus % per_engine:
         raise UserError(
-            f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}",
+            f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine "
+            f"{per_engine}",
             fix=f"pass --rollout-num-gpus {max(1, gpus // per_engine) * per_engine}",
         )
     prefill = draft["prefill_num_servers"]
@@ -228,19 +282,22 @@ def _placement(draft: Draft) -> None:
         raise UserError(
             f"--prefill-num-servers {prefill} leaves no engine that decodes",
             why=f"--rollout-num-gpus {gpus} is {gpus // per_engine} engines of {per_engine} GPUs",
-            fix=f"pass --rollout-num-gpus {(prefill + 1) * per_engine} or more, or fewer prefill servers",
+            fix=f"pass --rollout-num-gpus {(prefill + 1) * per_engine} or more, or fewer prefill "
+            "servers",
         )
     per_node = draft["num_gpus_per_node"]
     if has_engines and draft.is_given("num_gpus_per_node") and per_engine > per_node:
         if not ENGINE_OPTIONS[draft["rollout_engine"]].spans_nodes:
             raise UserError(
-                f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}",
+                f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node "
+                f"{per_node}",
                 why="the embedded engine does not reach over nodes",
                 fix="pass --rollout-engine sglang",
             )
         if per_engine % per_node:
             raise UserError(
-                f"--rollout-num-gpus-per-engine {per_engine} is not a multiple of --num-gpus-per-node {per_node}",
+                f"--rollout-num-gpus-per-engine {per_engine} is not a multiple of "
+                f"--num-gpus-per-node {per_node}",
                 why="an engine that reaches over nodes has the same number of GPUs on each",
             )
     trainers = draft["actor_num_gpus_per_node"]
@@ -260,11 +317,15 @@ def _nccl_timeout(draft: Draft) -> None:
 
 def _external_engines(draft: Draft) -> None:
     urls = [
-        engine_url(address, "--rollout-external-engine-addrs") for address in draft["rollout_external_engine_addrs"]
+        engine_url(address, "--rollout-external-engine-addrs")
+        for address in draft["rollout_external_engine_addrs"]
     ]
     for url in urls:
         if urls.count(url) > 1:
-            raise UserError(f"--rollout-external-engine-addrs names {url} {urls.count(url)} times", fix="name it once")
+            raise UserError(
+                f"--rollout-external-engine-addrs names {url} {urls.count(url)} times",
+                fix="name it once",
+            )
 
 
 def _lengths(draft: Draft) -> None:
@@ -300,7 +361,8 @@ def _sampling(draft: Draft) -> None:
         )
     if draft["over_sampling_batch_size"] < draft["rollout_batch_size"]:
         raise UserError(
-            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than --rollout-batch-size "
+            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is less than "
+            "--rollout-batch-size "
             f"{draft['rollout_batch_size']}",
             fix="let it be at least as large",
         )
@@ -329,20 +391,32 @@ def _layer_spec(draft: Draft) -> None:
     if family := BUILT_IN.get(spec[0]):
         draft.values["spec"] = ()
         draft.warnings.append(
-            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by the table of its family"
+            f"--spec {' '.join(spec)} is not imported: the layers of {family} are built in, by "
+            "the table of its family"
         )
 
 
 def _names(draft: Draft) -> None:
     if (stage := draft["stage"]) is not None and re.search(r"[\s()~]|^.{101}", stage):
-        why = "the settings of a stage are config.<stage>.json, apart from the copies that file managers make"
-        raise UserError(f"--stage {stage!r} is no single word", why=why, fix="give it a short word without blanks")
-    for dest, fix in (("run_name", "put the path into --output-dir"), ("stage", "give it a single word")):
+        why = (
+            "the settings of a stage are config.<stage>.json, apart from the copies that file "
+            "managers make"
+        )
+        raise UserError(
+            f"--stage {stage!r} is no single word",
+            why=why,
+            fix="give it a short word without blanks",
+        )
+    for dest, fix in (
+        ("run_name", "put the path into --output-dir"),
+        ("stage", "give it a single word"),
+    ):
         name = draft[dest]
         if name is not None and (name in ("", ".", "..") or "/" in name):
             raise UserError(
                 f"{option_of(dest)} {name!r} is no name of a folder",
-                why="the run folder is --output-dir/--run-name, one level deep, so that tensorboard finds all runs; "
+                why="the run folder is --output-dir/--run-name, one level deep, so that "
+                "tensorboard finds all runs; "
                 "folders of a stage are inside",
                 fix=f"leave the slash out; {fix}",
             )
@@ -350,15 +424,31 @@ def _names(draft: Draft) -> None:
 
 def _debug(draft: Draft) -> None:
     if draft["debug_rollout_only"] and draft["debug_train_only"]:
-        why = "--load-debug-rollout-data implies --debug-train-only" if draft["load_debug_rollout_data"] else ""
-        raise UserError("--debug-rollout-only and --debug-train-only exclude each other", why=why, fix="choose one")
+        why = (
+            "--load-debug-rollout-data implies --debug-train-only"
+            if draft["load_debug_rollout_data"]
+            else ""
+        )
+        raise UserError(
+            "--debug-rollout-only and --debug-train-only exclude each other",
+            why=why,
+            fix="choose one",
+        )
     for dest, fields in path_patterns.FIELDS.items():
         if (pattern := draft[dest]) is not None:
-            path_patterns.check(pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest))
+            path_patterns.check(
+                pattern, option_of(dest), fields=fields, num_rollout=_compared(draft, dest)
+            )
     samples = draft["save_debug_rollout_data"]
     tensors = draft["save_debug_train_data"]
-    if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(tensors, 0):
-        both = "" if samples == tensors else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
+    if None not in (samples, tensors) and path_patterns.fill(samples, 0) == path_patterns.fill(
+        tensors, 0
+    ):
+        both = (
+            ""
+            if samples == tensors
+            else f" and {tensors}: for rollout 0 that is {path_patterns.fill(samples, 0)}"
+        )
         raise UserError(
             f"--save-debug-rollout-data and --save-debug-train-data are both {samples}{both}",
             why="one would write over the other",
@@ -367,9 +457,11 @@ def _debug(draft: Draft) -> None:
 
 
 def _compared(draft: Draft, dest: str) -> int:
-    """Rollouts that must have paths of their own; each export may replace the last one, and what is read may be one
-    file."""
-    one_for_all = dest == "ci_load_grad_norm" or (dest == "save_hf" and not path_patterns.names_rollout(draft[dest]))
+    """Rollouts that must have paths of their own; each export may replace the last one, and what is
+    read may be one file."""
+    one_for_all = dest == "ci_load_grad_norm" or (
+        dest == "save_hf" and not path_patterns.names_rollout(draft[dest])
+    )
     return 1 if one_for_all else draft["num_rollout"] or 1
 
 
@@ -392,31 +484,48 @@ def _check_signal(draft: Draft) -> None:
     if FACTS[estimator].compares_group and draft["n_samples_per_prompt"] == 1 and asked and not own:
         raise UserError(
             f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
-            why="a reward counts relative to those of the other samples of its prompt, so every advantage would be 0",
-            fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus --normalize-advantages",
+            why="a reward counts relative to those of the other samples of its prompt, so every "
+            "advantage would be 0",
+            fix="pass --n-samples-per-prompt 8, or --advantage-estimator reinforce_plus_plus "
+            "--normalize-advantages",
         )
     if draft["use_kl_loss"] and draft["kl_loss_coef"] == 0:
         if not draft.is_given("kl_loss_coef"):
             raise UserError(
                 "--use-kl-loss has no effect without --kl-loss-coef",
-                why="its coefficient is 0: the reference model would be loaded and run in every step for nothing",
-                fix="pass --kl-loss-coef 0.01 too, or leave --use-kl-loss out; an explicit 0 measures the KL",
+                why="its coefficient is 0: the reference model would be loaded and run in every "
+                "step for nothing",
+                fix="pass --kl-loss-coef 0.01 too, or leave --use-kl-loss out; an explicit 0 "
+                "measures the KL",
             )
         draft.warnings.append(
-            "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at the cost of a forward"
+            "--use-kl-loss with --kl-loss-coef 0 only measures the KL to the reference model, at "
+            "the cost of a forward"
             " pass in every step"
         )
     elif draft["use_kl_loss"] and draft["kl_loss_type"] == "k1" and not draft["use_unbiased_kl"]:
-        # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is 0
+        # the gradient of log π - log π_ref is that of log π, the mean of which over samples of π is
+        # 0
         draft.warnings.append(
-            "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the expectation of its"
-            " gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or pass k2 or --use-unbiased-kl"
+            "--use-kl-loss with --kl-loss-type k1 hardly keeps the model near the reference: the "
+            "expectation of its"
+            " gradient is 0 on policy; leave --kl-loss-type out (low_var_kl), or pass k2 or "
+            "--use-unbiased-kl"
         )
 
 
 def incomplete(draft: Draft) -> Iterator[UserError]:
     """What a run lacks, and a part of it does not need: each error names the flag."""
-    for step in (_length, _model, _evaluation_alone, _prompts, _start, _saved_samples, _some_engine, _signal):
+    for step in (
+        _length,
+        _model,
+        _evaluation_alone,
+        _prompts,
+        _start,
+        _saved_samples,
+        _some_engine,
+        _signal,
+    ):
         try:
             step(draft)
         except UserError as error:
@@ -427,9 +536,14 @@ def _length(draft: Draft) -> None:
     rollouts = draft["num_rollout"]
     epochs = draft["num_epoch"]
     if rollouts is None and epochs is None:
-        raise UserError("--num-rollout is required", fix="pass --num-rollout, or --num-epoch to go over the data")
+        raise UserError(
+            "--num-rollout is required",
+            fix="pass --num-rollout, or --num-epoch to go over the data",
+        )
     if rollouts is not None and epochs is not None:
-        raise UserError("--num-rollout and --num-epoch both say how long to train", fix="give one of them")
+        raise UserError(
+            "--num-rollout and --num-epoch both say how long to train", fix="give one of them"
+        )
 
 
 def _model(draft: Draft) -> None:
@@ -444,16 +558,22 @@ def _model(draft: Draft) -> None:
 def _evaluation_alone(draft: Draft) -> None:
     if draft["num_rollout"] == 0 and not (draft["eval_prompt_data"] or draft["eval_config"]):
         raise UserError(
-            "--num-rollout 0 only evaluates, but there is no evaluation data", fix="pass --eval-prompt-data"
+            "--num-rollout 0 only evaluates, but there is no evaluation data",
+            fix="pass --eval-prompt-data",
         )
 
 
 def _prompts(draft: Draft) -> None:
-    draws = draft["rollout_global_dataset"] and draft["data_source_path"] is None and draft["num_rollout"] != 0
+    draws = (
+        draft["rollout_global_dataset"]
+        and draft["data_source_path"] is None
+        and draft["num_rollout"] != 0
+    )
     if draws and draft["prompt_data"] is None and draft["load_debug_rollout_data"] is None:
         raise UserError(
             "--prompt-data is required",
-            fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout function has its own",
+            fix="pass a JSONL or Parquet file; --disable-rollout-global-dataset when the rollout "
+            "function has its own",
         )
 
 
@@ -474,12 +594,17 @@ def _saved_samples(draft: Draft) -> None:
         raise UserError(
             "--debug-train-only has nothing to train on",
             why="no engine is started, and no samples are loaded",
-            fix="pass --load-debug-rollout-data PATTERN, written before by --save-debug-rollout-data",
+            fix="pass --load-debug-rollout-data PATTERN, written before by "
+            "--save-debug-rollout-data",
         )
 
 
 def _some_engine(draft: Draft) -> None:
-    generates = not draft["debug_train_only"] and draft["loss_type"] != "sft_loss" and draft["num_rollout"] != 0
+    generates = (
+        not draft["debug_train_only"]
+        and draft["loss_type"] != "sft_loss"
+        and draft["num_rollout"] != 0
+    )
     if not generates or draft["rollout_num_gpus"] != 0:
         return
     if not draft["rollout_external_engine_addrs"]:
@@ -488,7 +613,8 @@ def _some_engine(draft: Draft) -> None:
         raise UserError(
             "--debug-rollout-only with external engines alone has nothing to start",
             why="no trainer pushes to them, so they generate with whatever they hold",
-            fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave --debug-rollout-only out",
+            fix="pass --rollout-num-gpus 1 for an engine of the run beside them, or leave "
+            "--debug-rollout-only out",
         )
 
 

@@ -16,7 +16,8 @@ _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 def parallel(draft: Draft) -> None:
     if draft["debug_rollout_only"]:
-        return  # there is no trainer: fewer GPUs than its layout needs are what people take this for
+        # there is no trainer: fewer GPUs than its layout needs are what people take this for
+        return
     tensor = draft["tensor_model_parallel_size"]
     pipeline = draft["pipeline_model_parallel_size"]
     context = draft["context_parallel_size"]
@@ -29,19 +30,24 @@ def parallel(draft: Draft) -> None:
     if world % model:
         raise UserError(
             f"{world} trainer GPUs cannot be divided by {model}",
-            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × {context} = {model}",
+            why=f"{gpus}; tensor × pipeline × context parallel size = {tensor} × {pipeline} × "
+            f"{context} = {model}",
             fix="let the product of the parallel sizes divide the number of GPUs",
         )
     expert_tensor = draft["expert_tensor_parallel_size"] or tensor
     if expert > 1 and world % (expert_tensor * expert * pipeline):
         raise UserError(
             f"{world} trainer GPUs cannot be divided by {expert_tensor * expert * pipeline}",
-            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × {expert} × {pipeline}",
-            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is usual",
+            why=f"{gpus}; expert tensor × expert × pipeline parallel size = {expert_tensor} × "
+            f"{expert} × {pipeline}",
+            fix="let that product divide the number of GPUs; --expert-tensor-parallel-size 1 is "
+            "usual",
         )
     experts = draft.values.get("num_experts")
     if expert > 1 and experts is not None and experts % expert:
-        raise UserError(f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}")
+        raise UserError(
+            f"--num-experts {experts} cannot be divided by --expert-model-parallel-size {expert}"
+        )
     _context_exchange(draft)
     _virtual_stages(draft, pipeline)
 
@@ -61,7 +67,8 @@ def _context_exchange(draft: Draft) -> None:
     if kinds - {"a2a"} and draft.values.get("transformer_impl") != "transformer_engine":
         raise UserError(
             f"--cp-comm-type {' '.join(sorted(kinds))} needs Transformer Engine",
-            why="without it, context parallelism exchanges heads for tokens (a2a) around each attention",
+            why="without it, context parallelism exchanges heads for tokens (a2a) around each "
+            "attention",
             fix="leave the flag out, or pass a2a",
         )
 
@@ -71,7 +78,8 @@ def _virtual_stages(draft: Draft, pipeline: int) -> None:
     by_count = draft["num_virtual_stages_per_pipeline_rank"]
     if by_layers is not None and by_count is not None:
         raise UserError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing",
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
+            "say the same thing",
             fix="give one of them",
         )
     if (by_layers is not None or by_count is not None) and pipeline == 1:
@@ -92,10 +100,15 @@ def _batches(draft: Draft) -> None:
         raise UserError(
             "--use-dynamic-batch-size needs --max-tokens-per-gpu",
             why="it packs micro-batches up to that many tokens",
-            fix=f"start with rollout_max_response_len ÷ context_parallel_size: --max-tokens-per-gpu "
+            fix="start with rollout_max_response_len ÷ context_parallel_size: "
+            "--max-tokens-per-gpu "
             f"{-(-draft['rollout_max_response_len'] // draft['context_parallel_size'])}",
         )
-    model = draft["tensor_model_parallel_size"] * draft["pipeline_model_parallel_size"] * draft["context_parallel_size"]
+    model = (
+        draft["tensor_model_parallel_size"]
+        * draft["pipeline_model_parallel_size"]
+        * draft["context_parallel_size"]
+    )
     data_parallel = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"] // model
     micro = draft["micro_batch_size"]
     batch = draft["global_batch_size"]
@@ -104,8 +117,10 @@ def _batches(draft: Draft) -> None:
     if is_static and is_asked and batch % (micro * data_parallel):
         raise UserError(
             f"global_batch_size {batch} cannot be divided by {micro * data_parallel}",
-            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = {micro * data_parallel}",
-            fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size out: samples are then"
+            why=f"micro_batch_size × data-parallel size = {micro} × {data_parallel} = "
+            f"{micro * data_parallel}",
+            fix="change --global-batch-size or --micro-batch-size, or leave --micro-batch-size "
+            "out: samples are then"
             " packed by tokens",
         )
 
@@ -114,18 +129,23 @@ def _algorithm(draft: Draft) -> None:
     estimator = draft["advantage_estimator"]
     if draft["kl_coef"] != 0 and draft["kl_loss_coef"] != 0:
         raise UserError(
-            "--kl-coef and --kl-loss-coef are both set", fix="choose the penalty in the reward or in the loss"
+            "--kl-coef and --kl-loss-coef are both set",
+            fix="choose the penalty in the reward or in the loss",
         )
     if FACTS[estimator].needs_whitening and not draft["normalize_advantages"]:
         raise UserError(f"--advantage-estimator {estimator} needs --normalize-advantages")
     if draft["use_rollout_logprobs"] and draft["use_tis"]:
         raise UserError(
             "--use-rollout-logprobs and --use-tis exclude each other",
-            why="with the engine's log-probs as the old policy's there is no mismatch left to correct",
+            why="with the engine's log-probs as the old policy's there is no mismatch left to "
+            "correct",
             fix="choose one",
         )
     if draft["tis_clip_low"] > draft["tis_clip"]:
-        raise UserError(f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip {draft['tis_clip']:g}")
+        raise UserError(
+            f"--tis-clip-low {draft['tis_clip_low']:g} is more than --tis-clip "
+            f"{draft['tis_clip']:g}"
+        )
     if draft["get_mismatch_metrics"] and draft["custom_tis_function_path"] is None:
         raise UserError("--get-mismatch-metrics needs --custom-tis-function-path")
     if draft["loss_type"] == "custom_loss" and draft["custom_loss_function_path"] is None:
@@ -142,12 +162,15 @@ def _trained(draft: Draft) -> None:
     """What is trained, and what with."""
     if draft["only_train_params_name_list"] and draft["freeze_params_name_list"]:
         raise UserError(
-            "--only-train-params-name-list and --freeze-params-name-list exclude each other", fix="give one"
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other",
+            fix="give one",
         )
     if draft["use_checkpoint_opt_param_scheduler"] and draft["override_opt_param_scheduler"]:
         raise UserError(
-            "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other",
-            fix="give the first to keep the checkpoint's settings; without either, those of the flags are taken",
+            "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each "
+            "other",
+            fix="give the first to keep the checkpoint's settings; without either, those of the "
+            "flags are taken",
         )
     if draft["update_weight_transport"] == "disk" and draft["update_weight_disk_dir"] is None:
         raise UserError("--update-weight-transport disk needs --update-weight-disk-dir")
@@ -160,7 +183,9 @@ def _trained(draft: Draft) -> None:
     if draft["min_lr"] > draft["lr"]:
         raise UserError(f"--min-lr {draft['min_lr']:g} is more than --lr {draft['lr']:g}")
     if draft["lr_warmup_init"] > draft["lr"]:
-        raise UserError(f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}")
+        raise UserError(
+            f"--lr-warmup-init {draft['lr_warmup_init']:g} is more than --lr {draft['lr']:g}"
+        )
 
 
 def _deterministic(draft: Draft) -> None:
@@ -175,7 +200,10 @@ def _deterministic(draft: Draft) -> None:
             fix="unset NCCL_ALGO (Ring is taken then), or set it to one of these",
         )
     if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "1":
-        raise UserError("--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1", fix="unset it, or set it to 0")
+        raise UserError(
+            "--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1",
+            fix="unset it, or set it to 0",
+        )
 
 
 def _expressions(draft: Draft) -> None:
@@ -187,7 +215,8 @@ def _expressions(draft: Draft) -> None:
                 raise UserError(
                     f"{option_of(dest)} {expression} is no regular expression",
                     why=str(error),
-                    fix="names are searched with Python's re.search; write \\( for a bracket that is meant",
+                    fix="names are searched with Python's re.search; write \\( for a bracket that "
+                    "is meant",
                 ) from error
 
 
@@ -196,13 +225,15 @@ def _loss_scale(draft: Draft) -> None:
     if scale not in (None, 1.0) and not draft["fp16"]:
         raise UserError(
             f"--loss-scale {scale:g} needs --fp16",
-            why="only a loss in float16 is scaled, and Megatron would divide the gradients by it all the same",
+            why="only a loss in float16 is scaled, and Megatron would divide the gradients by it "
+            "all the same",
             fix="leave it out",
         )
 
 
 def _schedule(draft: Draft) -> None:
-    """What Megatron's schedule of learning rate and weight decay would stop at, or choose between."""
+    """What Megatron's schedule of learning rate and weight decay would stop at, or choose
+    between."""
     for same in (
         ("lr_decay_iters", "lr_decay_samples"),
         ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters"),
@@ -245,16 +276,25 @@ def _ci_test(draft: Draft) -> None:
     left_out = []
     if not draft["ci_disable_kl_checker"]:
         if draft["use_rollout_logprobs"]:
-            left_out.append("the KL to the old policy, as --use-rollout-logprobs takes the engine's log-probs for it")
+            left_out.append(
+                "the KL to the old policy, as --use-rollout-logprobs takes the engine's log-probs "
+                "for it"
+            )
         if draft["use_kl_loss"] and draft["use_rollout_routing_replay"]:
-            left_out.append("the KL to the reference, as --use-rollout-routing-replay routes the policy's tokens alone")
+            left_out.append(
+                "the KL to the reference, as --use-rollout-routing-replay routes the policy's "
+                "tokens alone"
+            )
     if draft["use_fault_tolerance"]:
-        left_out.append("the recovery from engines that the CI itself kills, as nothing is killed here")
+        left_out.append(
+            "the recovery from engines that the CI itself kills, as nothing is killed here"
+        )
     if left_out:
         draft.warnings.append(f"--ci-test does not check {'; nor '.join(left_out)}")
 
 
-#: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes through them.
+#: What refuses contradictions, in its order: each raises a `UserError`. `slime.config.checks` goes
+#: through them.
 STEPS = (
     parallel,
     _precision,

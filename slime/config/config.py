@@ -17,7 +17,13 @@ from slime.config.flags import GROUPS, all_flags, own_flags
 from slime.config.groups_algorithm import AlgorithmConfig
 from slime.config.groups_megatron import MegatronConfig
 from slime.config.groups_quantised import QuantisedConfig
-from slime.config.groups_rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
+from slime.config.groups_rollout import (
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from slime.config.groups_run import ClusterConfig, DebugConfig, FaultToleranceConfig, ObserveConfig
 from slime.config.groups_train import CheckpointConfig, SyncConfig, TrainConfig
 from slime.errors import UserError
@@ -26,8 +32,8 @@ from slime.redact import redacted
 
 
 class MissingFlag(AttributeError):
-    """``args`` has no such attribute. The nearest name is looked up only when the message is shown, because
-    plugins probe with ``getattr(args, name, default)`` in their inner loops."""
+    """``args`` has no such attribute. The nearest name is looked up only when the message is shown,
+    because plugins probe with ``getattr(args, name, default)`` in their inner loops."""
 
     def __init__(self, attribute: str, known: dict[str, Any]) -> None:
         super().__init__(attribute)
@@ -41,7 +47,8 @@ class MissingFlag(AttributeError):
 
 
 class FlatArgs(argparse.Namespace):
-    """A namespace of all flags. It is a copy: what a hook sets on it stays among hooks, the `Config` is frozen.
+    """A namespace of all flags. It is a copy: what a hook sets on it stays among hooks, the
+    `Config` is frozen.
 
     Example:
         >>> args = config.flat()
@@ -62,7 +69,8 @@ class FlatArgs(argparse.Namespace):
 
 
 def _mutable(value: Any) -> Any:
-    """Tuples become lists, as plugins expect of flags with several values; dicts and lists are copied."""
+    """Tuples become lists, as plugins expect of flags with several values; dicts and lists are
+    copied."""
     if isinstance(value, tuple):
         return [_mutable(item) for item in value]
     return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
@@ -73,15 +81,17 @@ class Config:
     """All flags of a run, by group, after `slime.config.resolve`.
 
     Attributes:
-        origins: where each value came from, by flag name with underscores: "flag", "yaml <file>", "default",
-            or "derived: <formula>". Flags of Megatron and SGLang are there when the user set them.
+        origins: where each value came from, by flag name with underscores: "flag", "yaml <file>",
+            "default", or "derived: <formula>". Flags of Megatron and SGLang are there when the user
+            set them.
         extra: names of --custom-config-path that are no flags; hooks find them in `flat()`.
         warnings: remarks for the user that are no errors.
 
     Example:
         >>> config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
         >>> config.train.global_batch_size, config.origins["global_batch_size"]
-        (128, 'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷ 2')
+        (128, 'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷
+        2')
     """
 
     cluster: ClusterConfig
@@ -103,25 +113,30 @@ class Config:
     extra: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
-    # -- views -------------------------------------------------------------------------------------------
+    # -- views
+    # -------------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """Every flag of ours, and those of Megatron and SGLang that the user set, by name with underscores."""
+        """Every flag of ours, and those of Megatron and SGLang that the user set, by name with
+        underscores."""
         specs = all_flags()
         found = {}
         for dest in self.origins:
             spec = specs[dest]
             group = getattr(self, spec.group)
             found[dest] = (
-                getattr(group, spec.sections[0])[spec.attribute] if spec.sections else getattr(group, spec.attribute)
+                getattr(group, spec.sections[0])[spec.attribute]
+                if spec.sections
+                else getattr(group, spec.attribute)
             )
         return found
 
     def flat(self) -> FlatArgs:
         """``args`` for hooks: a new mutable namespace of every flag, unset ones at their defaults.
 
-        Lists are lists there (tuples here); Megatron's, SGLang's and the router's flags are in it under their
-        command-line names: ``args.num_layers``, ``args.sglang_mem_fraction_static``, ``args.router_policy``.
+        Lists are lists there (tuples here); Megatron's, SGLang's and the router's flags are in it
+        under their command-line names: ``args.num_layers``, ``args.sglang_mem_fraction_static``,
+        ``args.router_policy``.
         """
         flat: dict[str, Any] = {}
         mine = self.values()
@@ -144,18 +159,24 @@ class Config:
             rows = [
                 (dest, value)
                 for dest, value in self.values().items()
-                if specs[dest].group == group and self.origins[dest] != "default" and value is not None
+                if specs[dest].group == group
+                and self.origins[dest] != "default"
+                and value is not None
             ]
             if rows:
                 lines.append(group)
-                lines += [f"  {dest} = {_shown(dest, value)}   ({self.origins[dest]})" for dest, value in rows]
+                lines += [
+                    f"  {dest} = {_shown(dest, value)}   ({self.origins[dest]})"
+                    for dest, value in rows
+                ]
         return "\n".join(lines)
 
-    # -- storage -----------------------------------------------------------------------------------------
+    # -- storage
+    # -----------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write config.json with secrets hidden: ``{group: {flag: value}, "extra": {…}, "origins": {flag: origin},
-        "checksum": …}``."""
+        """Write config.json with secrets hidden: ``{group: {flag: value}, "extra": {…}, "origins":
+        {flag: origin}, "checksum": …}``."""
         specs = all_flags()
         data: dict[str, Any] = {group: {} for group in GROUPS}
         for dest, value in self.values().items():
@@ -171,7 +192,8 @@ class Config:
         """The configuration that `save` wrote, as it was resolved then: nothing is derived again.
 
         Raises:
-            UserError: not such a file, one that has changed since, or one of a version with other flags.
+            UserError: not such a file, one that has changed since, or one of a version with other
+                flags.
         """
         specs = all_flags()
         try:
@@ -195,9 +217,13 @@ class Config:
         if unknown or missing:
             raise UserError(
                 f"{path} was written by another version of slime",
-                why=f"not known here: {', '.join(unknown) or 'none'}; missing: {', '.join(missing) or 'none'}",
+                why=f"not known here: {', '.join(unknown) or 'none'}; missing: "
+                f"{', '.join(missing) or 'none'}",
             )
-        values = {dest: tuple(v) if specs[dest].many and isinstance(v, list) else v for dest, v in stored.items()}
+        values = {
+            dest: tuple(v) if specs[dest].many and isinstance(v, list) else v
+            for dest, v in stored.items()
+        }
         return build(values, origins, extra)
 
 
@@ -211,9 +237,13 @@ def _shown(dest: str, value: Any) -> str:
 
 
 def build(
-    values: dict[str, Any], origins: dict[str, str], extra: dict[str, Any], warnings: tuple[str, ...] = ()
+    values: dict[str, Any],
+    origins: dict[str, str],
+    extra: dict[str, Any],
+    warnings: tuple[str, ...] = (),
 ) -> Config:
-    """The frozen groups from resolved values by dest; foreign flags among them go into the groups' dicts."""
+    """The frozen groups from resolved values by dest; foreign flags among them go into the groups'
+    dicts."""
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     specs = all_flags()
     for dest, value in values.items():

@@ -1,4 +1,5 @@
-"""A configuration while it is being resolved: what the user set, what follows from it, where each value came from."""
+"""A configuration while it is being resolved: what the user set, what follows from it, where each
+value came from."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Draft:
         given: what the user set.
         specs: every flag by dest.
         entry: "train" or "train_async".
-        is_run: of a whole run, which has the defaults of one; else of a part of the system, which asks for nothing.
+        is_run: of a whole run, which has the defaults of one; else of a part of the system, which
+            asks for nothing.
         warnings: remarks that are no errors.
     """
 
@@ -69,7 +71,9 @@ class Draft:
         """Constant defaults of our flags, and the given values over them."""
         values = {dest: spec.default for dest, spec in specs.items() if not spec.sections}
         origins = dict.fromkeys(values, "default")
-        return Draft({**values, **given.values}, {**origins, **given.origins}, given, specs, entry, is_run)
+        return Draft(
+            {**values, **given.values}, {**origins, **given.origins}, given, specs, entry, is_run
+        )
 
     def __getitem__(self, dest: str) -> Any:
         return self.values[dest]

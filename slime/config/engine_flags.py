@@ -1,7 +1,9 @@
-"""``--sglang-…`` and ``--router-…``: the command lines of SGLang's server and of sglang-router, behind a prefix.
+"""``--sglang-…`` and ``--router-…``: the command lines of SGLang's server and of sglang-router,
+behind a prefix.
 
-SGLang's table is stored (`sglang_flags.json`, made by `tools/make_sglang_flag_table.py`) for hosts where SGLang is
-not installed; where another version is installed, its own source is read instead. The router is always installed.
+SGLang's table is stored (`sglang_flags.json`, made by `tools/make_sglang_flag_table.py`) for hosts
+where SGLang is not installed; where another version is installed, its own source is read instead.
+The router is always installed.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ _PER_ENGINE = "it is chosen for each engine"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the flags must know of an engine, before anything of it is imported; the rest is `slime.engines.kinds`.
+    """What the flags must know of an engine, before anything of it is imported; the rest is
+    `slime.engines.kinds`.
 
     Attributes:
-        section: of the flags that are its own options; "" where its options are flags like all others.
+        section: of the flags that are its own options; "" where its options are flags like all
+            others.
         spans_nodes: one engine may have GPUs of several nodes.
         splits_prefill: some engines may prefill for others that decode.
     """
@@ -38,20 +42,27 @@ class EngineOptions:
 
 
 #: By the name of ``--rollout-engine``.
-ENGINE_OPTIONS = {"embedded": EngineOptions(), "sglang": EngineOptions("sglang", spans_nodes=True, splits_prefill=True)}
+ENGINE_OPTIONS = {
+    "embedded": EngineOptions(),
+    "sglang": EngineOptions("sglang", spans_nodes=True, splits_prefill=True),
+}
 
 _PORTS = "ports are reserved for each engine"
-_OWN_KEY = f"each run makes its own key, which its engines and routers require: {doc_url('security.md')}"
+_OWN_KEY = (
+    f"each run makes its own key, which its engines and routers require: {doc_url('security.md')}"
+)
 _PAST_KEY = "a gRPC listener would answer without the run's key"
 _NO_TLS = "the clients of engines and router speak plain HTTP"
 _NO_QUANTISED = (
-    "pushes bring what --hf-checkpoint has, plain or quantised; one into weights that SGLang quantised was not tried"
+    "pushes bring what --hf-checkpoint has, plain or quantised; one into weights that SGLang "
+    "quantised was not tried"
 )
 
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "it is --hf-checkpoint",
-    "config": "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server groups",
+    "config": "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server "
+    "groups",
     "trust_remote_code": "it is --trust-remote-code",
     "random_seed": "it is --rollout-seed, different for each engine",
     "enable_memory_saver": "it follows --offload-rollout",
@@ -69,7 +80,14 @@ SGLANG_RESERVED: dict[str, str] = {
     **dict.fromkeys(("api_key", "admin_api_key"), _OWN_KEY),
     **dict.fromkeys(("grpc_port", "grpc_mode", "smg_grpc_mode"), _PAST_KEY),
     **dict.fromkeys(
-        ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh"), _NO_TLS
+        (
+            "ssl_keyfile",
+            "ssl_certfile",
+            "ssl_ca_certs",
+            "ssl_keyfile_password",
+            "enable_ssl_refresh",
+        ),
+        _NO_TLS,
     ),
     **dict.fromkeys(
         (
@@ -84,10 +102,15 @@ SGLANG_RESERVED: dict[str, str] = {
     ),
 }
 
-#: Single values of SGLang's arguments that ask for speed alone. name -> value -> (what is taken, reason)
+#: Single values of SGLang's arguments that ask for speed alone. name -> value -> (what is taken,
+#: reason)
 SGLANG_INSTEAD: dict[str, dict[str, tuple[str, str]]] = {
     "moe_a2a_backend": {
-        "deepep": ("none", "DeepEP's exchange is not in this version; experts give the same results by collectives")
+        "deepep": (
+            "none",
+            "DeepEP's exchange is not in this version; experts give the same results by "
+            "collectives",
+        )
     },
 }
 
@@ -125,14 +148,18 @@ ROUTER_RESERVED: dict[str, str] = {
         ),
         _OWN_KEY,
     ),
-    **dict.fromkeys(("tls_cert_path", "tls_key_path", "client_cert_path", "client_key_path", "ca_cert_paths"), _NO_TLS),
+    **dict.fromkeys(
+        ("tls_cert_path", "tls_key_path", "client_cert_path", "client_key_path", "ca_cert_paths"),
+        _NO_TLS,
+    ),
     "disable_retries": "the router's retries are always off: the client owns retries",
     "disable_circuit_breaker": "the router's circuit breaker is always off: the client owns retries",
 }
 
 
 def sglang_args_of(server_args_source: str) -> list[ForeignArg]:
-    """What ``python -m sglang.launch_server`` accepts, read from the text of its ``server_args.py``."""
+    """What ``python -m sglang.launch_server`` accepts, read from the text of its
+    ``server_args.py``."""
     reader = SourceReader(server_args_source)
     found: dict[str, ForeignArg] = {}
     for arg in (*reader.annotated_fields("ServerArgs"), *reader.added_arguments()):
@@ -149,7 +176,8 @@ def stored_sglang_args() -> tuple[str, list[ForeignArg]]:
 
 @functools.lru_cache(maxsize=1)
 def sglang_args() -> tuple[str, list[ForeignArg]]:
-    """(version, arguments) of the installed SGLang, or of the stored table where none is installed."""
+    """(version, arguments) of the installed SGLang, or of the stored table where none is
+    installed."""
     stored = stored_sglang_args()
     try:
         distribution = importlib.metadata.distribution("sglang")
@@ -162,7 +190,8 @@ def sglang_args() -> tuple[str, list[ForeignArg]]:
 
 
 def sglang_that_has(option: str) -> tuple[str, str] | None:
-    """(installed version, version that has it) for an option of SGLang that the installed one lacks, else None.
+    """(installed version, version that has it) for an option of SGLang that the installed one
+    lacks, else None.
 
     Args:
         option: "sglang-mem-fraction-static".
@@ -170,7 +199,9 @@ def sglang_that_has(option: str) -> tuple[str, str] | None:
     version, arguments = sglang_args()
     stored_version, stored = stored_sglang_args()
     name = option.removeprefix("sglang-").replace("-", "_")
-    here, there = ({x for arg in table for x in (arg.name, *arg.aliases)} for table in (arguments, stored))
+    here, there = (
+        {x for arg in table for x in (arg.name, *arg.aliases)} for table in (arguments, stored)
+    )
     return (version, stored_version) if name in there - here else None
 
 
@@ -188,8 +219,12 @@ def router_flags() -> dict[str, FlagSpec]:
     path = Path(str(distribution.locate_file("sglang_router/router_args.py")))
     reader = SourceReader(path.read_text(encoding="utf-8"))
     arguments = reader.added_arguments(reader.class_defaults("RouterArgs"))
-    flags = with_prefix("router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}")
-    policy = flags["router_policy"]  # also under the names that launch scripts of the reference system use
+    flags = with_prefix(
+        "router", arguments, ROUTER_RESERVED, f"sglang-router {distribution.version}"
+    )
+    policy = flags[
+        "router_policy"
+    ]  # also under the names that launch scripts of the reference system use
     flags["router_policy"] = replace(
         policy,
         choices=(*policy.choices, "consistent_hashing"),
@@ -198,8 +233,11 @@ def router_flags() -> dict[str, FlagSpec]:
     return flags
 
 
-def with_prefix(prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str) -> dict[str, FlagSpec]:
-    """The flags for another program's arguments: ``--<prefix>-<name>``, into ``config.engine.<prefix>``."""
+def with_prefix(
+    prefix: str, arguments: list[ForeignArg], reserved: dict[str, str], origin: str
+) -> dict[str, FlagSpec]:
+    """The flags for another program's arguments: ``--<prefix>-<name>``, into
+    ``config.engine.<prefix>``."""
     specs = {}
     for arg in arguments:
         reason = reserved.get(arg.name, "")
@@ -232,6 +270,9 @@ def with_prefix(prefix: str, arguments: list[ForeignArg], reserved: dict[str, st
 
 
 def table_as_json(version: str, arguments: list[ForeignArg]) -> dict[str, Any]:
-    """What `sglang_flags.json` holds: names, types, choices and defaults; SGLang's own `--help` has the texts."""
-    rows = [{key: value for key, value in arg.to_json().items() if key != "help"} for arg in arguments]
+    """What `sglang_flags.json` holds: names, types, choices and defaults; SGLang's own `--help` has
+    the texts."""
+    rows = [
+        {key: value for key, value in arg.to_json().items() if key != "help"} for arg in arguments
+    ]
     return {"version": version, "arguments": rows}

@@ -1,5 +1,6 @@
-"""What the flags must know of each ``--advantage-estimator``: one record each, from which the needs of the flags around
-it, the checks and the defaults follow. What an estimator computes is its row in `slime.algorithms.estimators`.
+"""What the flags must know of each ``--advantage-estimator``: one record each, from which the needs
+of the flags around it, the checks and the defaults follow. What an estimator computes is its row in
+`slime.algorithms.estimators`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 #: The values of the flag. "ppo" is refused: its critic is not here.
-EstimatorName = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+EstimatorName = Literal[
+    "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +21,19 @@ class EstimatorFacts:
     Attributes:
         compares_group: a reward counts relative to those of the other samples of its prompt.
         divides_by_deviation: centred rewards are divided by the standard deviation of their group.
-        takes_own_log_probs: with one optimizer step per rollout the training pass's log-probs may serve as the old
-            policy's, which saves a pass.
-        takes_token_kl: ``--kl-coef`` acts: the KL to the reference is a part of each token's reward.
+        takes_own_log_probs: with one optimizer step per rollout the training pass's log-probs may
+            serve as the old policy's, which saves a pass.
+        takes_token_kl: ``--kl-coef`` acts: the KL to the reference is a part of each token's
+            reward.
         discounts: ``--gamma`` acts.
-        needs_whitening: advantages have to be normalised over the batch (``--normalize-advantages``).
+        needs_whitening: advantages have to be normalised over the batch
+            (``--normalize-advantages``).
         clips_twice: ``--eps-clip-c`` acts.
-        clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published from above alone.
-        averages_group: each group counts alike and within it each trained token, instead of each execution alike and
-            within it each of its tokens. ``--calculate-per-token-loss`` overrides both.
+        clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published
+            from above alone.
+        averages_group: each group counts alike and within it each trained token, instead of each
+            execution alike and within it each of its tokens. ``--calculate-per-token-loss``
+            overrides both.
     """
 
     name: EstimatorName

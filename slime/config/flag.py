@@ -1,15 +1,19 @@
-"""What a flag is: the declaration that `--help`, docs/flags.md, the checks and the refusals are made from.
+"""What a flag is: the declaration that `--help`, docs/flags.md, the checks and the refusals are
+made from.
 
     temperature: float = flag(1.0, range=more_than(0))         →  --temperature 0.7
-    colocate: bool = flag(False)                               →  --colocate  (and --no-colocate, to undo a YAML file)
+    colocate: bool = flag(False)                               →  --colocate  (and --no-colocate, to
+        undo a YAML file)
     stop: tuple[str, ...] = flag(())                           →  --stop A B
     env: dict[str, Any] = flag({})                             →  --env '{"A": "1"}'
-    num_engines: int = derived("formula")                      →  a flag whose default is computed in `resolve`
+    num_engines: int = derived("formula")                      →  a flag whose default is computed
+        in `resolve`
     tis_clip: float = flag(2.0, needs=on("use_tis") | on("get_mismatch_metrics"))
-    eps_clip_c: float | None = flag(None, needs=unless("advantage_estimator", "cispo", why="CISPO clips the weight"))
+    eps_clip_c: float | None = flag(None, needs=unless("advantage_estimator", "cispo", why="CISPO
+        clips the weight"))
 
-The annotation gives the type, the docstring under the field the help text. Megatron's, SGLang's and the router's flags
-have the same record, from the tables in `megatron_flags` and `engine_flags`.
+The annotation gives the type, the docstring under the field the help text. Megatron's, SGLang's and
+the router's flags have the same record, from the tables in `megatron_flags` and `engine_flags`.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ _KEY = "slime_flag"
 
 Kind = Literal["bool", "int", "float", "str", "json", "int_or_list"]
 
-#: Who reads a flag: the parts of a run, of which it may lack some (`slime.config.parts`). Memory plan and launch checks
-#: look ahead for them all and are none.
+#: Who reads a flag: the parts of a run, of which it may lack some (`slime.config.parts`). Memory
+#: plan and launch checks look ahead for them all and are none.
 Part = Literal[
     "config",  # worked into other flags when a configuration is resolved
     "driver",
@@ -51,7 +55,8 @@ def option_of(dest: str) -> str:
     return "--" + dest.replace("_", "-")
 
 
-# -- range -------------------------------------------------------------------------------------------------
+# -- range
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,14 @@ SEED = Interval(0, 2**32 - 1, what="a seed of every generator, NumPy's included"
 FRACTION = Interval(0, 1, what="a fraction")
 WEIGHT = finite(0, "the weight of a loss")
 
-# -- what a flag acts with ---------------------------------------------------------------------------------
+# -- what a flag acts with
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag has one of ``values``, or any true value where none is named; ``negated``: it has not."""
+    """A flag has one of ``values``, or any true value where none is named; ``negated``: it has
+    not."""
 
     dest: str
     values: tuple[Any, ...] = ()
@@ -128,12 +135,15 @@ class Setting:
 
     @property
     def asked(self) -> str:
-        """``--loss-type policy_loss``, as one would write it; several values with "or" between them."""
+        """``--loss-type policy_loss``, as one would write it; several values with "or" between
+        them."""
         return " ".join([option_of(self.dest), " or ".join(map(str, self.values))]).rstrip()
 
     def found(self, values: Mapping[str, Any]) -> str:
         """The same with the value that there is."""
-        return f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
+        return (
+            f"{option_of(self.dest)} {values[self.dest]}" if self.values else option_of(self.dest)
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,8 @@ class Need:
 
     Attributes:
         why: why it does nothing without them.
-        warns: said in a warning, not refused: speed alone is at stake, or a function of the user's own may read it.
+        warns: said in a warning, not refused: speed alone is at stake, or a function of the user's
+            own may read it.
     """
 
     settings: tuple[Setting, ...]
@@ -150,7 +161,9 @@ class Need:
     warns: bool = False
 
     def __or__(self, other: Need) -> Need:
-        return Need((*self.settings, *other.settings), self.why or other.why, self.warns or other.warns)
+        return Need(
+            (*self.settings, *other.settings), self.why or other.why, self.warns or other.warns
+        )
 
     def __and__(self, other: Need) -> tuple[Need, ...]:
         return (self, other)
@@ -191,18 +204,26 @@ def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
 NO_MTP = "training of multi-token-prediction layers is not in this version"
 #: There is something to evaluate.
 EVALUATES = on("eval_prompt_data") | on("eval_config", why="nothing is evaluated")
-#: The same of how it is evaluated: scripts that evaluate at times keep these flags, so that it is a warning.
+#: The same of how it is evaluated: scripts that evaluate at times keep these flags, so that it is a
+#: warning.
 EVALUATION_SETTING = dataclasses.replace(EVALUATES, warns=True)
 #: Samples are drawn and trained on.
-SAMPLES = unless("loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers")
+SAMPLES = unless(
+    "loss_type", "sft_loss", why="supervised fine-tuning trains on the data's own answers"
+)
 #: Engines generate something, if only for an evaluation.
 GENERATES = SAMPLES | EVALUATES
-#: The same of what tells where engines are: scripts that do both keep them, so that it is a warning.
-ENGINES = unless("loss_type", "sft_loss", why="supervised fine-tuning starts no engine", warns=True) | EVALUATES
+#: The same of what tells where engines are: scripts that do both keep them, so that it is a
+#: warning.
+ENGINES = (
+    unless("loss_type", "sft_loss", why="supervised fine-tuning starts no engine", warns=True)
+    | EVALUATES
+)
 #: The built-in policy loss runs.
 POLICY_LOSS = unless("loss_type", "sft_loss", "custom_loss", why="it belongs to the policy loss")
 
-# -- the declaration ---------------------------------------------------------------------------------------
+# -- the declaration
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,18 +233,21 @@ class FlagMeta:
     Attributes:
         name: the flag without dashes, where it differs from the field's name.
         aliases: further spellings that set the same field.
-        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there is none. Of text
-            with a default: spelling that sets it to "".
+        off: spelling that sets a boolean to False, where it is not ``--no-<name>``; "-" when there
+            is none. Of text with a default: spelling that sets it to "".
         append: the flag may be repeated; each occurrence adds to the list.
-        derived: formula of the default that `resolve` computes; empty when the default is a constant.
+        derived: formula of the default that `resolve` computes; empty when the default is a
+            constant.
         range: of a number, or of each number of a list.
         needs: when it acts: all of these.
         serves: the parts of a run that read it; () is the group's.
         refused: why setting this flag is not supported in this version; empty when it works.
         refused_values: the same for single values of a flag that otherwise works.
-        instead: single values that ask for speed alone → what is taken in their place, with a warning, and why.
+        instead: single values that ask for speed alone → what is taken in their place, with a
+            warning, and why.
         is_reserved: refused at its default, too: this system sets it itself.
-        no_effect: why setting this flag changes nothing, which is said in a warning; empty when it does.
+        no_effect: why setting this flag changes nothing, which is said in a warning; empty when it
+            does.
     """
 
     name: str = ""
@@ -256,8 +280,8 @@ def flag(default: Any, *, needs: Need | tuple[Need, ...] = (), serves: Part | tu
 
 
 def derived(formula: str, **meta: Any) -> Any:
-    """A flag whose default `slime.config.resolve` computes by ``formula``; never unset in a resolved `Config`
-    unless the annotation admits None."""
+    """A flag whose default `slime.config.resolve` computes by ``formula``; never unset in a
+    resolved `Config` unless the annotation admits None."""
     return flag(None, derived=formula, **meta)
 
 
@@ -268,9 +292,11 @@ class FlagSpec:
     Attributes:
         dest: name in YAML files, `make_config` and `args`: the flag with underscores.
         group, attribute: where `Config` keeps the value: ``config.<group>.<attribute>``.
-        sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if the user set it,
-            under the key ``attribute``: ``config.megatron.transformer["moe_router_topk"]``.
-        kind: type of one value; ``many`` says that the flag takes a list of them (a tuple in `Config`).
+        sections: for flags of Megatron and SGLang, the dicts of the group that get the value, if
+            the user set it, under the key ``attribute``:
+            ``config.megatron.transformer["moe_router_topk"]``.
+        kind: type of one value; ``many`` says that the flag takes a list of them (a tuple in
+            `Config`).
         scalar_or_list: a list of one is kept as that one value.
         value_optional: may be given without a value.
         optional: None is a value (unset).
@@ -308,7 +334,11 @@ class FlagSpec:
             return f"--{self.meta.off}" if self.meta.off.strip("-") else ""
         if self.meta.off:
             return "--" + self.meta.off if self.meta.off != "-" else ""
-        return "" if self.dest.startswith(("no_", "disable_")) else "--no-" + self.dest.replace("_", "-")
+        return (
+            ""
+            if self.dest.startswith(("no_", "disable_"))
+            else "--no-" + self.dest.replace("_", "-")
+        )
 
 
 def specs_of(group: str, cls: Any) -> list[FlagSpec]:

@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import groups_algorithm, groups_megatron, groups_quantised, groups_rollout, groups_run, groups_train
+from slime.config import (
+    groups_algorithm,
+    groups_megatron,
+    groups_quantised,
+    groups_rollout,
+    groups_run,
+    groups_train,
+)
 from slime.config.engine_flags import router_flags, sglang_flags, sglang_that_has
 from slime.config.flag import FlagSpec, specs_of
 from slime.config.megatron_flags import SHORTHANDS, lm_flags, native_flags
@@ -52,7 +59,8 @@ def own_flags() -> dict[str, FlagSpec]:
 
 @functools.lru_cache(maxsize=1)
 def all_flags() -> dict[str, FlagSpec]:
-    """Every flag by dest: ours, Megatron's, SGLang's and the router's; of two with one name, the first wins."""
+    """Every flag by dest: ours, Megatron's, SGLang's and the router's; of two with one name, the
+    first wins."""
     own = own_flags()
     flags = dict(own)
     for more in (native_flags(own), lm_flags(), router_flags(), sglang_flags()):
@@ -92,7 +100,8 @@ def spellings() -> dict[str, Spelling]:
 
 
 def unknown_name(name: str, where: str) -> UserError:
-    """The error for a name that is no flag: what has its place if it is another system's, else the nearest ones."""
+    """The error for a name that is no flag: what has its place if it is another system's, else the
+    nearest ones."""
     known = spellings()
     dashed = name.replace("_", "-")
     if dashed in known:
@@ -101,11 +110,15 @@ def unknown_name(name: str, where: str) -> UserError:
     if other is not None:
         here, there = other
         return UserError(
-            f"{where}SGLang {here} does not have --{dashed}", why=f"SGLang {there} has it", fix="install that version"
+            f"{where}SGLang {here} does not have --{dashed}",
+            why=f"SGLang {there} has it",
+            fix="install that version",
         )
     meant = other_name(name)
     if meant is not None:
-        return UserError(f"{where}there is no flag --{name}", why="it is another system's name", fix=meant.text)
+        return UserError(
+            f"{where}there is no flag --{name}", why="it is another system's name", fix=meant.text
+        )
     starts = [n for n in known if n.startswith(dashed)]
     near = starts if 0 < len(starts) <= 4 else nearest(dashed, known)
     shown = " or ".join(f"--{n}" for n in near)

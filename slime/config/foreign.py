@@ -1,8 +1,9 @@
 """Reading other programs' command lines from their source, without importing them.
 
-Two spellings of an argument are understood: ``parser.add_argument("--name", type=int, ...)`` and the annotated
-dataclass fields of SGLang's `ServerArgs` (``name: A[int, Arg(help=..., aliases=[...])] = 1``). What only running
-the program could tell (choices computed at import, say) is left open: the program itself checks it.
+Two spellings of an argument are understood: ``parser.add_argument("--name", type=int, ...)`` and
+the annotated dataclass fields of SGLang's `ServerArgs` (``name: A[int, Arg(help=...,
+aliases=[...])] = 1``). What only running the program could tell (choices computed at import, say)
+is left open: the program itself checks it.
 """
 
 from __future__ import annotations
@@ -59,31 +60,55 @@ class SourceReader:
         self._tree = ast.parse(source)
         self._constants: dict[str, Any] = {}
         for node in self._tree.body:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            if (
+                isinstance(node, ast.Assign)
+                and len(node.targets) == 1
+                and isinstance(node.targets[0], ast.Name)
+            ):
                 value = self._value(node.value)
                 if value is not None:
                     self._constants[node.targets[0].id] = value
 
-    # -- add_argument --------------------------------------------------------------------------------------
+    # -- add_argument
+    # --------------------------------------------------------------------------------------
 
     def added_arguments(self, defaults: dict[str, Any] | None = None) -> list[ForeignArg]:
         """Every ``….add_argument("--…")`` of the file."""
         found = []
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "add_argument"
+            ):
                 options = [self._option(argument) for argument in node.args]
-                names = [option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")]
+                names = [
+                    option.removeprefix("--").replace("-", "_")
+                    for option in options
+                    if option.startswith("--")
+                ]
                 if names:
-                    keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-                    arg = self._from_keywords(ForeignArg(names[0], aliases=tuple(names[1:])), keywords)
+                    keywords = {
+                        keyword.arg: keyword.value for keyword in node.keywords if keyword.arg
+                    }
+                    arg = self._from_keywords(
+                        ForeignArg(names[0], aliases=tuple(names[1:])), keywords
+                    )
                     stated = arg.default if "default" in keywords else None
-                    found.append(replace(arg, default=(defaults or {}).get(arg.name) if stated is None else stated))
+                    found.append(
+                        replace(
+                            arg,
+                            default=(defaults or {}).get(arg.name) if stated is None else stated,
+                        )
+                    )
         return found
 
     def _option(self, node: ast.expr) -> str:
         """``"--x"``, or ``f"--{prefix}x"`` without the prefix."""
         if isinstance(node, ast.JoinedStr):
-            return "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+            return "".join(
+                str(part.value) for part in node.values if isinstance(part, ast.Constant)
+            )
         return str(node.value) if isinstance(node, ast.Constant) else ""
 
     def _from_keywords(self, arg: ForeignArg, keywords: dict[str, ast.expr]) -> ForeignArg:
@@ -93,7 +118,9 @@ class SourceReader:
         if "type" in keywords:
             kind = self._kind_of_parser(ast.unparse(keywords["type"]))
         nargs = self._value(keywords["nargs"]) if "nargs" in keywords else None
-        if action == "store_true" or action.endswith(("StoreTrueAction", "StoreConstAction", "DeprecatedAction")):
+        if action == "store_true" or action.endswith(
+            ("StoreTrueAction", "StoreConstAction", "DeprecatedAction")
+        ):
             kind = "bool"
         elif nargs in ("+", "*") or isinstance(nargs, int):
             many = True
@@ -110,17 +137,25 @@ class SourceReader:
     def _kind_of_parser(self, text: str) -> str:
         return "json" if text in _JSON_TYPES else _KINDS.get(text, "str")
 
-    # -- annotated dataclass fields ------------------------------------------------------------------------
+    # -- annotated dataclass fields
+    # ------------------------------------------------------------------------
 
     def annotated_fields(self, class_name: str) -> list[ForeignArg]:
-        """Every field ``name: A[type, "help"]`` or ``A[type, Arg(…)]`` of a class that has a command-line form."""
-        node = next(n for n in self._tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+        """Every field ``name: A[type, "help"]`` or ``A[type, Arg(…)]`` of a class that has a
+        command-line form."""
+        node = next(
+            n for n in self._tree.body if isinstance(n, ast.ClassDef) and n.name == class_name
+        )
         found = []
         for statement in node.body:
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(
+                statement.target, ast.Name
+            ):
                 continue
             annotation = statement.annotation
-            if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
+            if not isinstance(annotation, ast.Subscript) or not isinstance(
+                annotation.slice, ast.Tuple
+            ):
                 continue
             if ast.unparse(annotation.value) not in ("A", "Annotated"):
                 continue
@@ -139,17 +174,29 @@ class SourceReader:
             keywords = {keyword.arg: keyword.value for keyword in meta.keywords if keyword.arg}
         if self._value(keywords.get("no_cli")):
             return None
-        name = str(self._value(keywords.get("cli_name")) or field_name).removeprefix("--").replace("-", "_")
+        name = (
+            str(self._value(keywords.get("cli_name")) or field_name)
+            .removeprefix("--")
+            .replace("-", "_")
+        )
         aliases = [str(alias) for alias in self._value(keywords.get("aliases")) or ()]
         arg = ForeignArg(
             name,
             default=self._value(default),
-            aliases=tuple(alias.removeprefix("--").replace("-", "_") for alias in aliases if alias.startswith("--")),
-            help=self._help(meta if not keywords and not isinstance(meta, ast.Call) else keywords.get("help")),
+            aliases=tuple(
+                alias.removeprefix("--").replace("-", "_")
+                for alias in aliases
+                if alias.startswith("--")
+            ),
+            help=self._help(
+                meta if not keywords and not isinstance(meta, ast.Call) else keywords.get("help")
+            ),
         )
         return self._typed(arg, type_node, keywords)
 
-    def _typed(self, arg: ForeignArg, type_node: ast.expr, keywords: dict[str, ast.expr]) -> ForeignArg:
+    def _typed(
+        self, arg: ForeignArg, type_node: ast.expr, keywords: dict[str, ast.expr]
+    ) -> ForeignArg:
         if "action" in keywords:
             if "BooleanOptional" in ast.unparse(keywords["action"]):
                 return replace(arg, kind="bool", negatable=True)
@@ -159,7 +206,11 @@ class SourceReader:
             type_node = type_node.slice
         text = ast.unparse(type_node)
         if "type_parser" in keywords:
-            return replace(arg, kind=self._kind_of_parser(ast.unparse(keywords["type_parser"])), choices=choices)
+            return replace(
+                arg,
+                kind=self._kind_of_parser(ast.unparse(keywords["type_parser"])),
+                choices=choices,
+            )
         if text.startswith("Literal["):
             values = choices or self._choices(type_node.slice)  # type: ignore[attr-defined]
             return replace(arg, choices=values, kind=type(values[0]).__name__)
@@ -172,11 +223,16 @@ class SourceReader:
 
     def class_defaults(self, class_name: str) -> dict[str, Any]:
         """Constant defaults of a plain dataclass, by field."""
-        node = next(n for n in self._tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
-        fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+        node = next(
+            n for n in self._tree.body if isinstance(n, ast.ClassDef) and n.name == class_name
+        )
+        fields = [
+            s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+        ]
         return {ast.unparse(field.target): self._value(field.value) for field in fields}
 
-    # -- values --------------------------------------------------------------------------------------------
+    # -- values
+    # --------------------------------------------------------------------------------------------
 
     def _choices(self, node: ast.expr | None) -> tuple[Any, ...]:
         value = self._value(node)
@@ -189,13 +245,16 @@ class SourceReader:
         return " ".join(value.split()) if isinstance(value, str) and value != "==SUPPRESS==" else ""
 
     def _value(self, node: ast.expr | None) -> Any:
-        """The constant that an expression stands for, or None when only running the file could tell."""
+        """The constant that an expression stands for, or None when only running the file could
+        tell."""
         if node is None:
             return None
         if isinstance(node, ast.Name):
             return self._constants.get(node.id)
         if isinstance(node, ast.JoinedStr):
-            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+            ]
             return "".join(parts)
         if isinstance(node, ast.BinOp):
             left = self._value(node.left)
@@ -213,7 +272,8 @@ class SourceReader:
 
 
 def to_argv(settings: dict[str, Any]) -> list[str]:
-    """The command line of another program for settings as `Config.engine.sglang` and `.router` hold them.
+    """The command line of another program for settings as `Config.engine.sglang` and `.router` hold
+    them.
 
     Example:
         >>> to_argv({"mem_fraction_static": 0.8, "disable_cuda_graph": True, "cuda_graph_bs": (1, 2)})
@@ -227,11 +287,20 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
         elif value is False:
             argv.append("--no-" + option[2:])
         elif isinstance(value, (tuple, list)):
-            argv += [option, *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)]
+            argv += [
+                option,
+                *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value),
+            ]
         elif isinstance(value, dict):
             argv += [option, json.dumps(value)]
         else:
-            argv.append(option if value is None else f"{option}={value}" if str(value).startswith("-") else option)
+            argv.append(
+                option
+                if value is None
+                else f"{option}={value}"
+                if str(value).startswith("-")
+                else option
+            )
             if value is not None and not str(value).startswith("-"):
                 argv.append(str(value))
     return argv

@@ -32,7 +32,9 @@ _OWN_COLUMNS = unless(
     why="only that function can read it: the rewards are its own",
     warns=True,
 )
-_CUSTOM_MAY_READ = unless("loss_type", "custom_loss", why="only the custom loss function can read it", warns=True)
+_CUSTOM_MAY_READ = unless(
+    "loss_type", "custom_loss", why="only the custom loss function can read it", warns=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,11 @@ class AlgorithmConfig:
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
         "policy_loss", serves=("driver", "collection", "samples", "training")
     )
-    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your own."""
+    """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your
+    own."""
     custom_loss_function_path: str | None = flag(None, needs=on("loss_type", "custom_loss"))
-    """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss."""
+    """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
+    custom_loss."""
     advantage_estimator: EstimatorName = flag(
         "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, serves=("samples", "training")
     )
@@ -54,7 +58,9 @@ class AlgorithmConfig:
     disable_compute_advantages_and_returns: bool = flag(
         False,
         needs=(
-            unless("loss_type", "policy_loss", why="the policy loss weighs tokens by their advantages"),
+            unless(
+                "loss_type", "policy_loss", why="the policy loss weighs tokens by their advantages"
+            ),
             unless("custom_advantage_function_path", why="it computes them"),
             unless("loss_type", "sft_loss", why="supervised fine-tuning has none", warns=True),
         ),
@@ -102,10 +108,12 @@ class AlgorithmConfig:
     """Coefficient of the KL loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = derived(
         "low_var_kl with use_kl_loss, else k1",
-        needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True) | on("kl_coef"),
+        needs=on("use_kl_loss", why="launch scripts keep it without the loss", warns=True)
+        | on("kl_coef"),
     )
-    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). low_var_kl is k3, clamped. In the loss, the
-    gradient of k1 has expectation 0 on policy; in the reward (--kl-coef), k1 is unbiased."""
+    """KL estimator (Schulman, http://joschu.net/blog/kl-approx.html). low_var_kl is k3, clamped. In
+    the loss, the gradient of k1 has expectation 0 on policy; in the reward (--kl-coef), k1 is
+    unbiased."""
     use_unbiased_kl: bool = flag(False, needs=(on("use_kl_loss"), _CUSTOM_MAY_READ))
     """Weight the KL estimator by the importance ratio."""
     entropy_coef: float = flag(
@@ -127,7 +135,9 @@ class AlgorithmConfig:
     """Discount per trained token (REINFORCE++); the answer of a tool is no time step."""
     lambd: float = flag(1.0, refused=NO_CRITIC)
     """Lambda of generalised advantage estimation."""
-    normalize_advantages: bool = flag(False, needs=SAMPLES & unless("disable_compute_advantages_and_returns"))
+    normalize_advantages: bool = flag(
+        False, needs=SAMPLES & unless("disable_compute_advantages_and_returns")
+    )
     """Whiten advantages over the batch."""
     disable_grpo_std_normalization: bool = flag(
         False,
@@ -148,12 +158,16 @@ class AlgorithmConfig:
         "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="samples"
     )
     """The opposite of --disable-grpo-std-normalization, as hooks read it."""
-    disable_rewards_normalization: bool = flag(False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config")
+    disable_rewards_normalization: bool = flag(
+        False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config"
+    )
     """Use raw rewards, without the group mean."""
     rewards_normalization: bool = derived("not disable_rewards_normalization", serves="samples")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
     use_rollout_entropy: bool = flag(
-        False, refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same tokens"
+        False,
+        refused="there is no metric rollout/entropy; train/entropy_loss is the entropy of the same "
+        "tokens",
     )
     """Log the entropy of the rollout tokens."""
     use_rollout_logprobs: bool = flag(False, needs=SAMPLES)
@@ -167,17 +181,24 @@ class AlgorithmConfig:
     )
     """Upper bound of the importance weight."""
     tis_clip_low: float = flag(
-        0.0, range=finite(0, "an importance weight"), needs=on("use_tis") | on("get_mismatch_metrics")
+        0.0,
+        range=finite(0, "an importance weight"),
+        needs=on("use_tis") | on("get_mismatch_metrics"),
     )
     """Lower bound of the importance weight."""
     tis_mode: Literal["truncate", "icepop"] = flag(
-        "truncate", needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both"))
+        "truncate",
+        needs=(on("use_tis"), unless("custom_tis_function_path", why="it replaces both")),
     )
-    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published with 0.5 and 5)."""
-    custom_tis_function_path: str | None = flag(None, needs=on("use_tis") | on("get_mismatch_metrics"))
+    """A weight outside the bounds: truncate takes the bound, icepop leaves the token out (published
+    with 0.5 and 5)."""
+    custom_tis_function_path: str | None = flag(
+        None, needs=on("use_tis") | on("get_mismatch_metrics")
+    )
     """Function that replaces truncated importance sampling."""
     get_mismatch_metrics: bool = flag(False, needs=POLICY_LOSS)
-    """Log the mismatch between engine and trainer as --custom-tis-function-path measures it, without correcting."""
+    """Log the mismatch between engine and trainer as --custom-tis-function-path measures it,
+    without correcting."""
     custom_pg_loss_reducer_function_path: str | None = flag(None, needs=POLICY_LOSS)
     """Function that makes the reducer of the policy loss."""
     calculate_per_token_loss: bool = flag(False)
@@ -201,5 +222,6 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Something compares the policy with the reference model: the KL loss, or the KL penalty in the reward."""
+        """Something compares the policy with the reference model: the KL loss, or the KL penalty in
+        the reward."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef != 0)

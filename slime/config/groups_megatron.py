@@ -19,26 +19,33 @@ from slime.config.flag import (
     unless,
 )
 
-_DECAYS = unless("lr_decay_style", "constant", why="a constant learning rate does not decay, one of cosine does")
+_DECAYS = unless(
+    "lr_decay_style", "constant", why="a constant learning rate does not decay, one of cosine does"
+)
 _MOMENTUM = Interval(0, 1, below=True, what="the weight of the past in a running mean")
 #: What belongs to optimizer states that are sharded over the replicas.
 _SHARDED = (
     on("optimizer", "adam", why="only Adam's states are sharded over the replicas"),
-    on("use_distributed_optimizer", why="each rank updates all parameters, so there is nothing to gather or to shard"),
+    on(
+        "use_distributed_optimizer",
+        why="each rank updates all parameters, so there is nothing to gather or to shard",
+    ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Parallel layout, precision, recompute, optimizer and schedule, with Megatron's own names and meaning.
+    """Parallel layout, precision, recompute, optimizer and schedule, with Megatron's own names and
+    meaning.
 
     Only what the user set of Megatron's further fields, by field name, ready to pass on:
-        transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the Hugging Face config
-            says by `slime.models.model_flags.merge_transformer`, which refuses contradictions.
+        transformer: of `TransformerConfig` and `ModelParallelConfig`. Combine it with what the
+            Hugging Face config says by `slime.models.model_flags.merge_transformer`, which refuses
+            contradictions.
         optimizer: of `OptimizerConfig`, beyond the fields below.
         ddp: of `DistributedDataParallelConfig`, beyond the fields below.
-        model: what the user said of the model beside TransformerConfig (`rotary_base`, `vocab_size`, ...); never
-            passed on, only checked against the Hugging Face config.
+        model: what the user said of the model beside TransformerConfig (`rotary_base`,
+            `vocab_size`, ...); never passed on, only checked against the Hugging Face config.
     """
 
     SERVES: ClassVar[tuple[Part, ...]] = ("training",)
@@ -67,7 +74,9 @@ class MegatronConfig:
     """Train in float32."""
     recompute_activations: bool = flag(False, serves="config")
     """Recompute activations in the backward pass: less memory, about a third more computation."""
-    recompute_granularity: Literal["full", "selective"] | None = derived("full with recompute_activations")
+    recompute_granularity: Literal["full", "selective"] | None = derived(
+        "full with recompute_activations"
+    )
     """What is recomputed: whole layers, or --recompute-modules."""
     recompute_method: Literal["uniform", "block"] | None = derived(
         "uniform with recompute_activations", needs=on("recompute_granularity", "full")
@@ -78,7 +87,8 @@ class MegatronConfig:
     )
     """Layers per recomputed block, with full granularity."""
     recompute_modules: tuple[
-        Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...
+        Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"],
+        ...,
     ] = flag((), needs=on("recompute_granularity", "selective"))
     """Modules recomputed with selective granularity."""
     optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer", serves="trainer")
@@ -87,7 +97,9 @@ class MegatronConfig:
     """Learning rate."""
     min_lr: float = flag(0.0, range=finite(0), needs=_DECAYS)
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("constant")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "constant"
+    )
     """Schedule of the learning rate after the warm-up."""
     lr_decay_iters: int | None = flag(None, range=SOME, needs=_DECAYS | on("lr_warmup_fraction"))
     """Optimizer steps over which the learning rate decays; unset: the whole run."""
@@ -100,7 +112,9 @@ class MegatronConfig:
     lr_warmup_samples: int = flag(0, range=NONE_OR_SOME)
     """Warm-up in samples."""
     lr_warmup_init: float = flag(
-        0.0, range=finite(0), needs=on("lr_warmup_iters") | on("lr_warmup_fraction") | on("lr_warmup_samples")
+        0.0,
+        range=finite(0),
+        needs=on("lr_warmup_iters") | on("lr_warmup_fraction") | on("lr_warmup_samples"),
     )
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
@@ -150,9 +164,11 @@ class MegatronConfig:
     )
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, needs=on("load"))
-    """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the checkpoint."""
+    """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the
+    checkpoint."""
     override_opt_param_scheduler: bool = flag(False, serves=("config", "training"))
-    """On resume, take the schedule's settings from the flags; they are unless the checkpoint is asked for."""
+    """On resume, take the schedule's settings from the flags; they are unless the checkpoint is
+    asked for."""
     padded_vocab_size: int | None = flag(
         None, refused="the vocabulary is padded to a multiple of --tensor-model-parallel-size"
     )

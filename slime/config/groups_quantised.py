@@ -12,14 +12,17 @@ _TRAINS = unless("debug_rollout_only", why="nothing is trained")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedConfig:
-    """What the trainer makes of it that engines hold quantised weights (quantization_config of --hf-checkpoint)."""
+    """What the trainer makes of it that engines hold quantised weights (quantization_config of
+    --hf-checkpoint)."""
 
     SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
 
     fake_quantisation: Literal["experts", "linears"] | None = flag(None, needs=_TRAINS)
-    """Compute with the quantised values of the weights, as the engines do, in all forward and backward passes; the
-    gradients go to the plain weights as if nothing had been rounded (straight through). experts: the routed experts;
-    linears: all layers that engines hold quantised. The format is that of --hf-checkpoint."""
+    """Compute with the quantised values of the weights, as the engines do, in all forward and
+    backward passes; the gradients go to the plain weights as if nothing had been rounded (straight
+    through). experts: the routed experts; linears: all layers that engines hold quantised. The
+    format is that of --hf-checkpoint."""
     measure_quantisation: bool = flag(False, needs=(SAMPLES, _TRAINS), serves="training")
-    """Score each rollout once more with the engines' quantised weights: how much of the difference between trainer and
-    engine the format makes, and what is left without it (train/quantisation_logprob_abs_diff)."""
+    """Score each rollout once more with the engines' quantised weights: how much of the difference
+    between trainer and engine the format makes, and what is left without it
+    (train/quantisation_logprob_abs_diff)."""

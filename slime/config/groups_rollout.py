@@ -29,7 +29,9 @@ from slime.config.flag import (
     unless,
 )
 
-_OWN_ROUTER = "the router is started here, with the engines of this run, on a port that is reserved for it"
+_OWN_ROUTER = (
+    "the router is started here, with the engines of this run, on a port that is reserved for it"
+)
 _HAS_ENGINES = unless("debug_train_only", why="no engine is started that could answer", warns=True)
 _PORT = Interval(0, 65535, what="0 is a free one")
 _NO_AGENTS = "the rollout buffer service is not in this version"
@@ -44,38 +46,46 @@ class DataConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("collection",)
 
     prompt_data: str | None = flag(None)
-    """JSONL, JSON, CSV, Parquet or Arrow file, data set folder, or org/name on the hub; `path/config:split` names a
-    configuration and a split (default: train), `path@[a:b]` takes a slice of the rows."""
+    """JSONL, JSON, CSV, Parquet or Arrow file, data set folder, or org/name on the hub;
+    `path/config:split` names a configuration and a split (default: train), `path@[a:b]` takes a
+    slice of the rows."""
     input_key: str = flag("input")
     """Column of the prompt: text, chat messages, or token ids."""
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
     label_type: Literal["text", "raw"] = flag("text", serves=("collection", "generation"))
-    """text: a label that is a number or a boolean becomes the text that the data has (5.10 is "5.10"; lists and dicts
-    stay), so that it compares with a response; raw: Python numbers; also where a hook is written for import paths of
-    earlier versions."""
+    """text: a label that is a number or a boolean becomes the text that the data has (5.10 is
+    "5.10"; lists and dicts stay), so that it compares with a response; raw: Python numbers; also
+    where a hook is written for import paths of earlier versions."""
     metadata_key: str = flag("metadata", serves=("collection", "generation"))
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
     """Column of the tool schemas for the chat template."""
-    multimodal_keys: dict[str, Any] | None = flag(None, refused="vision-language models are not in this version")
+    multimodal_keys: dict[str, Any] | None = flag(
+        None, refused="vision-language models are not in this version"
+    )
     """Columns of images and other media, as JSON."""
     apply_chat_template: bool = flag(False, serves=("collection", "generation"))
-    """Render chat messages with the chat template; else text begins with the BOS that the tokenizer puts before it."""
+    """Render chat messages with the chat template; else text begins with the BOS that the tokenizer
+    puts before it."""
     apply_chat_template_kwargs: dict[str, Any] = flag({}, serves=("collection", "generation"))
     """Keyword arguments of the chat template, as JSON."""
     num_epoch: int | None = flag(None, range=SOME, serves=("driver", "collection"))
     """Passes over the data; sets num_rollout when that is unset."""
     rollout_shuffle: bool = derived(
-        "on; off with streaming_data, data_source_path or rollout_function_path, and for a resume of a run without"
+        "on; off with streaming_data, data_source_path or rollout_function_path, and for a resume "
+        "of a run without"
     )
     """Shuffle the prompts anew in each epoch."""
     num_data_workers: int = flag(
         0,
         range=NONE_OR_SOME,
-        needs=unless("streaming_data", why="rows are read lazily, in the rollout process", warns=True),
+        needs=unless(
+            "streaming_data", why="rows are read lazily, in the rollout process", warns=True
+        ),
     )
-    """Processes that check, tokenise and filter the rows before the launch; 0: one, more if that takes long."""
+    """Processes that check, tokenise and filter the rows before the launch; 0: one, more if that
+    takes long."""
     streaming_data: bool = flag(False)
     """Read rows lazily instead of loading the data set."""
     data_source_path: str | None = flag(None)
@@ -94,17 +104,23 @@ class RolloutConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
-    num_rollout: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "samples", "training"))
-    """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch is given."""
+    num_rollout: int | None = flag(
+        None, range=NONE_OR_SOME, serves=("driver", "samples", "training")
+    )
+    """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch
+    is given."""
     rollout_batch_size: int = derived(
-        "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, else 32",
+        "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, "
+        "else 32",
         range=SOME,
         serves="collection",
     )
     """Prompts per rollout."""
     n_samples_per_prompt: int = derived(
-        "by the equation where rollout_batch_size and global_batch_size are set, else 8; 1 where nothing that is built"
-        " in compares the samples of a prompt (SFT, reinforce_plus_plus, your own loss, advantages, reward"
+        "by the equation where rollout_batch_size and global_batch_size are set, else 8; 1 where "
+        "nothing that is built"
+        " in compares the samples of a prompt (SFT, reinforce_plus_plus, your own loss, "
+        "advantages, reward"
         " normalisation, conversion, rollout or data source)",
         range=SOME,
         serves="collection",
@@ -123,7 +139,9 @@ class RolloutConfig:
     """Nucleus sampling: smallest set of tokens with this probability."""
     rollout_top_k: int = flag(-1, range=TOP_K, needs=GENERATES)
     """Sample among the k most probable tokens; -1: all."""
-    rollout_min_p: float = flag(0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES)
+    rollout_min_p: float = flag(
+        0.0, range=Interval(0, 1, what="a fraction of a probability"), needs=GENERATES
+    )
     """Leave out tokens less probable than this fraction of the most probable."""
     rollout_max_context_len: int | None = flag(
         None,
@@ -132,19 +150,25 @@ class RolloutConfig:
     )
     """Most tokens of prompt plus response."""
     rollout_max_response_len: int = derived(
-        "rollout_max_context_len or seq_length minus 1 when set, else 1024", range=SOME, serves=("driver", "generation")
+        "rollout_max_context_len or seq_length minus 1 when set, else 1024",
+        range=SOME,
+        serves=("driver", "generation"),
     )
     """Most new tokens per sample."""
     rollout_request_tokens: int | None = derived(
-        "2048 with use_fault_tolerance, but for deterministic rollouts and rollout_stop; else no limit",
+        "2048 with use_fault_tolerance, but for deterministic rollouts and rollout_stop; else no "
+        "limit",
         range=SOME,
-        needs=GENERATES & unless("rollout_stop", why="a stop string may begin in one request and end in the next"),
+        needs=GENERATES
+        & unless("rollout_stop", why="a stop string may begin in one request and end in the next"),
     )
-    """Most new tokens to ask an engine for in one request: a longer answer takes several, so that an engine that dies
-    takes no more of it along. Requests with penalties, grammars or stop strings of their own are not divided."""
+    """Most new tokens to ask an engine for in one request: a longer answer takes several, so that
+    an engine that dies takes no more of it along. Requests with penalties, grammars or stop strings
+    of their own are not divided."""
     rollout_skip_special_tokens: bool = flag(True, needs=GENERATES)
-    """Leave special tokens, such as the one that ends a turn, out of the response text, which rewards read (never out
-    of the tokens); off where a hook is written for the import paths of earlier versions, which kept them."""
+    """Leave special tokens, such as the one that ends a turn, out of the response text, which
+    rewards read (never out of the tokens); off where a hook is written for the import paths of
+    earlier versions, which kept them."""
     rollout_stop: tuple[str, ...] = flag((), needs=GENERATES)
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
@@ -153,22 +177,32 @@ class RolloutConfig:
     """Seed of the prompt order and, in deterministic mode, of sampling."""
     rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, serves="driver")
     """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
-    deterministic: bool = flag(False, name="deterministic-rollout", needs=GENERATES, serves=("generation", "engine"))
-    """Seed every request by its sample, so that tokens do not depend on how requests are batched together."""
-    over_sampling_batch_size: int = derived("rollout_batch_size", range=SOME, needs=SAMPLES, serves="collection")
+    deterministic: bool = flag(
+        False, name="deterministic-rollout", needs=GENERATES, serves=("generation", "engine")
+    )
+    """Seed every request by its sample, so that tokens do not depend on how requests are batched
+    together."""
+    over_sampling_batch_size: int = derived(
+        "rollout_batch_size", range=SOME, needs=SAMPLES, serves="collection"
+    )
     """Prompts drawn at a time while a dynamic filter drops groups; at least rollout_batch_size."""
     dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
     partial_rollout: bool = flag(False, needs=SAMPLES, serves="collection")
-    """Keep samples that were under way when the batch was full, and finish them in the next rollout."""
-    mask_offpolicy_in_partial_rollout: bool = flag(False, needs=on("partial_rollout"), serves="collection")
+    """Keep samples that were under way when the batch was full, and finish them in the next
+    rollout."""
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, needs=on("partial_rollout"), serves="collection"
+    )
     """Do not train on tokens that an earlier policy sampled."""
-    rollout_max_failed_fraction: float = flag(0.1, range=FRACTION, needs=GENERATES, serves="collection")
-    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run stops; see
-    docs/hooks.md."""
+    rollout_max_failed_fraction: float = flag(
+        0.1, range=FRACTION, needs=GENERATES, serves="collection"
+    )
+    """Fraction of a rollout's prompts that may fail for good (others replace them) before the run
+    stops; see docs/hooks.md."""
     rollout_stall_timeout: float = flag(600.0, range=POSITIVE, needs=GENERATES)
-    """Seconds without any sign of progress after which functions of yours that hang are given up, each with its sample;
-    where none does, the rollout stops and reports who waits for whom."""
+    """Seconds without any sign of progress after which functions of yours that hang are given up,
+    each with its sample; where none does, the rollout stops and reports who waits for whom."""
     rollout_function_path: str | None = flag(
         None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH), serves="collection"
     )
@@ -176,8 +210,9 @@ class RolloutConfig:
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
     """Async function (args, sample, sampling_params) that replaces the generation of one sample."""
     agent_host: str | None = flag(None, needs=GENERATES)
-    """Address on which agents that speak an API are answered (docs/agents.md), for those in containers or on other
-    hosts; unset: loopback, or the host's network address with --listen-on-network."""
+    """Address on which agents that speak an API are answered (docs/agents.md), for those in
+    containers or on other hosts; unset: loopback, or the host's network address with
+    --listen-on-network."""
     agent_port: int = flag(0, range=_PORT, needs=GENERATES)
     """Port of the same; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
@@ -187,20 +222,25 @@ class RolloutConfig:
     rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
     """Function (args, groups) run at the end of a rollout; sets sample.remove_sample."""
     rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES, serves="collection")
-    """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups included."""
+    """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups
+    included."""
     custom_rollout_log_function_path: str | None = flag(None, serves="collection")
     """Function that logs a rollout; returns true to skip the default log."""
     custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
     """Function that logs an evaluation; returns true to skip the default log."""
     rollout_data_postprocess_path: str | None = flag(None, serves="training")
-    """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are known."""
+    """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are
+    known."""
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] | None = flag(
         None,
-        needs=on("loss_type", "sft_loss", why="only supervised conversations have such masks", warns=True),
+        needs=on(
+            "loss_type", "sft_loss", why="only supervised conversations have such masks", warns=True
+        ),
         serves="collection",
     )
-    """The reference system's rule for the loss mask of conversations. Masks always come from the chat template; where
-    the named rule would train on other text, the first turn that differs is shown."""
+    """The reference system's rule for the loss mask of conversations. Masks always come from the
+    chat template; where the named rule would train on other text, the first turn that differs is
+    shown."""
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
         "object-store",
         instead={"nixl": ("object-store", "ways of transport differ in speed alone")},
@@ -226,18 +266,25 @@ class RewardConfig:
     rm_type: str | None = flag(
         None,
         needs=GENERATES
-        & unless("custom_rm_path", why="that function gives the rewards, and alone could read it", warns=True),
+        & unless(
+            "custom_rm_path",
+            why="that function gives the rewards, and alone could read it",
+            warns=True,
+        ),
     )
-    """Built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench (pip install 'slime-rl[ifbench]'), remote_rm, random;
-    metadata["rm_type"] wins."""
+    """Built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench (pip install 'slime-rl[ifbench]'),
+    remote_rm, random; metadata["rm_type"] wins."""
     custom_rm_path: str | None = flag(None, needs=GENERATES)
     """Reward function (args, sample), sync or async, by dotted path or file.py:function."""
     group_rm: bool = flag(
-        False, needs=on("custom_rm_path") | on("eval_config", why="built-in rewards judge one sample at a time")
+        False,
+        needs=on("custom_rm_path")
+        | on("eval_config", why="built-in rewards judge one sample at a time"),
     )
     """Call the reward function once per group, with the list of its samples."""
     reward_key: str | None = flag(None, needs=GENERATES, serves=("generation", "samples"))
-    """Key of the number to train on, when rewards are dicts; the means of their other numbers are metrics."""
+    """Key of the number to train on, when rewards are dicts; the means of their other numbers are
+    metrics."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATION_SETTING)
     """The same for evaluation."""
     rm_url: str | None = flag(
@@ -260,7 +307,10 @@ class RewardConfig:
     custom_reward_post_process_path: str | None = flag(
         None,
         needs=SAMPLES
-        & unless("custom_convert_samples_to_train_data_path", why="the conversion is yours, its rewards included"),
+        & unless(
+            "custom_convert_samples_to_train_data_path",
+            why="the conversion is yours, its rewards included",
+        ),
         serves="samples",
     )
     """Function (args, samples) -> (raw_rewards, rewards) that replaces group normalisation."""
@@ -275,14 +325,17 @@ class EvalConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
     eval_interval: int | None = flag(None, range=SOME, needs=EVALUATES)
-    """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and after the last."""
+    """Evaluate every so many rollouts; in any case before the first, at the end of each epoch and
+    after the last."""
     eval_prompt_data: tuple[str, ...] = flag(
         (), needs=(unless("eval_config", why="that file names the sets"), _HAS_ENGINES)
     )
-    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a path alone is a set
-    that is called after its file. A data set without a named split gives test, else validation."""
+    """Name and path of each evaluation set: --eval-prompt-data gsm8k test.jsonl aime aime.jsonl; a
+    path alone is a set that is called after its file. A data set without a named split gives test,
+    else validation."""
     eval_config: str | None = flag(None, needs=_HAS_ENGINES)
-    """YAML file of evaluation sets with settings of their own; takes the place of --eval-prompt-data."""
+    """YAML file of evaluation sets with settings of their own; takes the place of
+    --eval-prompt-data."""
     skip_eval_before_train: bool = flag(False, needs=EVALUATION_SETTING)
     """No evaluation before the first step."""
     eval_function_path: str | None = derived("rollout_function_path", needs=EVALUATION_SETTING)
@@ -296,19 +349,28 @@ class EvalConfig:
     n_samples_per_eval_prompt: int = flag(1, range=SOME, needs=EVALUATION_SETTING)
     """Samples per prompt in evaluation."""
     eval_pass_k: tuple[int, ...] = flag((), range=SOME, needs=EVALUATION_SETTING)
-    """Values of k for which pass@k is reported; unset: powers of two up to the samples per prompt."""
-    eval_temperature: float = derived("rollout_temperature", range=finite(0, "0 is greedy"), needs=EVALUATION_SETTING)
+    """Values of k for which pass@k is reported; unset: powers of two up to the samples per
+    prompt."""
+    eval_temperature: float = derived(
+        "rollout_temperature", range=finite(0, "0 is greedy"), needs=EVALUATION_SETTING
+    )
     """Sampling temperature of evaluation; 0: greedy."""
     eval_top_p: float = derived("rollout_top_p", range=PROBABILITY, needs=EVALUATION_SETTING)
     """Nucleus sampling in evaluation."""
     eval_top_k: int = derived("rollout_top_k", range=TOP_K, needs=EVALUATION_SETTING)
     """Top-k sampling in evaluation."""
-    eval_max_response_len: int = derived("rollout_max_response_len", range=SOME, needs=EVALUATION_SETTING)
+    eval_max_response_len: int = derived(
+        "rollout_max_response_len", range=SOME, needs=EVALUATION_SETTING
+    )
     """Most new tokens per sample in evaluation."""
-    eval_max_prompt_len: int | None = derived("rollout_max_prompt_len", range=SOME, needs=EVALUATION_SETTING)
+    eval_max_prompt_len: int | None = derived(
+        "rollout_max_prompt_len", range=SOME, needs=EVALUATION_SETTING
+    )
     """Longer prompts are left out of evaluation."""
     eval_max_context_len: int | None = derived(
-        "rollout_max_context_len", range=at_least(2, "a prompt token and a response token"), needs=EVALUATION_SETTING
+        "rollout_max_context_len",
+        range=at_least(2, "a prompt token and a response token"),
+        needs=EVALUATION_SETTING,
     )
     """Most tokens of prompt plus response in evaluation."""
     eval_min_new_tokens: int = flag(0, range=NONE_OR_SOME, needs=EVALUATION_SETTING)
@@ -319,8 +381,8 @@ class EvalConfig:
 class EngineConfig:
     """The engines and the router in front of them.
 
-    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix, ready for
-    `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
+    `sglang` and `router` hold what the user set with --sglang-* and --router-*, without the prefix,
+    ready for `slime.config.foreign.to_argv`: ``router["policy"]`` is --router-policy, for example.
     """
 
     SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
@@ -337,26 +399,33 @@ class EngineConfig:
     embedded_max_slots: int = flag(64, range=SOME, needs=on("rollout_engine", "embedded") & ENGINES)
     """Requests that the embedded engine decodes at once; more wait in its queue."""
     rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES)
-    """HOST:PORT of engines that somebody else has started, which get every push and requests but are never started or
-    ended here; beside those of --rollout-num-gpus, or instead of them."""
+    """HOST:PORT of engines that somebody else has started, which get every push and requests but
+    are never started or ended here; beside those of --rollout-num-gpus, or instead of them."""
     sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="generation")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""
     sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
     """Port of the router, as hooks read it."""
-    sglang_router_request_timeout_secs: int = flag(14400, range=SOME, needs=GENERATES, serves=("generation", "router"))
+    sglang_router_request_timeout_secs: int = flag(
+        14400, range=SOME, needs=GENERATES, serves=("generation", "router")
+    )
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(None, needs=ENGINES)
     """YAML file of server groups, and of models beside the policy; also for embedded engines."""
     prefill_num_servers: int | None = flag(
         None,
         range=SOME,
-        needs=on("rollout_engine", "sglang", why="the embedded engine has no prefill servers", warns=True)
+        needs=on(
+            "rollout_engine", "sglang", why="the embedded engine has no prefill servers", warns=True
+        )
         & unless("sglang_config", why="that file names the server groups"),
     )
-    """Engines that only prefill; the others only decode. The same as two server groups in --sglang-config."""
-    sglang_custom_pull_weights_pre_read_hook: str | None = flag(None, refused="needs a patched SGLang")
+    """Engines that only prefill; the others only decode. The same as two server groups in
+    --sglang-config."""
+    sglang_custom_pull_weights_pre_read_hook: str | None = flag(
+        None, refused="needs a patched SGLang"
+    )
     """Engine-side hook before weights are read from disk."""
     sglang: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)

@@ -22,14 +22,17 @@ from slime.config.flag import (
     unless,
 )
 
-_NO_PROFILER = "profiling and memory recording are not in this version; py-spy works on every process"
+_NO_PROFILER = (
+    "profiling and memory recording are not in this version; py-spy works on every process"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Placement: how many GPUs trainer and engines get, and how their processes are connected.
 
-    On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers that follow.
+    On a host without a GPU, a "GPU" is one CPU process slot. `Config.placement` has the numbers
+    that follow.
     """
 
     SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
@@ -41,7 +44,8 @@ class ClusterConfig:
     )
     """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: int = derived(
-        "0 with external engines, actor_num_nodes × actor_num_gpus_per_node with colocate, else one engine",
+        "0 with external engines, actor_num_nodes × actor_num_gpus_per_node with colocate, else "
+        "one engine",
         range=NONE_OR_SOME,
         needs=ENGINES,
         serves=("generation", "engine"),
@@ -50,53 +54,74 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES, serves="engine")
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
-    """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go where Ray finds GPUs. An
-    SGLang engine of more reaches over several nodes; an embedded one cannot."""
+    """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go
+    where Ray finds GPUs. An SGLang engine of more reaches over several nodes; an embedded one
+    cannot."""
     colocate: bool = flag(False, needs=ENGINES, serves=("trainer", "push", "engine"))
     """Trainer and engines share the same GPUs and take turns."""
-    offload: bool = flag(False, needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="config")
+    offload: bool = flag(
+        False,
+        needs=on("colocate", why="trainer and engines have GPUs of their own"),
+        serves="config",
+    )
     """Short for --offload-train --offload-rollout."""
     offload_train: bool = derived(
-        "colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="trainer"
+        "colocate",
+        needs=on("colocate", why="trainer and engines have GPUs of their own"),
+        serves="trainer",
     )
     """Free the trainer's GPU memory while the engines generate."""
     offload_rollout: bool = derived(
-        "colocate", needs=on("colocate", why="trainer and engines have GPUs of their own"), serves="engine"
+        "colocate",
+        needs=on("colocate", why="trainer and engines have GPUs of their own"),
+        serves="engine",
     )
     """Free the engines' GPU memory while the trainer trains."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", serves=("config", "trainer"))
-    """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has GPUs, else gloo."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
+        "auto", serves=("config", "trainer")
+    )
+    """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has
+    GPUs, else gloo."""
     distributed_timeout_minutes: float = derived(
         "NCCL_TIMEOUT / 60 when that variable is set, else 10",
         range=POSITIVE,
         serves=("driver", "samples", "trainer", "push", "engine"),
     )
-    """Time-out of every process group but that of checkpoints, and of every step of a launch (docs/deadlines.md)."""
+    """Time-out of every process group but that of checkpoints, and of every step of a launch
+    (docs/deadlines.md)."""
     train_env_vars: dict[str, Any] = flag({}, serves="trainer")
     """Environment variables of the trainer's processes, as JSON."""
     listen_on_network: bool = flag(
         False,
-        needs=unless("ray_address", why="the processes of a cluster listen on the addresses of its nodes"),
+        needs=unless(
+            "ray_address", why="the processes of a cluster listen on the addresses of its nodes"
+        ),
         serves=("driver", "generation"),
     )
-    """Of a run that starts its own Ray: engines, router and Ray listen on the host's network address, for agents in
-    containers or on other hosts, instead of on loopback alone (docs/security.md)."""
+    """Of a run that starts its own Ray: engines, router and Ray listen on the host's network
+    address, for agents in containers or on other hosts, instead of on loopback alone
+    (docs/security.md)."""
     placement_timeout: float = flag(300.0, range=POSITIVE)
     """Seconds to wait for the cluster to have the GPUs that were asked for."""
     gpu_memory_gb: float | None = flag(None, range=POSITIVE)
-    """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: asked of the driver, 80 where there is none. On a
-    host without GPUs it makes --dry-run plan for GPUs."""
+    """Memory of a GPU in 10⁹ bytes, for the memory plan; unset: asked of the driver, 80 where there
+    is none. On a host without GPUs it makes --dry-run plan for GPUs."""
     memory_plan: Literal["refuse", "warn"] = flag("refuse")
-    """What happens when the memory plan does not fit the GPUs: refuse to start, or warn and go on."""
+    """What happens when the memory plan does not fit the GPUs: refuse to start, or warn and go
+    on."""
     ray_address: str | None = flag(None)
-    """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is started."""
+    """Ray cluster to join ("auto", "host:port"). Unset: RAY_ADDRESS if set, else a local Ray is
+    started."""
     http_proxy: str | None = flag(None, refused="requests to engines never go through a proxy")
     """HTTP proxy for requests to engines."""
-    use_distributed_post: bool = flag(False, refused="one HTTP client drives all engines; it is not the bottleneck")
+    use_distributed_post: bool = flag(
+        False, refused="one HTTP client drives all engines; it is not the bottleneck"
+    )
     """Send requests to engines from several nodes."""
     release_train: bool = flag(
         False,
-        refused="ending trainer processes in a rollout is not in this version; --offload-train frees their GPU memory",
+        refused="ending trainer processes in a rollout is not in this version; --offload-train frees "
+        "their GPU memory",
     )
     """End the trainer's processes during rollout and start them again from a checkpoint."""
     train_backend: Literal["megatron"] = flag("megatron", serves="config")
@@ -109,25 +134,35 @@ class FaultToleranceConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
 
-    use_fault_tolerance: bool = flag(False, needs=GENERATES, serves=("generation", "push", "engine"))
-    """Engines that die or hang are started again and come back with the next weight push; others take over their
-    requests. Without it the death of an engine ends the run."""
-    rollout_health_check_interval: float = flag(30.0, range=POSITIVE, needs=on("use_fault_tolerance"))
-    """Seconds between two health checks of an engine while it generates, with --use-fault-tolerance."""
+    use_fault_tolerance: bool = flag(
+        False, needs=GENERATES, serves=("generation", "push", "engine")
+    )
+    """Engines that die or hang are started again and come back with the next weight push; others
+    take over their requests. Without it the death of an engine ends the run."""
+    rollout_health_check_interval: float = flag(
+        30.0, range=POSITIVE, needs=on("use_fault_tolerance")
+    )
+    """Seconds between two health checks of an engine while it generates, with
+    --use-fault-tolerance."""
     rollout_health_check_timeout: float = flag(
         30.0, range=POSITIVE, needs=on("use_fault_tolerance"), serves=("push", "engine")
     )
-    """Seconds without a good answer to a health check after which an engine counts as hung, and is killed."""
-    rollout_health_check_first_wait: float = flag(0.0, range=finite(0), needs=on("use_fault_tolerance"))
-    """Seconds before the first health check of each rollout, for engines that compile on first use."""
+    """Seconds without a good answer to a health check after which an engine counts as hung, and is
+    killed."""
+    rollout_health_check_first_wait: float = flag(
+        0.0, range=finite(0), needs=on("use_fault_tolerance")
+    )
+    """Seconds before the first health check of each rollout, for engines that compile on first
+    use."""
     max_restarts: int = flag(0, range=finite(0), needs=on("save"), serves="training")
-    """Times that trainer ranks which died, or answer no more, are started again from the newest checkpoint, while the
-    engines stay; the steps since then are done again. Without it that ends the run."""
+    """Times that trainer ranks which died, or answer no more, are started again from the newest
+    checkpoint, while the engines stay; the steps since then are done again. Without it that ends
+    the run."""
     journal: bool = derived(
         "on with save, where something is trained", needs=(on("save"), SAMPLES), serves="collection"
     )
-    """Keep what is generated in the run folder until checkpoints have passed it, so that a run that goes on after a
-    crash generates nothing twice."""
+    """Keep what is generated in the run folder until checkpoints have passed it, so that a run that
+    goes on after a crash generates nothing twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +176,8 @@ class ObserveConfig:
     run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>")
     """Name of the run folder inside --output-dir."""
     stage: str | None = flag(None, serves=("driver", "samples"))
-    """Name of this stage, when several runs (SFT, then RL) share one run folder and its metrics.jsonl."""
+    """Name of this stage, when several runs (SFT, then RL) share one run folder and its
+    metrics.jsonl."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = derived(
         "DEBUG when SLIME_DEBUG=1, else INFO", serves=("driver", "samples", "trainer", "engine")
     )
@@ -174,7 +210,9 @@ class ObserveConfig:
     """Resume this W&B run."""
     disable_wandb_random_suffix: bool = flag(False, needs=on("wandb_group"))
     """Leave the group name as given, without a random suffix."""
-    wandb_always_use_train_step: bool = flag(False, refused="all metrics share one axis, the rollouts trained on")
+    wandb_always_use_train_step: bool = flag(
+        False, refused="all metrics share one axis, the rollouts trained on"
+    )
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
     log_multi_turn: bool = flag(False, needs=GENERATES, serves="collection")
     """Log the number of turns and their lengths."""
@@ -193,7 +231,8 @@ class DebugConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
     config: str | None = flag(None, serves="config")
-    """YAML file that sets flags by name (with dashes or underscores); flags on the command line win."""
+    """YAML file that sets flags by name (with dashes or underscores); flags on the command line
+    win."""
     custom_config_path: str | None = flag(None, serves="config")
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
@@ -204,16 +243,24 @@ class DebugConfig:
     """Start the trainer only, no engines."""
     save_debug_rollout_data: str | None = derived(
         "<dump_details>/rollout_data/{rollout_id}.pt with --dump-details",
-        needs=unless("load_debug_rollout_data", why="samples that were loaded are not written again", warns=True),
+        needs=unless(
+            "load_debug_rollout_data",
+            why="samples that were loaded are not written again",
+            warns=True,
+        ),
         serves=("collection", "generation"),
     )
-    """Write every rollout's samples to this path: {rollout_id}, with a format where wanted ({rollout_id:04d}), is the
-    rollout, eval_ and its number for an evaluation; {run} is the run folder."""
+    """Write every rollout's samples to this path: {rollout_id}, with a format where wanted
+    ({rollout_id:04d}), is the rollout, eval_ and its number for an evaluation; {run} is the run
+    folder."""
     load_debug_rollout_data: str | None = flag(None, serves=("driver", "collection", "samples"))
-    """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of generating; implies
-    --debug-train-only."""
+    """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of
+    generating; implies --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
-        None, range=Interval(0, 1, above=True, what="a fraction"), needs=on("load_debug_rollout_data"), serves="samples"
+        None,
+        range=Interval(0, 1, above=True, what="a fraction"),
+        needs=on("load_debug_rollout_data"),
+        serves="samples",
     )
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(
@@ -223,8 +270,9 @@ class DebugConfig:
     save_debug_train_data: str | None = derived(
         "<dump_details>/train_data/{rollout_id}.pt with --dump-details", serves="training"
     )
-    """Write every rollout's training tensors to this path, with {rollout_id} as in --save-debug-rollout-data. One file
-    holds those of all ranks: {rank}, which scripts may have in it, is 0."""
+    """Write every rollout's training tensors to this path, with {rollout_id} as in
+    --save-debug-rollout-data. One file holds those of all ranks: {rank}, which scripts may have in
+    it, is 0."""
     dump_details: str | None = flag(None, serves=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
@@ -236,7 +284,8 @@ class DebugConfig:
     memory_recorder: Literal["torch", "memray"] = flag("torch", refused=_NO_PROFILER)
     """What records memory."""
     use_pytorch_profiler: bool = flag(False, refused=_NO_PROFILER)
-    """Profile with torch.profiler; see --profile-step-start, --profile-step-end, --profile-target."""
+    """Profile with torch.profiler; see --profile-step-start, --profile-step-end,
+    --profile-target."""
     profile_step_start: int = flag(10, refused=_NO_PROFILER)
     """First step that is profiled."""
     profile_step_end: int = flag(12, refused=_NO_PROFILER)
@@ -248,21 +297,25 @@ class DebugConfig:
     check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="push")
     """Verify every weight on the engines after the first sync."""
     check_canary: bool = flag(True, serves="push")
-    """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and wake."""
+    """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and
+    wake."""
     ci_test: bool = flag(False, serves="training")
-    """Check what the reference system's CI asserts of a step, and stop where it does not hold: the KL to the old policy
-    is 0 in the first step of a rollout, that to the reference in the first step of the run, and trainer and engine
-    agree to --ci-train-rollout-logprob-abs-diff-threshold."""
+    """Check what the reference system's CI asserts of a step, and stop where it does not hold: the
+    KL to the old policy is 0 in the first step of a rollout, that to the reference in the first
+    step of the run, and trainer and engine agree to
+    --ci-train-rollout-logprob-abs-diff-threshold."""
     ci_disable_kl_checker: bool = flag(False, needs=on("ci_test"), serves="training")
     """Leave the checks of the KL out of --ci-test."""
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1, range=finite(0), needs=on("ci_test"), serves="training"
     )
-    """Largest mean difference between the log-probs of trainer and engine that --ci-test accepts."""
+    """Largest mean difference between the log-probs of trainer and engine that --ci-test
+    accepts."""
     ci_save_grad_norm: str | None = flag(None, serves="training")
-    """Write the gradient norm of each step to this path, which may have {role}, {rollout_id} and {step_id} in it."""
+    """Write the gradient norm of each step to this path, which may have {role}, {rollout_id} and
+    {step_id} in it."""
     ci_load_grad_norm: str | None = flag(
         None, needs=unless("ci_save_grad_norm", why="the norm is written"), serves="training"
     )
-    """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this path, to 1 % or 0.01,
-    and stop where it differs."""
+    """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this
+    path, to 1 % or 0.01, and stop where it differs."""

@@ -26,7 +26,10 @@ from slime.config.groups_algorithm import NO_CRITIC
 _NO_DELTA = "delta weight updates are not in this version; leave --update-weight-mode at full"
 _NO_DEEPGEMM = "the DeepGEMM alignment kernels are not in this version"
 _NO_TEACHER_SERVER = "the Megatron teacher server is not in this version"
-_NO_OLD_ACTOR = "a lagged copy of the policy is not in this version; the old log-probs are those of the trained weights"
+_NO_OLD_ACTOR = (
+    "a lagged copy of the policy is not in this version; the old log-probs are those of the "
+    "trained weights"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +41,40 @@ class TrainConfig:
     seed: int = flag(1234, range=SEED, serves="trainer")
     """Seed of the trainer."""
     global_batch_size: int = derived(
-        "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout", range=SOME, serves=("samples", "training")
+        "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout",
+        range=SOME,
+        serves=("samples", "training"),
     )
     """Samples (executions) per optimizer step, over all data-parallel ranks."""
-    num_steps_per_rollout: int = derived("rollout_batch_size × n_samples_per_prompt ÷ global_batch_size", range=SOME)
+    num_steps_per_rollout: int = derived(
+        "rollout_batch_size × n_samples_per_prompt ÷ global_batch_size", range=SOME
+    )
     """Optimizer steps per rollout."""
     micro_batch_size: int = flag(
         1,
         range=SOME,
-        needs=unless("use_dynamic_batch_size", why="micro-batches are packed by tokens", warns=True),
+        needs=unless(
+            "use_dynamic_batch_size", why="micro-batches are packed by tokens", warns=True
+        ),
         serves="samples",
     )
     """Samples per micro-batch; given, it turns packing by tokens off."""
     use_dynamic_batch_size: bool = derived("on, unless micro_batch_size is given", serves="samples")
-    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those of unpacked
-    micro-batches, in less time."""
+    """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those
+    of unpacked micro-batches, in less time."""
     max_tokens_per_gpu: int | None = derived(
-        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and 4096 on a CPU",
+        "from the memory plan when the run starts: a power of two, at most 16384 on a GPU and "
+        "4096 on a CPU",
         range=SOME,
         needs=on("use_dynamic_batch_size"),
         serves="samples",
     )
-    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets a micro-batch of its
-    own."""
+    """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets
+    a micro-batch of its own."""
     ref_micro_batch_size: int | None = flag(
-        None, no_effect="one packing serves all passes over a batch; see --micro-batch-size and --max-tokens-per-gpu"
+        None,
+        no_effect="one packing serves all passes over a batch; see --micro-batch-size and "
+        "--max-tokens-per-gpu",
     )
     """Samples per micro-batch of the reference policy's pass."""
     log_probs_max_tokens_per_gpu: int | None = flag(
@@ -74,13 +86,18 @@ class TrainConfig:
     balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), serves="samples")
     """Balance by floating-point operations instead of tokens."""
     data_pad_size_multiplier: int = flag(128, range=SOME, serves="trainer")
-    """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel size."""
+    """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel
+    size."""
     log_probs_chunk_size: int = flag(
-        -1, range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"), serves="trainer"
+        -1,
+        range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"),
+        serves="trainer",
     )
     """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
     recompute_loss_function: bool = flag(
-        False, refused="log-probs are always computed in chunks that keep no logits; see --log-probs-chunk-size"
+        False,
+        refused="log-probs are always computed in chunks that keep no logits; see "
+        "--log-probs-chunk-size",
     )
     """Recompute the loss in the backward pass instead of keeping its intermediates."""
     seq_length: int | None = flag(
@@ -95,31 +112,41 @@ class TrainConfig:
     """Regular expressions (re.search) of the parameters to freeze."""
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag("auto", serves="trainer")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
+        "auto", serves="trainer"
+    )
     """Layer implementation; auto is local. transformer_engine needs it installed (2.9 to 2.11)."""
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto", serves="trainer")
-    """Attention kernel, with or without Transformer Engine; one that is not there is refused by name. On GPUs auto is
-    flash-attn-4 where it is installed (SGLang brings it) and knows the GPU, else, like flash, torch's packed kernel."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
+        "auto", serves="trainer"
+    )
+    """Attention kernel, with or without Transformer Engine; one that is not there is refused by
+    name. On GPUs auto is flash-attn-4 where it is installed (SGLang brings it) and knows the GPU,
+    else, like flash, torch's packed kernel."""
     custom_model_provider_path: str | None = flag(None, serves="trainer")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
     spec: tuple[str, ...] = flag((), serves="trainer")
-    """Module and name of a function (args, config, vp_stage) that returns megatron-core's layer specification of a
-    pipeline stage: --spec my_package.layers my_spec. The reference system's modules for families that are built in
-    stand for their tables."""
+    """Module and name of a function (args, config, vp_stage) that returns megatron-core's layer
+    specification of a pipeline stage: --spec my_package.layers my_spec. The reference system's
+    modules for families that are built in stand for their tables."""
     custom_megatron_init_path: str | None = flag(None, serves="trainer")
     """Function (args) run after Megatron is initialised."""
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, model, store_prefix) run before each forward-only pass."""
     custom_megatron_before_train_step_hook_path: str | None = flag(None)
-    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each step's passes."""
+    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) run before each
+    step's passes."""
     use_routing_replay: bool = derived("use_rollout_routing_replay")
     """Experts of the old-policy pass are used again in training, their weights computed anew."""
-    use_rollout_routing_replay: bool = flag(False, needs=SAMPLES, serves=("generation", "training", "engine"))
-    """Experts that the engine chose (rollout_routed_experts of the samples) are used in the old-policy pass and in
-    training; implies --use-routing-replay."""
+    use_rollout_routing_replay: bool = flag(
+        False, needs=SAMPLES, serves=("generation", "training", "engine")
+    )
+    """Experts that the engine chose (rollout_routed_experts of the samples) are used in the
+    old-policy pass and in training; implies --use-routing-replay."""
     enable_mtp_training: bool = flag(False, refused=NO_MTP)
     """Train the multi-token-prediction layers."""
-    qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", refused="Qwen3-Next layers are not in this version")
+    qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
+        "fla", refused="Qwen3-Next layers are not in this version"
+    )
     """Kernels of Gated DeltaNet layers."""
     freeze_indexer: bool = flag(False, refused="DeepSeek sparse attention is not in this version")
     """Freeze the indexer of DeepSeek sparse attention."""
@@ -160,48 +187,69 @@ class CheckpointConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("trainer",)
 
     hf_checkpoint: str | None = flag(
-        None, serves=("driver", "collection", "generation", "samples", "trainer", "training", "push", "engine")
+        None,
+        serves=(
+            "driver",
+            "collection",
+            "generation",
+            "samples",
+            "trainer",
+            "training",
+            "push",
+            "engine",
+        ),
     )
-    """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the trainer's weights for
-    a fresh start."""
+    """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the
+    trainer's weights for a fresh start."""
     trust_remote_code: bool = flag(
         False, serves=("driver", "collection", "generation", "samples", "training", "engine")
     )
-    """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off: a model that needs
-    it is refused."""
+    """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off:
+    a model that needs it is refused."""
     model_name: str | None = flag(None, serves=("generation", "samples", "trainer", "push"))
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)
-    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet. Unset: start
-    from --ref-load or --hf-checkpoint."""
+    """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet.
+    Unset: start from --ref-load or --hf-checkpoint."""
     ckpt_step: int | None = flag(None, range=NONE_OR_SOME, needs=on("load"))
     """Iteration of --load; unset: the latest."""
     save: str | None = derived(
-        "{run}/checkpoints, unless save_hf is given or nothing is trained", off="no-save", serves="training"
+        "{run}/checkpoints, unless save_hf is given or nothing is trained",
+        off="no-save",
+        serves="training",
     )
-    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run folder. With --no-save
-    and without --save-hf nothing of the training is kept."""
-    save_interval: int | None = flag(None, range=SOME, needs=on("save") | on("save_hf"), serves="training")
-    """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run, or half an hour where
-    that is sooner, of which --save-retain keeps 2, and no more often than --save-min-seconds; with --save-hf alone
-    after the last."""
+    """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run
+    folder. With --no-save and without --save-hf nothing of the training is kept."""
+    save_interval: int | None = flag(
+        None, range=SOME, needs=on("save") | on("save_hf"), serves="training"
+    )
+    """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run,
+    or half an hour where that is sooner, of which --save-retain keeps 2, and no more often than
+    --save-min-seconds; with --save-hf alone after the last."""
     save_min_seconds: float = derived(
-        "120, or 0 with save_interval", range=finite(0), needs=on("save") | on("save_hf"), serves="training"
+        "120, or 0 with save_interval",
+        range=finite(0),
+        needs=on("save") | on("save_hf"),
+        serves="training",
     )
-    """Least time from one checkpoint to the next: one that is due sooner is written after the first step for which that
-    much time has passed. The last step, and a run that is stopped, save all the same. Given together with
-    --save-interval, both hold."""
+    """Least time from one checkpoint to the next: one that is due sooner is written after the first
+    step for which that much time has passed. The last step, and a run that is stopped, save all the
+    same. Given together with --save-interval, both hold."""
     save_retain: int | None = derived(
-        "2 with --save and no --save-interval, else all", range=SOME, needs=on("save"), serves="training"
+        "2 with --save and no --save-interval, else all",
+        range=SOME,
+        needs=on("save"),
+        serves="training",
     )
     """Keep only the last N checkpoints."""
     save_hf: str | None = flag(None, serves="training")
-    """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format where wanted
-    ({rollout_id:04d}), is the rollout; without it each replaces the last."""
+    """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format
+    where wanted ({rollout_id:04d}), is the rollout; without it each replaces the last."""
     export_model: bool = flag(True, needs=on("save"), serves="training")
-    """With --save and no --save-hf: when the run ends, write its model into the run folder (model/) as a Hugging Face
-    directory, to load, chat with or train on. 2 bytes per parameter; of a model of 30B that takes minutes
-    (--no-export-model: none, `slime convert megatron-to-hf` makes it from a checkpoint)."""
+    """With --save and no --save-hf: when the run ends, write its model into the run folder (model/)
+    as a Hugging Face directory, to load, chat with or train on. 2 bytes per parameter; of a model
+    of 30B that takes minutes (--no-export-model: none, `slime convert megatron-to-hf` makes it from
+    a checkpoint)."""
     async_save: bool = flag(False, needs=on("save"), serves="training")
     """Copy a checkpoint to host memory and write it behind training."""
     no_save_optim: bool = flag(False, needs=on("save"), serves="training")
@@ -240,7 +288,8 @@ class SyncConfig:
 
     @property
     def staleness(self) -> int:
-        """Most rollouts trained on since the push of the weights that generate one, as the flags have it."""
+        """Most rollouts trained on since the push of the weights that generate one, as the flags
+        have it."""
         most = self.max_staleness
         bound = self._staleness_unpaced
         return bound if most is None else min(most, bound)
@@ -251,22 +300,28 @@ class SyncConfig:
 
     @property
     def paced(self) -> str:
-        """Where rollouts wait for a push before they begin: by what, and what the bound would be; else ""."""
+        """Where rollouts wait for a push before they begin: by what, and what the bound would be;
+        else ""."""
         if self.staleness == self._staleness_unpaced:
             return ""
         return (
-            f" (--max-staleness): fewer are ahead than --async-buffer-size {self.async_buffer_size} allows for,"
+            " (--max-staleness): fewer are ahead than --async-buffer-size "
+            f"{self.async_buffer_size} allows for,"
             f" by which it would be {self._staleness_unpaced}"
         )
 
     SERVES: ClassVar[tuple[Part, ...]] = ("push",)
 
-    update_weight_mode: Literal["full", "delta"] = flag("full", refused_values={"delta": _NO_DELTA}, serves="config")
+    update_weight_mode: Literal["full", "delta"] = flag(
+        "full", refused_values={"delta": _NO_DELTA}, serves="config"
+    )
     """Push all weights, or only what changed."""
     update_weight_transport: Literal["nccl", "disk"] = flag("nccl", serves=("push", "engine"))
-    """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a directory."""
+    """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a
+    directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
-    """Bytes per bucket; one for a larger tensor, or for tensors that engines fuse, is as large as these."""
+    """Bytes per bucket; one for a larger tensor, or for tensors that engines fuse, is as large as
+    these."""
     update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("push", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
@@ -275,50 +330,62 @@ class SyncConfig:
         needs=_TRAINS,
         serves=("collection", "samples"),
     )
-    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout draws anew is trained on
-    at most async_buffer_size + update_weights_interval - 1 rollouts after its weights were pushed, less with
-    --max-staleness; what was put back may be older. Fine-tuning, whose data depend on no weights, makes one ahead."""
+    """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout
+    draws anew is trained on at most async_buffer_size + update_weights_interval - 1 rollouts after
+    its weights were pushed, less with --max-staleness; what was put back may be older. Fine-tuning,
+    whose data depend on no weights, makes one ahead."""
     update_weights_in_flight: bool = flag(
         False,
         needs=(
             SAMPLES,
             _TRAINS,
-            on("async_buffer_size", why="in lock step nothing is generated while weights are pushed"),
-            unless("deterministic_rollout", why="which token is the first of new weights depends on timing"),
+            on(
+                "async_buffer_size",
+                why="in lock step nothing is generated while weights are pushed",
+            ),
+            unless(
+                "deterministic_rollout",
+                why="which token is the first of new weights depends on timing",
+            ),
         ),
     )
-    """Push the weights while answers are being generated, which go on with them, instead of waiting until the rollouts
-    under way have ended. Every token keeps the version that sampled it."""
+    """Push the weights while answers are being generated, which go on with them, instead of waiting
+    until the rollouts under way have ended. Every token keeps the version that sampled it."""
     max_staleness: int | None = flag(
         None,
         range=NONE_OR_SOME,
         needs=(SAMPLES, unless("debug_rollout_only", why="nothing is trained")),
         serves="collection",
     )
-    """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a sample's first
-    token. Where async_buffer_size and update_weights_interval allow for more, a rollout begins only after the push that
-    makes its samples young enough: nothing is generated in vain, and no answer is left out for its length. What is too
-    old all the same is --stale-samples' business."""
+    """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a
+    sample's first token. Where async_buffer_size and update_weights_interval allow for more, a
+    rollout begins only after the push that makes its samples young enough: nothing is generated in
+    vain, and no answer is left out for its length. What is too old all the same is --stale-samples'
+    business."""
     stale_samples: Literal["correct", "requeue", "drop"] = derived(
         "correct with mask_offpolicy_in_partial_rollout, else requeue",
         needs=on("max_staleness"),
         serves="collection",
     )
-    """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts, or an earlier life of
-    the run, had begun or finished and put back, and what a generate function of your own brings. correct: they are
-    trained on, with the correction that is on (--use-tis, --use-rollout-logprobs, --mask-offpolicy-in-partial-rollout);
-    requeue: they are generated anew; drop: their prompts are passed over, and others take their place."""
+    """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts,
+    or an earlier life of the run, had begun or finished and put back, and what a generate function
+    of your own brings. correct: they are trained on, with the correction that is on (--use-tis,
+    --use-rollout-logprobs, --mask-offpolicy-in-partial-rollout); requeue: they are generated anew;
+    drop: their prompts are passed over, and others take their place."""
     update_weight_disk_dir: str | None = flag(None, needs=on("update_weight_transport", "disk"))
     """Directory for --update-weight-transport disk."""
     update_weight_disk_keep_files: bool = flag(False, needs=on("update_weight_transport", "disk"))
     """Keep the directories of earlier weight versions."""
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", refused=_NO_DELTA)
     """Encoding of deltas."""
-    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag("xxh3-128", refused=_NO_DELTA)
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
+        "xxh3-128", refused=_NO_DELTA
+    )
     """Checksum of deltas."""
     update_weight_local_checkpoint_dir: str | None = flag(None, refused=_NO_DELTA)
     """Local directory on engine hosts to which deltas are applied."""
     custom_update_weight_post_write_path: str | None = flag(
         None, refused="a hook behind the files of a push is not in this version"
     )
-    """Function (args, version_dir, rollout_engines) run on every rank after a disk push is written."""
+    """Function (args, version_dir, rollout_engines) run on every rank after a disk push is
+    written."""

@@ -22,11 +22,18 @@ _INTRO = {
     "train": "Post-train a language model: generate, train, push the weights, in lock step.",
     "train_async": "Post-train a language model: rollouts are generated ahead of training.",
 }
-_METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "json": "JSON", "int_or_list": "INT|LIST", "bool": ""}
+_METAVAR = {
+    "int": "INT",
+    "float": "FLOAT",
+    "str": "TEXT",
+    "json": "JSON",
+    "int_or_list": "INT|LIST",
+    "bool": "",
+}
 
 
-#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and a few words. A
-#: dozen at most: whoever wants more has topics for it.
+#: What a decent run says of itself, in the order in which one thinks of it: dest → placeholder and
+#: a few words. A dozen at most: whoever wants more has topics for it.
 BASICS = {
     "hf_checkpoint": ("DIR", "the model: a Hugging Face directory"),
     "prompt_data": ("FILE", "the data: JSONL, CSV or Parquet, a prompt a row"),
@@ -36,10 +43,16 @@ BASICS = {
     "rm_type": ("NAME", "a built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm"),
     "custom_rm_path": ("FILE.py:NAME", "or your own: a function (args, sample) -> number"),
     "num_rollout": ("N", "how long: steps, or --num-epoch N passes over the data"),
-    "rollout_batch_size": ("N", f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})"),
+    "rollout_batch_size": (
+        "N",
+        f"prompts of a step, {DEFAULT_SAMPLES} samples of each (default: {DEFAULT_PROMPTS})",
+    ),
     "rollout_max_response_len": ("N", "most new tokens of a sample (default: 1024)"),
     "colocate": ("", "trainer and engines take turns on the same GPUs, else each has its own"),
-    "save": ("DIR", "checkpoints; by default in the run folder, {run}/checkpoints (--no-save: none)"),
+    "save": (
+        "DIR",
+        "checkpoints; by default in the run folder, {run}/checkpoints (--no-save: none)",
+    ),
 }
 #: A run with them; the other settings are their defaults.
 EXAMPLE = """\
@@ -55,25 +68,32 @@ _PASSED_ON = {
 
 
 def print_help(entry: str, words: Sequence[str] = (), stream: TextIO | None = None) -> None:
-    """Print what `slime.config.parse_args` accepts: the few flags that a decent run needs, or what is asked for.
+    """Print what `slime.config.parse_args` accepts: the few flags that a decent run needs, or what
+    is asked for.
 
     Args:
-        words: the command line; a word behind ``--help`` is a group of flags, or "all" for everything that this version
-            supports.
+        words: the command line; a word behind ``--help`` is a group of flags, or "all" for
+            everything that this version supports.
     Raises:
         UserError: there is no such group.
     """
     out = stream or sys.stdout
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
     topic = _topic(words)
-    print(f"usage: slime {entry.replace('_', '-')} [--flag VALUE ...]      (or python {entry}.py …)\n", file=out)
+    print(
+        f"usage: slime {entry.replace('_', '-')} [--flag VALUE ...]      (or python {entry}.py "
+        "…)\n",
+        file=out,
+    )
     if topic is None:
         _print_basics(entry, width, out)
         return
     if topic == "all":
         print(
-            f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same names; flags win.\n"
-            f"A switch that a YAML file turned on is turned off by --no-<name>. All flags: {doc_url('flags.md')}\n",
+            f"{_INTRO[entry]}\n\nFlags have no abbreviations. --config FILE.yaml sets the same "
+            "names; flags win.\n"
+            "A switch that a YAML file turned on is turned off by --no-<name>. All flags: "
+            f"{doc_url('flags.md')}\n",
             file=out,
         )
     for name in _topics() if topic == "all" else [topic]:
@@ -112,7 +132,9 @@ def _print_basics(entry: str, width: int, out: TextIO) -> None:
         print(f"  {f'{option_of(dest)} {placeholder}':<32}  {text}", file=out)
     example = EXAMPLE.replace("slime train", f"slime {entry.replace('_', '-')}")
     example = example if entry == "train" else example.replace(" --colocate", "")
-    topics = textwrap.fill(", ".join(_topics()), width, initial_indent="    ", subsequent_indent="    ")
+    topics = textwrap.fill(
+        ", ".join(_topics()), width, initial_indent="    ", subsequent_indent="    "
+    )
     print(
         f"\nFor example:\n\n{textwrap.indent(example, '  ')}\n\n"
         f"  slime {entry.replace('_', '-')} --help all      every flag, by topic\n"
@@ -175,13 +197,16 @@ def needs_text(spec: FlagSpec) -> str:
 
 
 def status_text(spec: FlagSpec) -> str:
-    """works, "refused: reason", or "no effect: reason", with single values that are refused and `needs_text`."""
+    """works, "refused: reason", or "no effect: reason", with single values that are refused and
+    `needs_text`."""
     if spec.meta.refused:
         return f"refused: {spec.meta.refused}"
     if spec.meta.no_effect:
         return f"no effect: {spec.meta.no_effect}"
     values = [f"`{value}` refused: {reason}" for value, reason in spec.meta.refused_values.items()]
-    values += [f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in spec.meta.instead.items()]
+    values += [
+        f"`{value}` becomes `{taken}`: {why}" for value, (taken, why) in spec.meta.instead.items()
+    ]
     return "; ".join(["works", *values, *filter(None, [needs_text(spec)])])
 
 
@@ -192,7 +217,11 @@ def metavar(spec: FlagSpec) -> str:
 
 
 def _entry(spec: FlagSpec, text: str, width: int) -> str:
-    option = f"{spec.option}, {spec.off}" if spec.kind == "bool" and spec.default is True else spec.option
+    option = (
+        f"{spec.option}, {spec.off}"
+        if spec.kind == "bool" and spec.default is True
+        else spec.option
+    )
     head = f"  {option} {metavar(spec)}".rstrip()
     default = default_text(spec)
     notes = [f"also {', '.join(spec.options[1:])}"] if len(spec.options) > 1 else []
@@ -204,7 +233,11 @@ def _entry(spec: FlagSpec, text: str, width: int) -> str:
     if len(head) > 34:
         wrapped = textwrap.wrap(body, width, initial_indent=" " * 36, subsequent_indent=" " * 36)
         return "\n".join([head, *wrapped])
-    return textwrap.fill(body, width, initial_indent=head.ljust(36), subsequent_indent=" " * 36) if body else head
+    return (
+        textwrap.fill(body, width, initial_indent=head.ljust(36), subsequent_indent=" " * 36)
+        if body
+        else head
+    )
 
 
 def _first_sentence(text: str) -> str:
@@ -212,7 +245,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _names(flags: list[FlagSpec], width: int) -> str:
-    names = [spec.option for spec in flags] + [option for spec in flags for option in spec.options[1:]]
+    names = [spec.option for spec in flags] + [
+        option for spec in flags for option in spec.options[1:]
+    ]
     return textwrap.fill(
         " ".join(names),
         width,
@@ -223,7 +258,8 @@ def _names(flags: list[FlagSpec], width: int) -> str:
     )
 
 
-# -- docs/flags.md ---------------------------------------------------------------------------------------
+# -- docs/flags.md
+# ---------------------------------------------------------------------------------------
 
 _HEAD = """# Flags
 
@@ -262,10 +298,17 @@ def flags_page() -> str:
     parts = [_HEAD]
     for group, cls in GROUPS.items():
         own = [spec for spec in flags if spec.group == group and not spec.sections]
-        parts.append(f"## {group}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n{_TABLE_HEAD}\n{_rows(own)}\n")
-    native = [spec for spec in flags if spec.group == "megatron" and spec.sections and spec.origin != "Megatron-LM"]
+        parts.append(
+            f"## {group}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n{_TABLE_HEAD}\n{_rows(own)}\n"
+        )
+    native = [
+        spec
+        for spec in flags
+        if spec.group == "megatron" and spec.sections and spec.origin != "Megatron-LM"
+    ]
     parts.append(
-        f"## Megatron\n\nFields of megatron-core {megatron_version()}, with Megatron's own meaning.\n\n"
+        f"## Megatron\n\nFields of megatron-core {megatron_version()}, with Megatron's own "
+        "meaning.\n\n"
         f"{_TABLE_HEAD}\n{_rows(native)}\n"
     )
     extra = [spec for spec in flags if spec.origin == "Megatron-LM"]
@@ -274,18 +317,24 @@ def flags_page() -> str:
         for name, shorthand in SHORTHANDS.items()
     )
     parts.append(
-        "## Megatron-LM's other names\n\nArguments of Megatron-LM's launch scripts that are no field of megatron-core. "
+        "## Megatron-LM's other names\n\nArguments of Megatron-LM's launch scripts that are no "
+        "field of megatron-core. "
         "What they say of the model is checked against the Hugging Face config.\n\n"
         f"{_TABLE_HEAD}\n{_rows(extra)}\n{shorthands}\n"
     )
     version, arguments = stored_sglang_args()
     sglang = with_prefix("sglang", arguments, SGLANG_RESERVED, version).values()
     parts.append(
-        f"## SGLang\n\nOptions of SGLang's server behind `--sglang-` (table of sglang {version}; an installed SGLang's "
-        f"own options are taken instead). Its documentation has their meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
+        f"## SGLang\n\nOptions of SGLang's server behind `--sglang-` (table of sglang {version}; "
+        "an installed SGLang's "
+        "own options are taken instead). Its documentation has their "
+        f"meaning.\n\n{_TABLE_HEAD}\n{_rows(sglang)}\n"
     )
     router = [spec for spec in flags if "router" in spec.sections]
-    parts.append(f"## Router\n\nOptions of {router[0].origin} behind `--router-`.\n\n{_TABLE_HEAD}\n{_rows(router)}\n")
+    parts.append(
+        f"## Router\n\nOptions of {router[0].origin} behind "
+        f"`--router-`.\n\n{_TABLE_HEAD}\n{_rows(router)}\n"
+    )
     return "\n".join(parts)
 
 
@@ -303,5 +352,10 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _off_of(spec: FlagSpec) -> tuple[str, ...]:
-    """The off spelling, where it is not the plain ``--no-<name>`` of a switch that is off anyway."""
-    return (spec.off,) if spec.off and (spec.default is not False or not spec.off.startswith("--no-")) else ()
+    """The off spelling, where it is not the plain ``--no-<name>`` of a switch that is off
+    anyway."""
+    return (
+        (spec.off,)
+        if spec.off and (spec.default is not False or not spec.off.startswith("--no-"))
+        else ()
+    )

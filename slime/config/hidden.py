@@ -1,7 +1,8 @@
-"""The secrets that config.json does not hold, for a run that goes on: which they are, and where they come from.
+"""The secrets that config.json does not hold, for a run that goes on: which they are, and where
+they come from.
 
-config.json has `HIDDEN` in place of each (`slime.redact`). `slime resume` takes them from the environment, or from
-flags that are given again.
+config.json has `HIDDEN` in place of each (`slime.redact`). `slime resume` takes them from the
+environment, or from flags that are given again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _VARIABLES = {"wandb_key": "WANDB_API_KEY"}
 _Path = tuple[Any, ...]
 
 
-def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], command: str) -> Config:
+def with_secrets(
+    config: Config, words: list[str], environ: Mapping[str, str], command: str
+) -> Config:
     """The configuration with every secret that `Config.save` has hidden.
 
     Args:
@@ -42,7 +45,11 @@ def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], c
     if not config.observe.use_wandb and hidden.pop("wandb_key", []):
         values["wandb_key"] = None
     missing: dict[str, str] = {}
-    again = read_custom_config(given.values["custom_config_path"]) if "custom_config_path" in given.values else Given()
+    again = (
+        read_custom_config(given.values["custom_config_path"])
+        if "custom_config_path" in given.values
+        else Given()
+    )
     for dest, paths in hidden.items():
         if dest in given.values or dest in again.values:
             values[dest] = given.values.get(dest, again.values.get(dest))
@@ -63,8 +70,10 @@ def with_secrets(config: Config, words: list[str], environ: Mapping[str, str], c
     if missing:
         raise UserError(
             "the run cannot go on without its secrets, which its folder does not hold",
-            why="not in the environment: " + ", ".join(f"{name} ({of})" for name, of in missing.items()),
-            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags again behind it",
+            why="not in the environment: "
+            + ", ".join(f"{name} ({of})" for name, of in missing.items()),
+            fix=f"{' '.join(f'{name}=…' for name in missing)} {command}; or give these flags "
+            "again behind it",
         )
     return build(values, config.origins, extra, config.warnings)
 
@@ -75,8 +84,10 @@ def _check_given(given: Given, hidden: dict[str, list[_Path]], keys: list[_Path]
         if dest not in known:
             raise UserError(
                 f"slime resume takes no {option_of(dest)} of this run",
-                why=f"those that config.json hides: {', '.join(map(option_of, sorted(known))) or 'none'}",
-                fix="to change a flag, repeat the command of the run with it and with --load set to its --save",
+                why="those that config.json hides: "
+                f"{', '.join(map(option_of, sorted(known))) or 'none'}",
+                fix="to change a flag, repeat the command of the run with it and with --load set "
+                "to its --save",
             )
 
 
@@ -93,7 +104,8 @@ def _hidden(value: Any, path: _Path = ()) -> Iterator[_Path]:
 
 
 def _variable(path: _Path) -> str:
-    """The environment variable of a hidden value: its own name, if it is one, else made of where it stands.
+    """The environment variable of a hidden value: its own name, if it is one, else made of where it
+    stands.
 
     Example:
         >>> _variable(("train_env_vars", "MY_TOKEN")), _variable(("judge", "api_key")), _variable(("wandb_key",))
@@ -116,7 +128,10 @@ def _with(value: Any, path: _Path, secret: str) -> Any:
     first, *rest = path
     if isinstance(value, Mapping):
         return {**value, first: _with(value[first], tuple(rest), secret)}
-    items = [_with(item, tuple(rest), secret) if index == first else item for index, item in enumerate(value)]
+    items = [
+        _with(item, tuple(rest), secret) if index == first else item
+        for index, item in enumerate(value)
+    ]
     return tuple(items) if isinstance(value, tuple) else items
 
 

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 def make_config(*, entry: str = "train", **flags: Any) -> Config:
     """A resolved configuration from flag names with underscores; None leaves a flag unset.
 
-    The same resolution and checks as `parse_args`, except that nothing is required: a part of the system can be
-    configured without the rest. Nor has a part the defaults of a run: prompts come in the order of the data, one at a
-    time with one sample, unless flags say more.
+    The same resolution and checks as `parse_args`, except that nothing is required: a part of the
+    system can be configured without the rest. Nor has a part the defaults of a run: prompts come in
+    the order of the data, one at a time with one sample, unless flags say more.
 
     Raises:
-        UserError: unknown name, wrong type, contradiction, or something this version does not support.
+        UserError: unknown name, wrong type, contradiction, or something this version does not
+            support.
 
     Example:
         >>> make_config(colocate=True, actor_num_gpus_per_node=4).cluster.rollout_num_gpus
@@ -39,27 +40,33 @@ def make_config(*, entry: str = "train", **flags: Any) -> Config:
 
 
 def config_of(args: Any, names: Iterable[str], **flags: Any) -> Config:
-    """`make_config` from what ``args``, a namespace that may have a few attributes only, has of the flags ``names``
-    beside their defaults; ``flags`` over it.
+    """`make_config` from what ``args``, a namespace that may have a few attributes only, has of the
+    flags ``names`` beside their defaults; ``flags`` over it.
 
     Raises:
         UserError: as `make_config`.
     """
     specs = all_flags()
     given = {name: getattr(args, name, None) for name in names}
-    said = {name: value for name, value in given.items() if value is not None and value != specs[name].default}
+    said = {
+        name: value
+        for name, value in given.items()
+        if value is not None and value != specs[name].default
+    }
     return make_config(**{**said, **flags})
 
 
 def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
     """The configuration of a command line (default: that of this process).
 
-    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help [TOPIC]`` prints and exits.
+    Precedence: --custom-config-path, then flags, then --config, then defaults. ``--help [TOPIC]``
+    prints and exits.
 
     Args:
         entry: "train" or "train_async", which some checks depend on.
     Raises:
-        UserError: all that is wrong, each in a few lines with the nearest name, the equation, or the reason.
+        UserError: all that is wrong, each in a few lines with the nearest name, the equation, or
+            the reason.
     """
     words = sys.argv[1:] if argv is None else argv
     if "--help" in words or "-h" in words:
@@ -78,12 +85,12 @@ def parse_args(argv: list[str] | None = None, entry: str = "train") -> Config:
 def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, list[UserError]]:
     """All that `parse_args` would refuse of a command line.
 
-    A flag that is wrong, or one of those that contradict each other, is left out, and the rest is looked at again: one
-    mistake hides no other.
+    A flag that is wrong, or one of those that contradict each other, is left out, and the rest is
+    looked at again: one mistake hides no other.
 
     Returns:
-        The configuration, None where nothing can be derived; with errors, that of the remaining flags, which must not
-        be trained with. And the errors.
+        The configuration, None where nothing can be derived; with errors, that of the remaining
+        flags, which must not be trained with. And the errors.
     """
     errors: list[UserError] = []
     given = _with_files(read_argv(argv, errors), errors)
@@ -95,7 +102,9 @@ def judge_args(argv: list[str], entry: str = "train") -> tuple[Config | None, li
     draft = _without_contradictions(given, entry, errors)
     if draft is None:
         return None, errors
-    is_whole = not any(one.what.startswith(("--config ", "--custom-config-path ")) for one in errors)
+    is_whole = not any(
+        one.what.startswith(("--config ", "--custom-config-path ")) for one in errors
+    )
     if is_whole:  # else a file that cannot be read may have what is missing
         errors += [one for one in incomplete(draft) if not options_in(one.what) & doubtful]
     return _finish(draft), list({str(error): error for error in errors}.values())
@@ -118,7 +127,8 @@ _NAMED = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*_\w+)\b")
 
 
 def _without_contradictions(given: Given, entry: str, errors: list[UserError]) -> Draft | None:
-    """The draft of the flags without those that contradict others or are out of range; each is told in ``errors``.
+    """The draft of the flags without those that contradict others or are out of range; each is told
+    in ``errors``.
 
     Returns:
         None where something is wrong that no flag can be left out for.
@@ -129,9 +139,15 @@ def _without_contradictions(given: Given, entry: str, errors: list[UserError]) -
             return draft
         error = found[0]
         errors.append(error)
-        named = [dest for dest in given.values if option_of(dest) in options_in(f"{error.what} {error.why}")]
+        named = [
+            dest
+            for dest in given.values
+            if option_of(dest) in options_in(f"{error.what} {error.why}")
+        ]
         rest = [(_judged(given.without(dest), entry)[1], dest) for dest in named or given.values]
-        mended = [(len(left), dest) for left, dest in rest if error.what not in (one.what for one in left)]
+        mended = [
+            (len(left), dest) for left, dest in rest if error.what not in (one.what for one in left)
+        ]
         if not mended:
             errors += found[1:]
             return draft
@@ -189,4 +205,6 @@ def _add_file(
 
 
 def _finish(draft: Draft) -> Config:
-    return build(draft.values, draft.origins, draft.given.extra, (*draft.warnings, *left_out(draft)))
+    return build(
+        draft.values, draft.origins, draft.given.extra, (*draft.warnings, *left_out(draft))
+    )

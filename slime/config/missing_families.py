@@ -35,14 +35,25 @@ _GATED = frozenset({"attention_output_gate", "use_gated_attention", "apply_layer
 _DELTA_NET = frozenset(
     {
         "qwen_gdn_backend",
-        *(f"linear_{name}" for name in ("attention_freq", "conv_kernel_dim", "key_head_dim", "value_head_dim")),
+        *(
+            f"linear_{name}"
+            for name in ("attention_freq", "conv_kernel_dim", "key_head_dim", "value_head_dim")
+        ),
         *("linear_num_key_heads", "linear_num_value_heads"),
     }
 )
 _SPARSE = frozenset(
     {
-        *("allgather_cp", "freeze_indexer", "enable_experimental", "experimental_attention_variant"),
-        *(f"dsa_indexer_{name}" for name in ("n_heads", "head_dim", "topk", "loss_coeff", "use_sparse_loss")),
+        *(
+            "allgather_cp",
+            "freeze_indexer",
+            "enable_experimental",
+            "experimental_attention_variant",
+        ),
+        *(
+            f"dsa_indexer_{name}"
+            for name in ("n_heads", "head_dim", "topk", "loss_coeff", "use_sparse_loss")
+        ),
     }
 )
 
@@ -53,7 +64,11 @@ MISSING_FAMILIES: tuple[MissingFamily, ...] = (
     MissingFamily("GLM-5", "DeepSeek sparse attention", ("glm5",)),
     MissingFamily("MiniMax-M2", "its attention and router", ("minimax_m2",)),
     MissingFamily("gpt-oss", "attention sinks and sliding windows", ("gptoss", "gpt_oss")),
-    MissingFamily("Gemma", "sliding windows and per-layer rotary embeddings", ("gemma3", "gemma4", "gemma4_provider")),
+    MissingFamily(
+        "Gemma",
+        "sliding windows and per-layer rotary embeddings",
+        ("gemma3", "gemma4", "gemma4_provider"),
+    ),
     MissingFamily(
         "Qwen3.5, Qwen3.6 and Qwen3-Next",
         "Gated DeltaNet layers and gated attention",
@@ -61,7 +76,11 @@ MISSING_FAMILIES: tuple[MissingFamily, ...] = (
         _GATED | _DELTA_NET | {"moe_shared_expert_gate"},
     ),
     MissingFamily("GLM-5 and DeepSeek-V3.2", "DeepSeek sparse attention", flags=_SPARSE),
-    MissingFamily("gpt-oss", "attention sinks and sliding windows", flags=frozenset({"softmax_type", "window_size"})),
+    MissingFamily(
+        "gpt-oss",
+        "attention sinks and sliding windows",
+        flags=frozenset({"softmax_type", "window_size"}),
+    ),
 )
 
 #: Modules of the reference system → the family here whose table takes their place.
@@ -76,7 +95,11 @@ def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
     """
     module = next(iter(given.values.get("spec", ())), "")
     plugin = module.removeprefix(_PLUGINS).split(".")[0] if module.startswith(_PLUGINS) else ""
-    if plugin and module not in BUILT_IN and not any(plugin in family.modules for family in MISSING_FAMILIES):
+    if (
+        plugin
+        and module not in BUILT_IN
+        and not any(plugin in family.modules for family in MISSING_FAMILIES)
+    ):
         return _refusal(f"the family of {module}", "its layers", [f"--spec {module}"])
     for family in MISSING_FAMILIES:
         named = sorted("--" + dest.replace("_", "-") for dest in family.flags & set_flags)
@@ -88,14 +111,18 @@ def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
 
 
 def described_by(family_error: UserError | None, dest: str) -> bool:
-    """Whether the refusal of a family covers a flag: one that describes a model of some missing family."""
-    return family_error is not None and (dest == "spec" or any(dest in family.flags for family in MISSING_FAMILIES))
+    """Whether the refusal of a family covers a flag: one that describes a model of some missing
+    family."""
+    return family_error is not None and (
+        dest == "spec" or any(dest in family.flags for family in MISSING_FAMILIES)
+    )
 
 
 def _refusal(name: str, lacks: str, named: list[str]) -> UserError:
     plural = "are" if " and " in name else "is"
     return UserError(
         f"{name} {plural} not in this version",
-        why=f"{lacks} {'are' if lacks.endswith('s') else 'is'} missing; asked for by {', '.join(named)}",
+        why=f"{lacks} {'are' if lacks.endswith('s') else 'is'} missing; asked for by "
+        f"{', '.join(named)}",
         fix=f"the families that can be trained: {doc_url('model-families.md')}",
     )

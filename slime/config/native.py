@@ -1,7 +1,7 @@
 """The scalar fields of Megatron's config classes, read from the installed source.
 
-The source is parsed with `ast`, never imported: importing any megatron module imports torch (seconds), and
-`--help` must not. `megatron_flags` makes flags of them.
+The source is parsed with `ast`, never imported: importing any megatron module imports torch
+(seconds), and `--help` must not. `megatron_flags` makes flags of them.
 
     TransformerConfig (and parents)   →  config.megatron.transformer["moe_router_topk"]
     MLATransformerConfig              →  config.megatron.model["q_lora_rank"]
@@ -20,7 +20,8 @@ from typing import Any
 
 from slime.config.flag import Kind, docs_of_class
 
-#: (file below megatron/core, class, dict of `MegatronConfig`); later classes add fields, never change one.
+#: (file below megatron/core, class, dict of `MegatronConfig`); later classes add fields, never
+#: change one.
 _SOURCES = (
     ("model_parallel_config.py", "ModelParallelConfig", "transformer"),
     ("transformer/transformer_config.py", "TransformerConfig", "transformer"),
@@ -63,7 +64,9 @@ def native_fields() -> dict[tuple[str, str], NativeField]:
         if file not in trees:
             path = Path(str(distribution.locate_file("megatron/core/" + file)))
             trees[file] = ast.parse(path.read_text(encoding="utf-8"))
-        node = next(n for n in trees[file].body if isinstance(n, ast.ClassDef) and n.name == class_name)
+        node = next(
+            n for n in trees[file].body if isinstance(n, ast.ClassDef) and n.name == class_name
+        )
         docs = docs_of_class(node)
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -73,17 +76,22 @@ def native_fields() -> dict[tuple[str, str], NativeField]:
     return found
 
 
-def _read_field(statement: ast.AnnAssign, name: str, section: str, docs: dict[str, str]) -> NativeField | None:
+def _read_field(
+    statement: ast.AnnAssign, name: str, section: str, docs: dict[str, str]
+) -> NativeField | None:
     shape = _shape_of(statement.annotation)
     if shape is None or name.startswith("_"):
         return None
     default, meta = _default_of(statement.value)
     names = tuple(str(arg) for arg in meta.get("arg_names", ()))
-    return NativeField(name, section, default=default, arg_names=names, help=docs.get(name, ""), **shape)
+    return NativeField(
+        name, section, default=default, arg_names=names, help=docs.get(name, ""), **shape
+    )
 
 
 def _shape_of(node: ast.expr) -> dict[str, Any] | None:
-    """kind, many, … of an annotation; None for types that no command line can give (callables, objects).
+    """kind, many, … of an annotation; None for types that no command line can give (callables,
+    objects).
 
     Example:
         >>> _shape_of(ast.parse("Optional[Literal['a', 'b']]").body[0].value)
@@ -92,7 +100,11 @@ def _shape_of(node: ast.expr) -> dict[str, Any] | None:
     if isinstance(node, ast.Name):
         return {"kind": _SCALARS[node.id]} if node.id in _SCALARS else None
     if isinstance(node, ast.Attribute):
-        return {"kind": "str", "choices": ("fp32", "bf16", "fp16", "fp8")} if node.attr == "dtype" else None
+        return (
+            {"kind": "str", "choices": ("fp32", "bf16", "fp16", "fp8")}
+            if node.attr == "dtype"
+            else None
+        )
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
         return None
     outer = node.value.id
@@ -107,7 +119,9 @@ def _shape_of(node: ast.expr) -> dict[str, Any] | None:
         return shape and {**shape, "many": True}
     if outer == "Union":
         shape = _shape_of(inner[0])
-        if shape == {"kind": "int"}:  # a frequency or one entry per layer: an expression such as ([0]*3+[1]*58)
+        if shape == {
+            "kind": "int"
+        }:  # a frequency or one entry per layer: an expression such as ([0]*3+[1]*58)
             return {"kind": "int_or_list"}
         return shape and {**shape, "many": True, "scalar_or_list": True}
     return None
@@ -119,8 +133,14 @@ def _default_of(node: ast.expr | None) -> tuple[Any, dict[str, Any]]:
         return None, {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field":
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        meta = ast.literal_eval(keywords["metadata"]).get("argparse_meta", {}) if "metadata" in keywords else {}
-        if "default" in meta:  # what Megatron's command line has, where the class needs another value
+        meta = (
+            ast.literal_eval(keywords["metadata"]).get("argparse_meta", {})
+            if "metadata" in keywords
+            else {}
+        )
+        if (
+            "default" in meta
+        ):  # what Megatron's command line has, where the class needs another value
             return meta["default"], meta
         return (_default_of(keywords["default"])[0] if "default" in keywords else None), meta
     if isinstance(node, ast.BinOp):  # 1024 * 1024, 2**32

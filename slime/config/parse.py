@@ -24,9 +24,10 @@ _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
     """Parse a command line.
 
-    A word is a flag when it looks like one (two dashes and a letter). A value that looks like a flag is written
-    with an equals sign: ``--rollout-stop=--END``. A scalar flag given twice keeps the last value, as launch
-    scripts that append overrides expect; a list flag given several times with an equals sign collects.
+    A word is a flag when it looks like one (two dashes and a letter). A value that looks like a
+    flag is written with an equals sign: ``--rollout-stop=--END``. A scalar flag given twice keeps
+    the last value, as launch scripts that append overrides expect; a list flag given several times
+    with an equals sign collects.
 
     Args:
         errors: takes what is wrong; the flags that it is about are left out. None: it is raised.
@@ -51,7 +52,8 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
 
 
 def _read_flag(given: Given, word: str, words: list[str], collected: dict[str, list[str]]) -> None:
-    """A flag and the words behind it; ``collected`` has what list flags were given with an equals sign before."""
+    """A flag and the words behind it; ``collected`` has what list flags were given with an equals
+    sign before."""
     match = _OPTION.fullmatch(word)
     if match is None:
         raise _stray(word)
@@ -69,7 +71,9 @@ def _read_flag(given: Given, word: str, words: list[str], collected: dict[str, l
     _apply(given, f"--{name}", spelling, words, is_inline=inline is not None)
 
 
-def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_inline: bool) -> None:
+def _apply(
+    given: Given, option: str, spelling: Spelling, words: list[str], is_inline: bool
+) -> None:
     spec = spelling.spec
     if spec is None:
         _no_value(option, words)
@@ -84,9 +88,15 @@ def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_i
         value = convert(spec, words[0]) if words else True
         given.set(spec.dest, value != spelling.negated, "flag")
     elif spec.meta.append:
-        given.set(spec.dest, (*given.values.get(spec.dest, ()), *convert(spec, _wanted(option, words))), "flag")
+        given.set(
+            spec.dest,
+            (*given.values.get(spec.dest, ()), *convert(spec, _wanted(option, words))),
+            "flag",
+        )
     elif spec.many:
-        given.set(spec.dest, convert(spec, words if spec.meta.refused else _wanted(option, words)), "flag")
+        given.set(
+            spec.dest, convert(spec, words if spec.meta.refused else _wanted(option, words)), "flag"
+        )
     elif not words and spec.value_optional:
         given.set(spec.dest, None, "flag")
     else:
@@ -101,12 +111,17 @@ def _apply(given: Given, option: str, spelling: Spelling, words: list[str], is_i
 
 def _no_value(option: str, words: list[str]) -> None:
     if words:
-        raise UserError(f"{option} takes no value, but {words[0]!r} follows it", fix=f"remove {words[0]!r}")
+        raise UserError(
+            f"{option} takes no value, but {words[0]!r} follows it", fix=f"remove {words[0]!r}"
+        )
 
 
 def _wanted(option: str, words: list[str]) -> list[str]:
     if not words:
-        raise UserError(f"{option} needs a value", fix=f"a value that begins with -- is written {option}=--value")
+        raise UserError(
+            f"{option} needs a value",
+            fix=f"a value that begins with -- is written {option}=--value",
+        )
     return words
 
 
@@ -116,7 +131,9 @@ def _stray(word: str) -> UserError:
     name, equals, value = word.partition("=")
     meant = other_name(name) if equals else None
     if meant is not None:
-        return UserError(f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text)
+        return UserError(
+            f"{word!r} is not a flag", why="it is another system's setting", fix=meant.text
+        )
     if equals and name.replace("_", "-") in spellings():
         return UserError(f"{word!r} is not a flag", fix=f"write --{name.replace('_', '-')} {value}")
     return UserError(f"{word!r} belongs to no flag", why="it is the first word of the command line")
@@ -130,7 +147,9 @@ class _NoDuplicates(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
             if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} comes twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} comes twice", key.start_mark
+                )
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -144,13 +163,17 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read", why=error.strerror or str(error)) from error
+        raise UserError(
+            f"{flag} {path}: cannot be read", why=error.strerror or str(error)
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{flag} {path}: is not valid YAML", why=str(error)) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise UserError(f"{flag} {path}: must be a mapping of flag names to values, not a {type(data).__name__}")
+        raise UserError(
+            f"{flag} {path}: must be a mapping of flag names to values, not a {type(data).__name__}"
+        )
     return {str(key): value for key, value in data.items()}
 
 
@@ -188,7 +211,8 @@ def _tell(error: UserError, errors: list[UserError] | None) -> None:
 
 
 def read_custom_config(path: str, errors: list[UserError] | None = None) -> Given:
-    """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on ``args``.
+    """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on
+    ``args``.
 
     Args:
         errors: as in `read_config_file`.
@@ -206,7 +230,12 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> Give
             continue
         near = nearest(dashed, spellings(), count=1)
         if near and abs(len(near[0]) - len(dashed)) <= 1 and _differ_by_little(dashed, near[0]):
-            _tell(UserError(f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?"), errors)
+            _tell(
+                UserError(
+                    f"{path}: {key} looks like a misspelt flag", fix=f"did you mean {near[0]}?"
+                ),
+                errors,
+            )
             continue
         given.extra[key] = value
     _refuse_files(given, path, "config", "custom_config_path")

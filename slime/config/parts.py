@@ -1,6 +1,6 @@
-"""Which parts a run lacks, and what flags ask of these alone: of halves of the loop that run on their own, evaluations
-without training, supervised fine-tuning without engines. Their scripts have the flags of a whole run, so that it is
-a warning.
+"""Which parts a run lacks, and what flags ask of these alone: of halves of the loop that run on
+their own, evaluations without training, supervised fine-tuning without engines. Their scripts have
+the flags of a whole run, so that it is a warning.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def absent(values: Mapping[str, Any]) -> dict[Part, str]:
 
 
 def left_out(draft: Draft) -> list[str]:
-    """A warning that names what the user asked for and the run has no part for; [] where there is nothing.
+    """A warning that names what the user asked for and the run has no part for; [] where there is
+    nothing.
 
-    What a need of its own refuses or warns of is not named again, nor what a part that is there gets through another
-    flag, which follows from it.
+    What a need of its own refuses or warns of is not named again, nor what a part that is there
+    gets through another flag, which follows from it.
     """
     missing = absent(draft.values)
     if not missing:
@@ -58,7 +59,9 @@ def left_out(draft: Draft) -> list[str]:
     ignored: dict[str, str] = {}
     for dest in draft.given.values:
         spec = draft.specs[dest]
-        if not _is_asked(draft, spec) or not all(need.holds(draft.values) for need in spec.meta.needs):
+        if not _is_asked(draft, spec) or not all(
+            need.holds(draft.values) for need in spec.meta.needs
+        ):
             continue
         if why := _why_left_out(draft, spec, missing):
             ignored[spec.option] = why
@@ -81,9 +84,15 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     if SAMPLES in needs and "collection" in missing and "samples" in missing:
         return missing["samples"]
     takes_samples = any(part in spec.meta.serves and part not in missing for part in _TAKE_SAMPLES)
-    if {GENERATES, EVALUATES, EVALUATION_SETTING} & set(needs) and "generation" in missing and not takes_samples:
+    if (
+        {GENERATES, EVALUATES, EVALUATION_SETTING} & set(needs)
+        and "generation" in missing
+        and not takes_samples
+    ):
         return missing["generation"]
-    readers = [part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves]
+    readers = [
+        part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves
+    ]
     readers = [part for part in readers if part != "config"]
     return missing[readers[0]] if readers and all(part in missing for part in readers) else ""
 

@@ -1,4 +1,5 @@
-"""Everything that follows from the flags, worked out once: defaults, derived values, contradictions.
+"""Everything that follows from the flags, worked out once: defaults, derived values,
+contradictions.
 
 given values ─► defaults ─► derived values, each step in its order ─► `checks` ─► `Config`
 """
@@ -23,7 +24,8 @@ from slime.processes.host import num_cpus, num_gpus
 EQUATION = "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
 
 
-#: What a run has where neither flags nor the equation say more, as in the reference system's example: 32 × 8 = 256 × 1.
+#: What a run has where neither flags nor the equation say more, as in the reference system's
+#: example: 32 × 8 = 256 × 1.
 DEFAULT_PROMPTS = 32
 DEFAULT_SAMPLES = 8
 
@@ -32,7 +34,9 @@ DEFAULT_SAMPLES = 8
 _CHECKPOINT_SPACING = 120.0
 
 
-def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False) -> Draft:
+def resolve(
+    given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
+) -> Draft:
     """Derive what is derived. Checks come after, in `slime.config.checks.check`.
 
     Args:
@@ -64,7 +68,8 @@ def resolve(given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", i
 
 
 def _speed_alone(draft: Draft) -> None:
-    """What would change nothing here but speed, or nothing at all, does not keep a launch script from running."""
+    """What would change nothing here but speed, or nothing at all, does not keep a launch script
+    from running."""
     for dest in draft.given.values:
         spec = draft.specs[dest]
         value = draft[dest]
@@ -75,7 +80,8 @@ def _speed_alone(draft: Draft) -> None:
     if draft["sequence_parallel"] and draft["tensor_model_parallel_size"] == 1:
         draft.values["sequence_parallel"] = False
         draft.warnings.append(
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits what tensor parallelism"
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits "
+            "what tensor parallelism"
             " leaves whole"
         )
 
@@ -83,9 +89,17 @@ def _speed_alone(draft: Draft) -> None:
 def _overlap(draft: Draft) -> None:
     if draft["loss_type"] == "sft_loss":
         draft.derive("async_buffer_size", 1, "the data's own answers depend on no weights")
-    draft.derive("async_buffer_size", int(draft.entry == "train_async"), f"slime {draft.entry.replace('_', '-')}")
+    draft.derive(
+        "async_buffer_size",
+        int(draft.entry == "train_async"),
+        f"slime {draft.entry.replace('_', '-')}",
+    )
     if draft["mask_offpolicy_in_partial_rollout"]:
-        draft.derive("stale_samples", "correct", "mask_offpolicy_in_partial_rollout: older tokens are not trained on")
+        draft.derive(
+            "stale_samples",
+            "correct",
+            "mask_offpolicy_in_partial_rollout: older tokens are not trained on",
+        )
     draft.derive("stale_samples", "requeue", "no older tokens are trained on")
 
 
@@ -99,10 +113,16 @@ def _placement(draft: Draft) -> None:
     draft.derive("num_gpus_per_node", per_host, formula)
     actor = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
     if draft["rollout_external_engine_addrs"]:
-        draft.derive("rollout_num_gpus", 0, "rollout_external_engine_addrs: others have started the engines")
+        draft.derive(
+            "rollout_num_gpus", 0, "rollout_external_engine_addrs: others have started the engines"
+        )
     elif draft["colocate"]:
         product = f"{draft['actor_num_nodes']} × {draft['actor_num_gpus_per_node']}"
-        draft.derive("rollout_num_gpus", actor, f"colocate: actor_num_nodes × actor_num_gpus_per_node = {product}")
+        draft.derive(
+            "rollout_num_gpus",
+            actor,
+            f"colocate: actor_num_nodes × actor_num_gpus_per_node = {product}",
+        )
     else:
         draft.derive("rollout_num_gpus", draft["rollout_num_gpus_per_engine"], "one engine")
     for dest in ("offload_train", "offload_rollout"):
@@ -112,7 +132,9 @@ def _placement(draft: Draft) -> None:
             draft.derive(dest, draft["colocate"], "colocate")
     timeout = os.environ.get("NCCL_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) > 0:  # else refused by the checks
-        draft.derive("distributed_timeout_minutes", int(timeout) / 60, f"NCCL_TIMEOUT ÷ 60 = {timeout} ÷ 60")
+        draft.derive(
+            "distributed_timeout_minutes", int(timeout) / 60, f"NCCL_TIMEOUT ÷ 60 = {timeout} ÷ 60"
+        )
     draft.derive("distributed_timeout_minutes", 10.0, "10, as NCCL_TIMEOUT is not set")
 
 
@@ -120,9 +142,17 @@ def _run(draft: Draft) -> None:
     source = draft["config"] or draft["hf_checkpoint"] or "run"
     stem = Path(source.rstrip("/")).name
     name = Path(stem).stem if draft["config"] else stem
-    draft.derive("run_name", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", "name of the recipe or model, and the time")
+    draft.derive(
+        "run_name",
+        f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
+        "name of the recipe or model, and the time",
+    )
     debug = os.environ.get("SLIME_DEBUG") == "1"
-    draft.derive("log_level", "DEBUG" if debug else "INFO", "SLIME_DEBUG=1" if debug else "INFO without SLIME_DEBUG=1")
+    draft.derive(
+        "log_level",
+        "DEBUG" if debug else "INFO",
+        "SLIME_DEBUG=1" if debug else "INFO without SLIME_DEBUG=1",
+    )
     cores = num_cpus()
     draft.derive("rm_num_workers", min(8, cores), f"min(8, CPU cores = {cores})")
 
@@ -131,7 +161,9 @@ def _run_folder(draft: Draft) -> None:
     if draft["save"] == "":  # --no-save
         draft.values["save"] = None
     elif draft.is_run and draft["save_hf"] is None and _trains(draft):
-        draft.derive("save", "{run}/checkpoints", "{run}/checkpoints, as neither save nor save_hf is given")
+        draft.derive(
+            "save", "{run}/checkpoints", "{run}/checkpoints, as neither save nor save_hf is given"
+        )
     folder = f"{draft['output_dir'].rstrip('/')}/{draft['run_name']}"
     for dest in ("load", "save", "dump_details", *path_patterns.FIELDS):
         if draft[dest] is not None:
@@ -146,13 +178,21 @@ def _trains(draft: Draft) -> bool:
 
 def _debug_dumps(draft: Draft) -> None:
     loading = draft["load_debug_rollout_data"] is not None
-    draft.derive("debug_train_only", loading, "load_debug_rollout_data is set" if loading else "not loading dumps")
+    draft.derive(
+        "debug_train_only",
+        loading,
+        "load_debug_rollout_data is set" if loading else "not loading dumps",
+    )
     _name_rollouts(draft, "save_debug_rollout_data")
     folder = draft["dump_details"]
     if folder is not None:
         folder = path_patterns.literal(folder.rstrip("/"))
-        draft.derive("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details")
-        draft.derive("save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details")
+        draft.derive(
+            "save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt", "dump_details"
+        )
+        draft.derive(
+            "save_debug_train_data", f"{folder}/train_data/{{rollout_id}}.pt", "dump_details"
+        )
 
 
 def _name_rollouts(draft: Draft, dest: str) -> None:
@@ -161,7 +201,8 @@ def _name_rollouts(draft: Draft, dest: str) -> None:
     if given is not None and draft["num_rollout"] != 1 and not path_patterns.has_fields(given):
         draft.values[dest] = path_patterns.with_rollout(given)
         draft.warnings.append(
-            f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would write over the last:"
+            f"{option_of(dest)} {given} has no {{rollout_id}} in it, and each rollout would write "
+            "over the last:"
             f" {draft[dest]} is taken"
         )
 
@@ -170,7 +211,11 @@ def _precision_and_memory(draft: Draft) -> None:
     draft.derive("bf16", not (draft["fp16"] or draft["fp32"]), "not fp16 and not fp32")
     draft.derive("accumulate_allreduce_grads_in_fp32", True, "gradients are summed in float32")
     if draft["recompute_activations"] and draft["recompute_granularity"] is None:
-        draft.derive("recompute_granularity", "full", "recompute_activations: whole layers, whatever the attention")
+        draft.derive(
+            "recompute_granularity",
+            "full",
+            "recompute_activations: whole layers, whatever the attention",
+        )
         draft.derive("recompute_method", "uniform", "recompute_activations")
         draft.derive("recompute_num_layers", 1, "recompute_activations: layer by layer")
     elif draft["recompute_granularity"] == "full":
@@ -188,26 +233,39 @@ def _lengths(draft: Draft) -> None:
         draft.derive("rollout_max_context_len", draft["seq_length"], "seq_length")
     context = draft["rollout_max_context_len"]
     if context is not None:
-        draft.derive("rollout_max_prompt_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1")
-        draft.derive("rollout_max_response_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1")
+        draft.derive(
+            "rollout_max_prompt_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1"
+        )
+        draft.derive(
+            "rollout_max_response_len", context - 1, f"rollout_max_context_len − 1 = {context} − 1"
+        )
     draft.derive("rollout_max_response_len", 1024, "1024, as no length is given")
 
 
 def _data(draft: Draft) -> None:
-    """Prompts in the file's order repeat its accidents in every epoch; a source of the user's own has its own order."""
+    """Prompts in the file's order repeat its accidents in every epoch; a source of the user's own
+    has its own order."""
     if not draft.is_run:
-        draft.derive("rollout_shuffle", False, "a part of the system, without the defaults of a run")
+        draft.derive(
+            "rollout_shuffle", False, "a part of the system, without the defaults of a run"
+        )
     elif draft["streaming_data"]:
-        draft.derive("rollout_shuffle", False, "streaming_data: a shuffled stream fills a buffer first")
+        draft.derive(
+            "rollout_shuffle", False, "streaming_data: a shuffled stream fills a buffer first"
+        )
     elif draft["data_source_path"] is not None or draft["rollout_function_path"] is not None:
-        draft.derive("rollout_shuffle", False, "where prompts come from, or how they are used, is the user's")
+        draft.derive(
+            "rollout_shuffle", False, "where prompts come from, or how they are used, is the user's"
+        )
     else:
         draft.derive("rollout_shuffle", True, "on, as nothing says otherwise")
 
 
 def _sampling(draft: Draft) -> None:
     draft.copy("over_sampling_batch_size", "rollout_batch_size")
-    if draft["use_fault_tolerance"] and not (draft["deterministic_rollout"] or draft["rollout_stop"]):
+    if draft["use_fault_tolerance"] and not (
+        draft["deterministic_rollout"] or draft["rollout_stop"]
+    ):
         draft.derive("rollout_request_tokens", 2048, "use_fault_tolerance")
 
 
@@ -231,60 +289,103 @@ def _evaluation(draft: Draft) -> None:
 def _algorithm(draft: Draft) -> None:
     draft.copy("eps_clip_high", "eps_clip")
     std = not draft["disable_grpo_std_normalization"] and draft["n_samples_per_prompt"] > 1
-    draft.derive("grpo_std_normalization", std, "not disable_grpo_std_normalization, and n_samples_per_prompt > 1")
     draft.derive(
-        "rewards_normalization", not draft["disable_rewards_normalization"], "not disable_rewards_normalization"
+        "grpo_std_normalization",
+        std,
+        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1",
     )
-    draft.derive("kl_loss_type", "low_var_kl" if draft["use_kl_loss"] else "k1", "low_var_kl with use_kl_loss, else k1")
+    draft.derive(
+        "rewards_normalization",
+        not draft["disable_rewards_normalization"],
+        "not disable_rewards_normalization",
+    )
+    draft.derive(
+        "kl_loss_type",
+        "low_var_kl" if draft["use_kl_loss"] else "k1",
+        "low_var_kl with use_kl_loss, else k1",
+    )
     draft.copy("balance_data", "balance_by_flops")
     draft.copy("use_routing_replay", "use_rollout_routing_replay")
     estimator = draft["advantage_estimator"]
     if FACTS[estimator].clips_weight and draft["eps_clip"] < 1:
         draft.warnings.append(
-            f"--advantage-estimator {estimator} with --eps-clip {draft['eps_clip']:g}: {estimator.upper()} clips the "
+            f"--advantage-estimator {estimator} with --eps-clip {draft['eps_clip']:g}: "
+            f"{estimator.upper()} clips the "
             "importance weight from above only; its lower clip is off when --eps-clip is 1 or more"
         )
 
 
 def _references(draft: Draft) -> None:
     if draft["kl_coef"] != 0 or draft["use_kl_loss"]:
-        draft.derive("ref_load", draft["hf_checkpoint"], "hf_checkpoint, as a KL term needs a reference model")
+        draft.derive(
+            "ref_load",
+            draft["hf_checkpoint"],
+            "hf_checkpoint, as a KL term needs a reference model",
+        )
 
 
 def _checkpoints(draft: Draft) -> None:
     timed = draft["save_interval"] is None
-    draft.derive("save_min_seconds", _CHECKPOINT_SPACING if timed else 0.0, "120, or 0 with save_interval")
+    draft.derive(
+        "save_min_seconds", _CHECKPOINT_SPACING if timed else 0.0, "120, or 0 with save_interval"
+    )
     if draft["save"] is not None and timed:
-        draft.derive("save_retain", 2, "2, as --save-interval is not given: the newest, and one to go back to")
-    fills = draft["save"] is not None and SAMPLES.holds(draft.values) and not draft["debug_rollout_only"]
-    draft.derive("journal", fills, "on with save" if fills else "nothing is generated that waits for a checkpoint")
+        draft.derive(
+            "save_retain",
+            2,
+            "2, as --save-interval is not given: the newest, and one to go back to",
+        )
+    fills = (
+        draft["save"] is not None
+        and SAMPLES.holds(draft.values)
+        and not draft["debug_rollout_only"]
+    )
+    draft.derive(
+        "journal",
+        fills,
+        "on with save" if fills else "nothing is generated that waits for a checkpoint",
+    )
 
 
 def _engine(draft: Draft) -> None:
     there = num_gpus() > 0 and importlib.util.find_spec("sglang") is not None
     chosen = "sglang" if there else "embedded"
-    why = "a GPU and SGLang are there" if there else "this host has no GPU, or SGLang is not installed"
+    why = (
+        "a GPU and SGLang are there"
+        if there
+        else "this host has no GPU, or SGLang is not installed"
+    )
     if draft["rollout_engine"] == "auto":
         draft.values["rollout_engine"] = None
     draft.derive("rollout_engine", chosen, why)
     given = [draft.specs[dest] for dest in draft.given.values]
     engine = draft["rollout_engine"]
-    others = {options.section for options in ENGINE_OPTIONS.values()} - {ENGINE_OPTIONS[engine].section}
+    others = {options.section for options in ENGINE_OPTIONS.values()} - {
+        ENGINE_OPTIONS[engine].section
+    }
     ignored = ", ".join(sorted(spec.option for spec in given if set(spec.sections) & others))
     if ignored and "engine" not in absent(draft.values):
-        draft.warnings.append(f"the {engine} engine does not have SGLang's options; left out: {ignored}")
+        draft.warnings.append(
+            f"the {engine} engine does not have SGLang's options; left out: {ignored}"
+        )
 
 
 def derive_batch_sizes(draft: Draft) -> None:
     """Fill in what the user left out of the equation.
 
     Raises:
-        UserError: it does not hold, or nothing whole can be derived; prints it with the user's numbers.
+        UserError: it does not hold, or nothing whole can be derived; prints it with the user's
+            numbers.
 
     Example:
         32 × 8 samples and --num-steps-per-rollout 2 give a global_batch_size of 128.
     """
-    for dest in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
+    for dest in (
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "global_batch_size",
+        "num_steps_per_rollout",
+    ):
         if draft[dest] is not None and draft[dest] < 1:
             raise UserError(f"{option_of(dest)} is {draft[dest]}", why="it must be at least 1")
     draft.derive("n_samples_per_prompt", *_samples(draft))
@@ -315,18 +416,24 @@ def derive_batch_sizes(draft: Draft) -> None:
 
 
 def _micro_batches(draft: Draft) -> None:
-    """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the launch."""
+    """--max-tokens-per-gpu needs the model: `slime.memory.micro_batches` derives it at the
+    launch."""
     if not draft.is_run:
         packs = draft.is_given("max_tokens_per_gpu")
-        draft.derive("use_dynamic_batch_size", packs, "a part of the system: with max_tokens_per_gpu")
+        draft.derive(
+            "use_dynamic_batch_size", packs, "a part of the system: with max_tokens_per_gpu"
+        )
     elif draft.is_given("micro_batch_size"):
         draft.derive("use_dynamic_batch_size", False, "micro_batch_size is given")
     draft.derive("use_dynamic_batch_size", True, "micro_batch_size is not given")
 
 
 def _samples(draft: Draft) -> tuple[int, str]:
-    """n_samples_per_prompt when it was left out, and why: a single sample has nothing to be compared with."""
-    prompts, batch, steps = (draft[d] for d in ("rollout_batch_size", "global_batch_size", "num_steps_per_rollout"))
+    """n_samples_per_prompt when it was left out, and why: a single sample has nothing to be
+    compared with."""
+    prompts, batch, steps = (
+        draft[d] for d in ("rollout_batch_size", "global_batch_size", "num_steps_per_rollout")
+    )
     if None not in (prompts, batch):
         total = batch * (steps or 1)
         if total % prompts == 0 or (steps is None and prompts % batch == 0):
@@ -343,8 +450,9 @@ def _samples(draft: Draft) -> tuple[int, str]:
     return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
 
 
-#: Settings (a value, or None for any) under which nothing that is built in compares the samples of a prompt, and under
-#: which scripts that leave --n-samples-per-prompt out get one, as in the reference system.
+#: Settings (a value, or None for any) under which nothing that is built in compares the samples of
+#: a prompt, and under which scripts that leave --n-samples-per-prompt out get one, as in the
+#: reference system.
 _SINGLE_SAMPLES: tuple[tuple[str, str | None], ...] = (
     ("loss_type", "sft_loss"),
     ("loss_type", "custom_loss"),
@@ -367,7 +475,8 @@ def _prompts(draft: Draft, samples: int) -> tuple[int, str]:
     if total % samples:
         raise UserError(
             f"no whole rollout_batch_size fits {EQUATION}",
-            why=f"global_batch_size × num_steps_per_rollout = {total}, no multiple of n_samples_per_prompt {samples}",
+            why=f"global_batch_size × num_steps_per_rollout = {total}, no multiple of "
+            f"n_samples_per_prompt {samples}",
             fix="pass --rollout-batch-size",
         )
     return total // samples, "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt"
@@ -385,7 +494,9 @@ def _contradiction(prompts: int, samples: int, batch: int, steps: int) -> UserEr
     return UserError(
         f"the batch sizes contradict each other: {EQUATION}",
         why=f"{prompts} × {samples} = {total}, but {batch} × {steps} = {batch * steps}",
-        fix=f"pass {' or '.join(ways)}; or leave one of the last two out" if ways else "leave one of the last two out",
+        fix=f"pass {' or '.join(ways)}; or leave one of the last two out"
+        if ways
+        else "leave one of the last two out",
     )
 
 

@@ -26,11 +26,15 @@ NEEDS: dict[str, str] = {
 #: Flags of which one value needs it.
 _ONLY: dict[str, str] = {"transformer_impl": "transformer_engine", "attention_backend": "fused"}
 
-#: Of these, the ones that act inside Transformer Engine's layers: without them they would do nothing.
+#: Of these, the ones that act inside Transformer Engine's layers: without them they would do
+#: nothing.
 ACTS_IN_LAYERS = ("fp8_format", "fp4_format", "fp8_param_gather", "delay_wgrad_compute")
 
 #: The releases that megatron-core 0.16 is made for.
-INSTALL = "pip install 'transformer-engine[pytorch]>=2.9,<2.12' on the trainer's hosts (GPU, CUDA toolkit)"
+INSTALL = (
+    "pip install 'transformer-engine[pytorch]>=2.9,<2.12' on the trainer's hosts (GPU, CUDA "
+    "toolkit)"
+)
 
 
 def is_installed() -> bool:
@@ -39,7 +43,8 @@ def is_installed() -> bool:
 
 
 def missing(values: Mapping[str, Any], *, installed: bool) -> UserError | None:
-    """The error for the first flag that needs Transformer Engine or its layers and has not got them.
+    """The error for the first flag that needs Transformer Engine or its layers and has not got
+    them.
 
     Args:
         values: by dest; a dest that is not there is unset.

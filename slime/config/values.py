@@ -1,4 +1,5 @@
-"""From what was written (text of a command line, YAML, Python) to the typed value of a flag, in its range."""
+"""From what was written (text of a command line, YAML, Python) to the typed value of a flag, in its
+range."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
         >>> check_number(own_flags()["gamma"], 2.0)
         Traceback (most recent call last):
         slime.errors.UserError: --gamma is 2
-          why: a discount; above 1 returns would grow with the length: it must be at least 0 and at most 1
+          why: a discount; above 1 returns would grow with the length: it must be at least 0 and at
+              most 1
           fix: pass such a number, or leave it out (default: 1.0)
     """
     interval = spec.meta.range
@@ -70,7 +72,9 @@ def check_number(spec: FlagSpec, value: Any, where: str = "") -> None:
         default = spec.meta.derived or ("unset" if spec.default is None else spec.default)
         raise UserError(
             f"{where or spec.option} is {number:.10g}",
-            why=f"{interval.what}: it must be {interval.words}" if interval.what else f"it must be {interval.words}",
+            why=f"{interval.what}: it must be {interval.words}"
+            if interval.what
+            else f"it must be {interval.words}",
             fix=f"pass such a number, or leave it out (default: {default})",
         )
 
@@ -89,7 +93,11 @@ def _convert_one(spec: FlagSpec, value: Any, where: str) -> Any:
         shown = ", ".join(choices)
         near = difflib.get_close_matches(str(typed), choices, n=1)
         fix = f"did you mean {near[0]}?" if near else f"choose one of: {shown}"
-        raise UserError(f"{where}{spec.option} cannot be {_shown(value)}", why=f"the choices are: {shown}", fix=fix)
+        raise UserError(
+            f"{where}{spec.option} cannot be {_shown(value)}",
+            why=f"the choices are: {shown}",
+            fix=fix,
+        )
     return typed
 
 
@@ -118,7 +126,8 @@ def _typed(kind: str, value: Any) -> Any:
 
 
 def _int_or_list(value: Any) -> int | list[int]:
-    """A number, a list, or Megatron-LM's list expressions, also in the quotes that arrays of shell scripts leave.
+    """A number, a list, or Megatron-LM's list expressions, also in the quotes that arrays of shell
+    scripts leave.
 
     Example:
         >>> _int_or_list("'([0]*1+[1]*3)'")
@@ -147,7 +156,9 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _wrong(spec: FlagSpec, value: Any, where: str, why: str = "") -> UserError:
-    return UserError(f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}", why=why)
+    return UserError(
+        f"{where}{spec.option} must be {_KIND_NAMES[spec.kind]}, not {_shown(value)}", why=why
+    )
 
 
 def _shown(value: Any) -> str:

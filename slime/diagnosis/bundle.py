@@ -1,4 +1,5 @@
-"""What an issue needs of a run as one .tar.gz: without secrets, weights and, unless they are asked for, samples.
+"""What an issue needs of a run as one .tar.gz: without secrets, weights and, unless they are asked
+for, samples.
 
 Only files of the folder itself are read, through no link, and of large ones the ends.
 """
@@ -51,7 +52,9 @@ class Bundle:
     left_out: list[str] = field(default_factory=list)
 
 
-def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_samples: bool = False) -> Bundle:
+def bundle(
+    folder: Path, output: Path, found: Explanation, text: str, *, with_samples: bool = False
+) -> Bundle:
     """Pack a run.
 
     Args:
@@ -65,7 +68,9 @@ def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_sa
     if not output.name.endswith((".tar.gz", ".tgz")) or output.is_dir():
         raise UserError(f"--output {output} is no name of an archive", fix="let it end in .tar.gz")
     packed = Bundle(output)
-    configs = [read_object(path) for path in sorted(folder.glob("config*.json")) if is_within(path, folder)]
+    configs = [
+        read_object(path) for path in sorted(folder.glob("config*.json")) if is_within(path, folder)
+    ]
     secrets = secrets_in([*configs, dict(os.environ)])
     try:
         with (
@@ -75,10 +80,18 @@ def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_sa
             tarfile.open(fileobj=packer, mode="w") as tar,
         ):
             root = f"{folder.resolve().name}-bundle"
-            _fill(_Adder(tar, root, packed, lambda text: redact_text(text, secrets)), folder, found, text, with_samples)
+            _fill(
+                _Adder(tar, root, packed, lambda text: redact_text(text, secrets)),
+                folder,
+                found,
+                text,
+                with_samples,
+            )
     except OSError as error:
         raise UserError(
-            f"cannot write {output}", why=error.strerror or str(error), fix="pass --output with another place"
+            f"cannot write {output}",
+            why=error.strerror or str(error),
+            fix="pass --output with another place",
         ) from error
     return packed
 
@@ -86,7 +99,9 @@ def bundle(folder: Path, output: Path, found: Explanation, text: str, *, with_sa
 class _Adder:
     """Puts texts into an archive, scrubbed and bounded."""
 
-    def __init__(self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]) -> None:
+    def __init__(
+        self, tar: tarfile.TarFile, root: str, packed: Bundle, scrub: Callable[[str], str]
+    ) -> None:
         self._tar = tar
         self._root = root
         self._packed = packed
@@ -133,8 +148,15 @@ class _Adder:
 
 def _fill(add: _Adder, folder: Path, found: Explanation, text: str, with_samples: bool) -> None:
     add.text("explain.txt", f"{text}\n")
-    add.text("explain.json", orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode())
-    versions = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
+    add.text(
+        "explain.json",
+        orjson.dumps(json_safe(found.as_json()), option=orjson.OPT_INDENT_2).decode(),
+    )
+    versions = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **package_versions(),
+    }
     add.text("versions.txt", "".join(f"{name} {version}\n" for name, version in versions.items()))
     for path in [*sorted(folder.glob("config*.json")), folder / "run.json"]:
         add.setting(path, folder)

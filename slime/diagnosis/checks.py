@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from slime.diagnosis import checks_data, checks_host, checks_model, checks_plan, troubles, troubles_flags
+from slime.diagnosis import (
+    checks_data,
+    checks_host,
+    checks_model,
+    checks_plan,
+    troubles,
+    troubles_flags,
+)
 from slime.diagnosis.look import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -32,8 +39,11 @@ CHECKS: tuple[Check, ...] = (
     Check("credentials", checks_plan.credentials, troubles.WANDB_KEY),
 )
 
-#: Those that every launch makes besides what it refuses (`slime.run.preflight`): they take milliseconds.
-AT_START = tuple(check for check in CHECKS if check.name in ("host", "network", "disk", "shared memory"))
+#: Those that every launch makes besides what it refuses (`slime.run.preflight`): they take
+#: milliseconds.
+AT_START = tuple(
+    check for check in CHECKS if check.name in ("host", "network", "disk", "shared memory")
+)
 
 #: Those that a launch refuses a run by, before anything starts.
 AT_LAUNCH = tuple(

@@ -1,4 +1,5 @@
-"""What is looked at of data and rewards: the first rows through the real template and the real reward."""
+"""What is looked at of data and rewards: the first rows through the real template and the real
+reward."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _ROWS = 6
 _SECONDS = 5.0
 #: Nor one that takes longer for all of them.
 _ALL_SECONDS = 20.0
-#: What an answer of nothing but its label may have to look like: rewards often want more than the label.
+#: What an answer of nothing but its label may have to look like: rewards often want more than the
+#: label.
 _FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -92,24 +94,37 @@ def reward(case: Case, look: Look) -> None:
         raise LeftOut("rewards come from somewhere else than --custom-rm-path and --rm-type")
     if not flags.custom_rm_path and kind in (*_BLIND, _REMOTE):
         raise LeftOut(f"--rm-type {flags.rm_type} is not asked: {_BLIND.get(kind, 'remote')}")
-    if not config.data.prompt_data or config.data.data_source_path or not config.data.rollout_global_dataset:
+    if (
+        not config.data.prompt_data
+        or config.data.data_source_path
+        or not config.data.rollout_global_dataset
+    ):
         raise LeftOut("prompts do not come from --prompt-data")
     try:
         rows = _labelled(config, case.tokenizer)
         if flags.custom_rm_path:
-            check_signature(load_function(flags.custom_rm_path), RewardFunction, flags.custom_rm_path)
+            check_signature(
+                load_function(flags.custom_rm_path), RewardFunction, flags.custom_rm_path
+            )
     except UserError as error:
         raise LeftOut("its data or its function cannot be read") from error
     if len({str(row.label) for row in rows}) < 2:
         raise LeftOut("fewer than two different labels in the first rows (--label-key)")
     try:
-        printed = io.StringIO() if case.is_launch else sys.stdout  # a run has it in logs/rollout.log
-        with Look(look.trouble).warnings(), contextlib.redirect_stdout(printed):  # missing rewards are told below
+        printed = (
+            io.StringIO() if case.is_launch else sys.stdout
+        )  # a run has it in logs/rollout.log
+        with (
+            Look(look.trouble).warnings(),
+            contextlib.redirect_stdout(printed),
+        ):  # missing rewards are told below
             scores, failure = _scores(config, rows, case.tokenizer, trial_only=case.is_launch)
     except UserError as error:
         if _asks_a_server(error):
             raise LeftOut("it asks a server, which may not be up yet") from error
-        rollout = config.rollout  # functions that make samples of their own may give rewards what is not there here
+        rollout = (
+            config.rollout
+        )  # functions that make samples of their own may give rewards what is not there here
         makes_samples = rollout.custom_generate_function_path or rollout.rollout_function_path
         look.refused(error, known.REWARD_FAILS, is_fatal=not makes_samples)
     else:
@@ -120,16 +135,31 @@ def reward(case: Case, look: Look) -> None:
 
 
 #: Packages whose errors are about a server.
-_CLIENTS = ("httpx", "httpcore", "aiohttp", "requests", "urllib", "urllib3", "openai", "anthropic", "grpc")
+_CLIENTS = (
+    "httpx",
+    "httpcore",
+    "aiohttp",
+    "requests",
+    "urllib",
+    "urllib3",
+    "openai",
+    "anthropic",
+    "grpc",
+)
 
 
 def _asks_a_server(error: BaseException) -> bool:
-    """Whether a reward failed at a server, or at an engine of the run, which need not be up before the launch."""
+    """Whether a reward failed at a server, or at an engine of the run, which need not be up before
+    the launch."""
     found: BaseException | None = error
     while found is not None:
         frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(found.__traceback__)]
         is_of_client = type(found).__module__.partition(".")[0] in _CLIENTS
-        if isinstance(found, ConnectionError | TimeoutError) or is_of_client or "slime.rollout.plugin_api" in frames:
+        if (
+            isinstance(found, ConnectionError | TimeoutError)
+            or is_of_client
+            or "slime.rollout.plugin_api" in frames
+        ):
             return True
         found = found.__cause__ or found.__context__
     return False
@@ -140,7 +170,9 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
     form = RowFormat.of(config)
     found = list[Sample]()
     assert config.data.prompt_data is not None
-    for number, (_, row) in enumerate(itertools.islice(iter_rows(config.data.prompt_data), 4 * _ROWS)):
+    for number, (_, row) in enumerate(
+        itertools.islice(iter_rows(config.data.prompt_data), 4 * _ROWS)
+    ):
         try:
             prompt = read_prompt(row, form, tokenizer)
         except RowProblem:
@@ -149,9 +181,18 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
             continue
         text = str(prompt.text)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        tokens = prompt.tokens or with_opening(tokenizer, text, ids, templated=form.apply_chat_template)
+        tokens = prompt.tokens or with_opening(
+            tokenizer, text, ids, templated=form.apply_chat_template
+        )
         found.append(
-            Sample(number, number, prompt=prompt.text, tokens=tokens, label=prompt.label, metadata=prompt.metadata)
+            Sample(
+                number,
+                number,
+                prompt=prompt.text,
+                tokens=tokens,
+                label=prompt.label,
+                metadata=prompt.metadata,
+            )
         )
         if len(found) == _ROWS:
             break
@@ -160,8 +201,9 @@ def _labelled(config: Config, tokenizer: Any) -> list[Sample]:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Mean rewards of answers that hold the label in the form that scores best, of noise, and of other rows' labels in
-    the same form; ``reads_label``: an answer scores otherwise for another label."""
+    """Mean rewards of answers that hold the label in the form that scores best, of noise, and of
+    other rows' labels in the same form; ``reads_label``: an answer scores otherwise for another
+    label."""
 
     gold: float
     noise: float
@@ -193,13 +235,17 @@ def _scores(config: Config, rows: Sequence[Sample], tokenizer: Any, *, trial_onl
     try:
         found = done.get(timeout=_ALL_SECONDS)
     except queue.Empty as none:
-        raise LeftOut(f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {_ALL_SECONDS:g} s") from none
+        raise LeftOut(
+            f"{_ROWS * (len(_FORMS) + 3)} answers take it more than {_ALL_SECONDS:g} s"
+        ) from none
     if isinstance(found, BaseException):
         raise found
     return found
 
 
-async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float, trial_only: bool) -> _Found:
+async def _scored(
+    config: Config, rows: Sequence[Sample], tokenizer: Any, patience: float, trial_only: bool
+) -> _Found:
     pool = RewardPool(config)
     failures = list[UserError]()
 
@@ -216,18 +262,26 @@ async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patien
         rewards = await rewards_of([_answered(row, text, tokenizer) for row, text in answers])
         if any(pool.metrics().values()):  # it timed out, or a grader died
             if patience > config.reward.rm_timeout:
-                raise LeftOut(f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows")
+                raise LeftOut(
+                    f"it takes more than {_SECONDS:g} s, which --rm-timeout {patience:g} allows"
+                )
             raise UserError(
                 f"a reward did not come within {config.reward.rm_timeout:g} s",
                 why="a sample whose reward does not come within --rm-timeout scores 0",
                 fix="make the function faster, or raise --rm-timeout",
             )
         failed = [one for one in rewards if isinstance(one, BaseException)]
-        if failed and ((must_score and len(failed) == len(rewards)) or not isinstance(failed[0], UserError)):
+        if failed and (
+            (must_score and len(failed) == len(rewards)) or not isinstance(failed[0], UserError)
+        ):
             raise failed[0]
         failures.extend(one for one in failed if isinstance(one, UserError))
         key = config.reward.reward_key
-        numbers = [one[key] if isinstance(one, dict) and key else one for one in rewards if one not in failed]
+        numbers = [
+            one[key] if isinstance(one, dict) and key else one
+            for one in rewards
+            if one not in failed
+        ]
         return fmean(map(float, numbers)) if numbers else 0.0
 
     try:
@@ -239,7 +293,10 @@ async def _scored(config: Config, rows: Sequence[Sample], tokenizer: Any, patien
             gold[form] = await mean((row, form.format(label)) for row, label in zip(rows, labels))
         form = max(gold, key=lambda one: gold[one])
         others = labels[1:] + labels[:1]
-        swapped = [dataclasses.replace(row, label=other.label) for row, other in zip(rows, [*rows[1:], rows[0]])]
+        swapped = [
+            dataclasses.replace(row, label=other.label)
+            for row, other in zip(rows, [*rows[1:], rows[0]])
+        ]
         noise = await mean((row, _NOISE) for row in rows)
         wrong = await mean((row, form.format(label)) for row, label in zip(rows, others))
         mistaken = await mean((row, form.format(label)) for row, label in zip(swapped, labels))
@@ -264,14 +321,24 @@ def _answered(row: Sample, text: str, tokenizer: Any) -> Sample:
 
 
 def _judge(scores: Scores, look: Look) -> None:
-    said = f"the label as the answer scores {scores.gold:g}, another row's {scores.other:g}, noise {scores.noise:g}"
+    said = (
+        f"the label as the answer scores {scores.gold:g}, another row's {scores.other:g}, noise "
+        f"{scores.noise:g}"
+    )
     if scores.reads_label:
         if scores.gold > scores.noise and scores.gold >= scores.other:
             look.note(said)
         else:
-            look.found(known.REWARD_INVERTED, f"{said} (means of the form that scores best)", is_fatal=False)
+            look.found(
+                known.REWARD_INVERTED,
+                f"{said} (means of the form that scores best)",
+                is_fatal=False,
+            )
     elif scores.gold == scores.noise == scores.other:
-        detail = f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no label, that is fine"
+        detail = (
+            f"{said} (in {len(_FORMS)} forms); where it wants yet another form, or reads no "
+            "label, that is fine"
+        )
         look.found(known.REWARD_FLAT, detail, is_fatal=False)
     else:
         look.note("it does not depend on the label")

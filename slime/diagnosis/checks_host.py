@@ -1,4 +1,5 @@
-"""What is looked at of the host: limits, room, GPUs, network. Nothing here takes longer than a look."""
+"""What is looked at of the host: limits, room, GPUs, network. Nothing here takes longer than a
+look."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ _OTHER_FILES = 512
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 _TORCH_SECONDS = 60.0
-_ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
+_ASK_TORCH = (
+    "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
+)
 #: Packages whose compilation takes seconds.
 _LARGE = ("torch", "transformers", "ray", "sglang")
 #: Bytes of a parameter in a checkpoint: the weights, and what Adam and mixed precision keep of it.
@@ -51,7 +54,9 @@ _STATES = 12
 
 def host(case: Case, look: Look) -> None:
     """Cores, memory, packages that are compiled, open files."""
-    look.note(f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free")
+    look.note(
+        f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free"
+    )
     if case.config is None or joined_cluster(case.config) is None:
         try:
             folder_of_sockets()
@@ -70,16 +75,23 @@ def host(case: Case, look: Look) -> None:
         return
     wanted = _OTHER_FILES + (_requests(case.config) if case.config is not None else 0)
     if hard < wanted:
-        detail = f"a process may open {hard} files, and about {wanted} are wanted for the requests under way"
+        detail = (
+            f"a process may open {hard} files, and about {wanted} are wanted for the requests "
+            "under way"
+        )
         look.found(known.OPEN_FILES, detail, is_fatal=hard < FEWEST_FILES)
 
 
 def _not_compiled() -> dict[str, Path]:
     """Large packages that are here without bytecode, and where each begins."""
     specs = {name: importlib.util.find_spec(name) for name in _LARGE}
-    begin = {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
+    begin = {
+        name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin
+    }
     return {
-        name: path for name, path in begin.items() if not Path(importlib.util.cache_from_source(str(path))).exists()
+        name: path
+        for name, path in begin.items()
+        if not Path(importlib.util.cache_from_source(str(path))).exists()
     }
 
 
@@ -90,14 +102,21 @@ def _requests(config: Config) -> int:
     if not needs_engines(config):
         return 0
     samples = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
-    return min(samples, engine.sglang_server_concurrency * max(1, PlacementPlan.of(config).num_engines))
+    return min(
+        samples, engine.sglang_server_concurrency * max(1, PlacementPlan.of(config).num_engines)
+    )
 
 
 def shared_memory(case: Case, look: Look) -> None:
     """Where engines of this host get weights through it, /dev/shm has room for the buckets."""
     config = case.run
     by_memory = needs_engines(config) and not config.debug.debug_rollout_only
-    if not by_memory or num_gpus() or joined_cluster(config) or config.sync.update_weight_transport == "disk":
+    if (
+        not by_memory
+        or num_gpus()
+        or joined_cluster(config)
+        or config.sync.update_weight_transport == "disk"
+    ):
         raise LeftOut("no weights go through it")
     if not SHARED_MEMORY.is_dir():
         return look.found(known.SHARED_MEMORY, f"there is no {SHARED_MEMORY}", is_fatal=False)
@@ -107,7 +126,10 @@ def shared_memory(case: Case, look: Look) -> None:
     wanted = min(_BUCKETS * bucket, whole) if whole else _BUCKETS * bucket
     look.note(f"{free / 1e6:,.0f} MB free, {wanted / 1e6:,.0f} MB wanted")
     if free < wanted:
-        detail = f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and a push of weights takes {wanted / 1e6:,.0f} MB"
+        detail = (
+            f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and a push of weights takes "
+            f"{wanted / 1e6:,.0f} MB"
+        )
         fits = f"--update-weight-buffer-size {max(1, int(free // (2 * _BUCKETS)))}"
         look.found(known.SHARED_MEMORY, detail, fits, is_fatal=False)
 
@@ -133,10 +155,15 @@ def disk(case: Case, look: Look) -> None:
     for flag, (folder, nbytes) in sizes.items():
         if not folder or not nbytes:
             continue
-        free = shutil.disk_usage(_nearest(fixed_folder(folder) if flag == "--save-hf" else Path(folder))).free
+        free = shutil.disk_usage(
+            _nearest(fixed_folder(folder) if flag == "--save-hf" else Path(folder))
+        ).free
         look.note(f"{flag}: {free / 1e9:,.0f} GB free, a checkpoint takes {nbytes / 1e9:,.1f} GB")
         if free < nbytes:
-            detail = f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes {nbytes / 1e9:,.2f} GB"
+            detail = (
+                f"{flag} {folder}: {free / 1e9:,.2f} GB are free there, one takes "
+                f"{nbytes / 1e9:,.2f} GB"
+            )
             look.found(known.DISK_ROOM, detail, source=flag)
     if not look.notes:
         raise LeftOut("nothing is saved, or the model's size is not known")
@@ -159,22 +186,29 @@ def device(case: Case, look: Look) -> None:
     cuda, available, count = (*told.split(), "", "", "")[:3]
     look.note(f"{here} GPUs, torch sees {count or 0} (CUDA {cuda or 'unknown'})")
     if available != "True" or not count.isdigit() or int(count) < here:
-        detail = f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: {told or 'nothing'}"
+        detail = (
+            f"this host has {here} GPUs, and torch, built for CUDA {cuda or 'unknown'}, says: "
+            f"{told or 'nothing'}"
+        )
         look.found(known.TORCH_WITHOUT_GPU, detail)
 
 
 def ask_torch() -> str:
-    """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its own."""
+    """CUDA version, whether there is a GPU, how many: torch's own words, from a process of its
+    own."""
     command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
 
 
 def network(case: Case, look: Look) -> None:
-    """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the way to rewards."""
+    """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the
+    way to rewards."""
     for name in _INTERFACES:
         if missing := absent_interfaces(os.environ.get(name, ""), psutil.net_if_addrs()):
             there = ", ".join(sorted(psutil.net_if_addrs()))
@@ -191,8 +225,8 @@ def network(case: Case, look: Look) -> None:
 
 
 def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
-    """Names in a NCCL_SOCKET_IFNAME that match no interface. They are beginnings of names; after "=" they are whole
-    names, and after "^" those not to use.
+    """Names in a NCCL_SOCKET_IFNAME that match no interface. They are beginnings of names; after
+    "=" they are whole names, and after "^" those not to use.
 
     Example:
         >>> absent_interfaces("eth,ib0", {"eth0": [], "lo": []}), absent_interfaces("=eth", {"eth0": []})
@@ -210,16 +244,24 @@ def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
 
 def _between_nodes(nodes: int, look: Look) -> None:
     if os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
-        detail = f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
+        detail = (
+            f"NCCL_IB_DISABLE={os.environ['NCCL_IB_DISABLE']}, and the trainer has {nodes} nodes"
+        )
         look.found(known.INFINIBAND, detail, source="NCCL_IB_DISABLE", is_fatal=False)
     elif not shutil.which("ibstat") and not _INFINIBAND.is_dir():
-        detail = f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
+        detail = (
+            f"the trainer has {nodes} nodes, and this host has neither ibstat nor {_INFINIBAND}"
+        )
         look.found(known.INFINIBAND, detail, is_fatal=False)
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
-        look.found(known.HOSTNAME, f"this host is called {name}, which has no address: {error}", is_fatal=False)
+        look.found(
+            known.HOSTNAME,
+            f"this host is called {name}, which has no address: {error}",
+            is_fatal=False,
+        )
 
 
 def _proxy(config: Config, look: Look) -> None:
@@ -231,7 +273,9 @@ def _proxy(config: Config, look: Look) -> None:
     proxy = urllib.request.getproxies().get(parts.scheme)
     if asked and parts.hostname and proxy and not urllib.request.proxy_bypass(parts.hostname):
         detail = f"--rm-url {url} would be asked through {_without_password(proxy)}"
-        look.found(known.PROXY, detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False)
+        look.found(
+            known.PROXY, detail, f"no_proxy={parts.hostname}", source="--rm-url", is_fatal=False
+        )
 
 
 def _without_password(url: str) -> str:

@@ -1,4 +1,5 @@
-"""What is looked at of the model: its directory, weights and tokenizer, and the checkpoints of the run."""
+"""What is looked at of the model: its directory, weights and tokenizer, and the checkpoints of the
+run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from slime.prompts.source import is_chat, warn_of_endless_generation
 from slime.prompts.tokenizer import end_token_conflicts, generation_config_of, stop_token_report
 from slime.rollout.eval_datasets import eval_datasets
 from slime.run import preflight
-from slime.trainer.quantised_rules import check_ignore_list, check_quantised_flags, check_quantised_library
+from slime.trainer.quantised_rules import (
+    check_ignore_list,
+    check_quantised_flags,
+    check_quantised_library,
+)
 from slime.weights.quantised_launch import check_route
 
 
@@ -28,7 +33,11 @@ def hub(case: Case, look: Look) -> None:
     sets = case.run.eval.eval_prompt_data
     named = {model: "model"} if model and is_hub_name(model) else {}
     if case.run.eval.eval_config:
-        sets = tuple(text for one in look.attempt(eval_datasets, case.run) or () for text in (one.name, one.path))
+        sets = tuple(
+            text
+            for one in look.attempt(eval_datasets, case.run) or ()
+            for text in (one.name, one.path)
+        )
     for path in (data, *sets[1::2]):
         if path and (name := dataset_name(path)):
             named[name] = "dataset"
@@ -62,8 +71,8 @@ def architecture(case: Case, look: Look) -> None:
 
 
 def quantisation(case: Case, look: Look) -> None:
-    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the model, and what
-    computes them is installed."""
+    """Engines take weights as config.json says they are; of quantised ones the ignore list fits the
+    model, and what computes them is installed."""
     look.attempt(check_route, case.run)
     look.attempt(check_ignore_list, case.run)
     look.attempt(check_quantised_flags, case.run)
@@ -86,8 +95,12 @@ def weights(case: Case, look: Look) -> None:
     config = case.run
     try:
         plan = resolve_load(config)
-    except UserError:  # told where the checkpoint is looked at: what engines serve is looked at all the same
-        config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None))
+    except (
+        UserError
+    ):  # told where the checkpoint is looked at: what engines serve is looked at all the same
+        config = replace(
+            config, checkpoint=replace(config.checkpoint, load=None, save=None, ckpt_step=None)
+        )
         plan = resolve_load(config)
     look.attempt(preflight.check_weights, config, plan)
 
@@ -97,11 +110,13 @@ def outputs(case: Case, look: Look) -> None:
     look.attempt(preflight.check_outputs, case.run)
 
 
-# -- tokenizer -------------------------------------------------------------------------------------------------------
+# -- tokenizer
+# -------------------------------------------------------------------------------------------------------
 
 
 def tokenizer(case: Case, look: Look) -> None:
-    """It can be read, its ids have rows in the embedding, and something ends a turn, with and without the template."""
+    """It can be read, its ids have rows in the embedding, and something ends a turn, with and
+    without the template."""
     found = case.tokenizer
     rows = read_hf_config(str(case.model)).get("vocab_size")
     ids = max(found.get_vocab().values(), default=-1) + 1
@@ -118,7 +133,9 @@ def tokenizer(case: Case, look: Look) -> None:
     look.attempt(warn_of_endless_generation, case.run, found)
     if not in_turns:
         other = look.attempt(_report, case.run, found)
-        look.note(f"with --apply-chat-template: {other[0]}" if other else "without --apply-chat-template")
+        look.note(
+            f"with --apply-chat-template: {other[0]}" if other else "without --apply-chat-template"
+        )
 
 
 def _report(config: Config, tokenizer: Any) -> list[str]:

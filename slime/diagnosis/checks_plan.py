@@ -12,7 +12,8 @@ from slime.memory.plan import MemoryPlan, gb
 from slime.placement import PlacementPlan, needs_engines
 from slime.run import preflight
 
-#: Rollouts between the weights that make a sample and the step that trains on it, from which on it is said.
+#: Rollouts between the weights that make a sample and the step that trains on it, from which on it
+#: is said.
 _STALE = 4
 
 
@@ -32,7 +33,8 @@ def flags(case: Case, look: Look) -> None:
 
 
 def slots(case: Case, look: Look) -> None:
-    """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it joins."""
+    """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it
+    joins."""
     look.attempt(preflight.check_slots, case.run)
     look.note(PlacementPlan.of(case.run).formula)
 
@@ -57,7 +59,9 @@ def memory(case: Case, look: Look) -> None:
     """The memory plan fits, phase by phase."""
     config = case.run
     if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
-        raise LeftOut("the nodes of the cluster tell how large their GPUs are (--gpu-memory-gb says it here)")
+        raise LeftOut(
+            "the nodes of the cluster tell how large their GPUs are (--gpu-memory-gb says it here)"
+        )
     device = look.attempt(device_memory, config)
     if device is None:
         return
@@ -70,7 +74,10 @@ def memory(case: Case, look: Look) -> None:
     peak = plan.peak
     where = "GPU" if device.on_gpu else "this host"
     look.note(packing_line(config))
-    look.note(f"{gb(peak.total)} GB at most ({peak.name}), {gb(plan.limit)} GB of {where} ({device.source})")
+    look.note(
+        f"{gb(peak.total)} GB at most ({peak.name}), {gb(plan.limit)} GB of {where} "
+        f"({device.source})"
+    )
 
 
 def age(case: Case, look: Look) -> None:
@@ -82,8 +89,10 @@ def age(case: Case, look: Look) -> None:
     sync = config.sync
     if most >= _STALE and not config.algorithm.use_tis:
         detail = (
-            f"samples are trained on up to {most} rollouts after the weights that made them: --async-buffer-size"
-            f" {sync.async_buffer_size} + --update-weights-interval {sync.update_weights_interval} − 1"
+            f"samples are trained on up to {most} rollouts after the weights that made them: "
+            "--async-buffer-size"
+            f" {sync.async_buffer_size} + --update-weights-interval "
+            f"{sync.update_weights_interval} − 1"
         )
         look.found(troubles_flags.STALE_WEIGHTS, detail, is_fatal=False)
     look.note(f"{most} rollouts at most")

@@ -1,4 +1,5 @@
-"""Everything that `slime doctor` and a launch look at, one after the other, and what they say of it.
+"""Everything that `slime doctor` and a launch look at, one after the other, and what they say of
+it.
 
 A trouble does not end the examination: the next check is made, unless it needs what is broken.
 """
@@ -58,7 +59,9 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """Each once, those that a run cannot work with first."""
-        found = list(dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings))
+        found = list(
+            dict.fromkeys(finding for outcome in self.outcomes for finding in outcome.findings)
+        )
         return sorted(found, key=lambda finding: not finding.is_fatal)
 
     @property
@@ -67,9 +70,14 @@ class Report:
 
 
 def examine(
-    argv: list[str], entry: str = "train", checks: Iterable[Check] = CHECKS, *, with_round: bool = False
+    argv: list[str],
+    entry: str = "train",
+    checks: Iterable[Check] = CHECKS,
+    *,
+    with_round: bool = False,
 ) -> Report:
-    """Look at the run of a command line. Without a round it starts nothing, downloads nothing, writes nothing.
+    """Look at the run of a command line. Without a round it starts nothing, downloads nothing,
+    writes nothing.
 
     Args:
         argv: the flags of the run.
@@ -97,7 +105,8 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     """Check models, hooks, rewards, data, output directories and the size of the run; log warnings.
 
     Args:
-        errors: what is wrong with the flags; ``config`` is the configuration without them (`judge_args`).
+        errors: what is wrong with the flags; ``config`` is the configuration without them
+            (`judge_args`).
     Returns:
         What will be loaded.
     Raises:
@@ -129,8 +138,8 @@ def as_error(finding: Finding) -> UserError:
 
 
 def at_start(config: Config) -> list[Finding]:
-    """What a launch looks at beyond what it refuses: what only takes a look at the host. A check that fails itself says
-    nothing here: no run is to end of being looked at."""
+    """What a launch looks at beyond what it refuses: what only takes a look at the host. A check
+    that fails itself says nothing here: no run is to end of being looked at."""
     case = Case(config)
     found = [finding for check in AT_START for finding in _made(check, case, {}).findings]
     return [finding for finding in found if finding.trouble is not troubles.CHECK_BROKEN]
@@ -146,19 +155,31 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
         state = "ok"
     except LeftOut as reason:
         look.notes = [str(reason)]
-    except (Exception, SystemExit) as error:  # the next check is made; a launch that runs the same code ends of it, too
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the next check is made; a launch that runs the same code ends of it, too
         if case.is_launch and not case.errors:
             raise
         if case.errors and check.name != "flags":
-            return Outcome(check, "left out", "the flags are wrong", (), time.perf_counter() - started)
+            return Outcome(
+                check, "left out", "the flags are wrong", (), time.perf_counter() - started
+            )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
-        look.found(troubles.CHECK_BROKEN, detail, source=check.name, is_fatal=not _place(error).startswith(_OURS))
+        look.found(
+            troubles.CHECK_BROKEN,
+            detail,
+            source=check.name,
+            is_fatal=not _place(error).startswith(_OURS),
+        )
     if check.name != "flags":
         look.findings = [one for one in look.findings if not _follows(one, case)]
     if look.findings:
         state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
     seconds = time.perf_counter() - started
-    return Outcome(check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told))  # type: ignore[arg-type]
+    return Outcome(
+        check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told)
+    )  # type: ignore[arg-type]
 
 
 def _follows(finding: Finding, case: Case) -> bool:
@@ -183,11 +204,16 @@ _OURS = "slime.diagnosis."
 
 def _place(error: BaseException) -> str:
     """The line of slime's that is nearest to an error: "slime.prompts.readers:141"."""
-    lines = [(str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)]
-    return next((f"{module}:{line}" for module, line in reversed(lines) if module.startswith("slime.")), "")
+    lines = [
+        (str(frame.f_globals.get("__name__")), line) for frame, line in walk_tb(error.__traceback__)
+    ]
+    return next(
+        (f"{module}:{line}" for module, line in reversed(lines) if module.startswith("slime.")), ""
+    )
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- what is said
+# ----------------------------------------------------------------------------------------------------
 
 
 def text(report: Report) -> str:
@@ -200,7 +226,9 @@ def text(report: Report) -> str:
     warnings = len(report.findings) - fatal
     counts = [_counted(fatal, "error"), _counted(warnings, "warning")]
     verdict = ", ".join(counts) if report.findings else "nothing found"
-    return "\n".join([*lines, "", f"{verdict}; {len(report.outcomes)} checks in {report.seconds:.1f} s"])
+    return "\n".join(
+        [*lines, "", f"{verdict}; {len(report.outcomes)} checks in {report.seconds:.1f} s"]
+    )
 
 
 def _counted(count: int, what: str) -> str:
@@ -213,7 +241,10 @@ def _line(outcome: Outcome) -> str:
 
 def _told(finding: Finding) -> list[str]:
     head = "FAIL" if finding.is_fatal else "warning"
-    lines = [f"{head}: {finding.trouble.name}", *(f"  {line}" for line in finding.detail.splitlines())]
+    lines = [
+        f"{head}: {finding.trouble.name}",
+        *(f"  {line}" for line in finding.detail.splitlines()),
+    ]
     lines.append(f"  cause: {finding.trouble.cause}")
     return [*lines, *(f"  try: {remedy}" for remedy in finding.advice)]
 
@@ -230,4 +261,6 @@ def as_json(report: Report) -> dict[str, object]:
             for o in report.outcomes
         ],
     }
-    return cast(dict[str, object], json_safe(shown))  # errors of users' code quote whatever it was given
+    return cast(
+        dict[str, object], json_safe(shown)
+    )  # errors of users' code quote whatever it was given

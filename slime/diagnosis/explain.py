@@ -1,6 +1,8 @@
-"""What a run folder tells about its run: how it ended, the likeliest cause first, and what to do next.
+"""What a run folder tells about its run: how it ended, the likeliest cause first, and what to do
+next.
 
-Reads the folder alone, whatever state it is in, and of large files only their ends (`slime.diagnosis.reading`).
+Reads the folder alone, whatever state it is in, and of large files only their ends
+(`slime.diagnosis.reading`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _MOST_TRUNCATED = 0.9
 ENDLESS = Trouble(
     "endless-generation",
     "responses do not end: nearly all are cut at the length limit",
-    "The model's stop tokens are not those that end a turn of its chat template, or the limit is shorter than"
+    "The model's stop tokens are not those that end a turn of its chat template, or the limit is "
+    "shorter than"
     " what the model"
     " has to say.",
     (
@@ -71,7 +74,8 @@ DEFECT = Trouble(
 VANISHED = Trouble(
     "killed",
     "the driver process died without logging an error",
-    "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went down.",
+    "It was killed (SIGKILL: a scheduler, or the kernel for lack of memory), or its host went "
+    "down.",
     (
         "dmesg, or the scheduler's log: who killed it?",
         "slime resume goes on from the newest checkpoint and the journal",
@@ -138,7 +142,12 @@ def explain(folder: Path) -> Explanation:
     stage = max(entries, key=lambda name: _number(entries[name].get("started")), default="")
     run = RunFolder(folder, stage or None)
     entry = entries.get(stage, {})
-    if not entries and not run.config_path.exists() and not run.metrics_path.exists() and not run.logs.is_dir():
+    if (
+        not entries
+        and not run.config_path.exists()
+        and not run.metrics_path.exists()
+        and not run.logs.is_dir()
+    ):
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise UserError(
             f"{folder} is not a run folder", why=f"it has none of config.json, run.json and logs/; it holds: {there}",
@@ -152,7 +161,9 @@ def explain(folder: Path) -> Explanation:
     notes = [f"{source.name}: {source.num_skipped:,} bytes between its ends were not read" for source in sources if
              source.num_skipped]  # fmt: skip
     if not flags:
-        notes.append(f"{run.config_path.name} is missing or damaged: remedies are without this run's values")
+        notes.append(
+            f"{run.config_path.name} is missing or damaged: remedies are without this run's values"
+        )
     if not entries:
         notes.append("run.json is missing or damaged: how the run ended is told by its logs alone")
     findings = _of_sources(sources, flags, state, _since(entry))
@@ -166,7 +177,8 @@ def explain(folder: Path) -> Explanation:
     return Explanation(folder, state, stage, step, checkpoint, next_one, told, tuple(notes))
 
 
-# -- what is there ----------------------------------------------------------------------------------------------------
+# -- what is there
+# ----------------------------------------------------------------------------------------------------
 
 
 def _object(path: Path, root: Path) -> dict[str, Any]:
@@ -188,7 +200,9 @@ def _rows(run: RunFolder, stage: str) -> list[dict[str, Any]]:
     for line in (whole + tail).split(b"\n"):
         try:
             row = orjson.loads(line) if line.strip() else None
-        except orjson.JSONDecodeError:  # being written, cut by a crash, or by where we begin to read
+        except (
+            orjson.JSONDecodeError
+        ):  # being written, cut by a crash, or by where we begin to read
             continue
         if isinstance(row, dict) and (row.get("stage") or "") == stage:
             rows.append(row)
@@ -199,7 +213,11 @@ def _state(folder: Path, entry: dict[str, Any]) -> str:
     state = str(entry.get("state") or "unknown")
     if state != "running":
         return state
-    held = is_held(folder) if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file() else False
+    held = (
+        is_held(folder)
+        if not (folder / ".lock").is_symlink() and (folder / ".lock").is_file()
+        else False
+    )
     elsewhere = (
         entry.get("host") != platform.node() and time.time() - _written(folder) < 600
     )  # locks may not reach there
@@ -225,43 +243,65 @@ def _since(entry: dict[str, Any]) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started - 2))
 
 
-def _crash(run: RunFolder, stage: str, entry: dict[str, Any], state: str) -> tuple[Path, dict[str, Any]] | None:
+def _crash(
+    run: RunFolder, stage: str, entry: dict[str, Any], state: str
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest crash of this launch: what an earlier one failed of has been dealt with."""
     if state not in ("failed", "unknown") or not run.crash.is_dir():
         return None
     for folder in sorted(run.crash.iterdir(), reverse=True):
         found = _object(folder / "crash.json", run.path)
-        mine = (found.get("stage") or "") == stage and _number(found.get("time")) >= _number(entry.get("started"))
+        mine = (found.get("stage") or "") == stage and _number(found.get("time")) >= _number(
+            entry.get("started")
+        )
         if found and mine:
             return folder, found
     return None
 
 
 def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
-    """The error that ended the run as texts: its own words, those of an engine's log in it, and the traceback."""
+    """The error that ended the run as texts: its own words, those of an engine's log in it, and the
+    traceback."""
     if crash is None:
         return []
     folder, said = crash
     root = folder.parent.parent
     name = str((folder / "crash.json").relative_to(root))
     message = str(said.get("message") or "")
-    if str(said.get("error")) not in (*_SAYS_WHY, "RunFailed", "ActorDied", "DeadlinePassed", "ConnectionBroken"):
+    if str(said.get("error")) not in (
+        *_SAYS_WHY,
+        "RunFailed",
+        "ActorDied",
+        "DeadlinePassed",
+        "ConnectionBroken",
+    ):
         message = f"{said.get('error')}: {message}"
     notes = said.get("notes")
     texts = message.split("\n")
-    texts += [line for note in notes for line in str(note).split("\n")] if isinstance(notes, list) else []
+    texts += (
+        [line for note in notes for line in str(note).split("\n")]
+        if isinstance(notes, list)
+        else []
+    )
     lines = [Line(text.strip()[:2000], number) for number, text in enumerate(texts, 1)]
     is_engine = lines[0].text.partition(" (pid")[0].rpartition(": ")[2].startswith("engine-")
-    sources = [Source(name, "engine" if is_engine else "crash", lines[1:]), Source(name, "crash", lines[:1])]
+    sources = [
+        Source(name, "engine" if is_engine else "crash", lines[1:]),
+        Source(name, "crash", lines[:1]),
+    ]
     traceback = read_log(folder / "traceback.txt", root)
     return [*sources, Source(traceback.name, "traceback", traceback.lines, traceback.num_skipped)]
 
 
-# -- what it means ----------------------------------------------------------------------------------------------------
+# -- what it means
+# ----------------------------------------------------------------------------------------------------
 
 
-def _of_sources(sources: list[Source], flags: Flags, state: str, since: str) -> list[tuple[int, Finding]]:
-    """A finding per trouble, from where it shows best: the error for words of ours, else the newest line of a log."""
+def _of_sources(
+    sources: list[Source], flags: Flags, state: str, since: str
+) -> list[tuple[int, Finding]]:
+    """A finding per trouble, from where it shows best: the error for words of ours, else the newest
+    line of a log."""
     ended = state not in ("running", "finished", "stopped")
     by_trouble: dict[str, list[Seen]] = {}
     for source in sources:
@@ -273,11 +313,18 @@ def _of_sources(sources: list[Source], flags: Flags, state: str, since: str) -> 
         best = max(reversed(several), key=_worth)
         more = f" (and {len(several) - 1} more lines like it)" if len(several) > 1 else ""
         own = _own_remedies(sources, best)
-        remedies = (*own, *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)))
+        remedies = (
+            *own,
+            *(way for way in best.signature.exact(flags, best.match) if not _is_told(way, own)),
+        )
         detail = f"{best.line.text.strip()[:400]}{_why(sources, best)}{more}"
         is_error = best.signature.form is Form.ERROR and best.source.kind == "crash"
         rank = 10 * best.signature.level + (0 if is_error else 1)
-        place = best.source.name if best.source.kind == "crash" else f"{best.source.name}, {best.line.place}"
+        place = (
+            best.source.name
+            if best.source.kind == "crash"
+            else f"{best.source.name}, {best.line.place}"
+        )
         found.append((rank, Finding(best.signature.trouble, detail, remedies, place, ended)))
     return found
 
@@ -309,10 +356,19 @@ def _why(sources: list[Source], seen: Seen) -> str:
     rest = next((source.lines for source in sources if source.name == seen.source.name), [])
     texts = [line.text for line in rest]
     ends = [
-        index for index, text in enumerate(texts) if text.startswith(("fix: ", "in your code:", "why: last lines of"))
+        index
+        for index, text in enumerate(texts)
+        if text.startswith(("fix: ", "in your code:", "why: last lines of"))
     ] or [len(texts)]
     why = [text for text in texts[: ends[0]] if text][:4]
-    mine = next((texts[index + 1 : index + 3] for index, text in enumerate(texts) if text == "in your code:"), [])
+    mine = next(
+        (
+            texts[index + 1 : index + 3]
+            for index, text in enumerate(texts)
+            if text == "in your code:"
+        ),
+        [],
+    )
     return "".join(f"; {text[:300]}" for text in (*why, *mine))
 
 
@@ -329,13 +385,19 @@ def _fix_of(lines: list[str]) -> tuple[str, ...]:
 
 
 def _of_end(
-    crash: tuple[Path, dict[str, Any]] | None, findings: list[tuple[int, Finding]], state: str, entry: dict[str, Any]
+    crash: tuple[Path, dict[str, Any]] | None,
+    findings: list[tuple[int, Finding]],
+    state: str,
+    entry: dict[str, Any],
 ) -> list[tuple[int, Finding]]:
     """The end itself, where no signature has the words of its error."""
     if state == "killed":
         pid = entry.get("pid")
         host = entry.get("host")
-        detail = f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} on {host})"
+        detail = (
+            f"run.json says that it runs, and nobody holds the folder any more (it was pid {pid} "
+            f"on {host})"
+        )
         return [(10 * Level.RUN, Finding(VANISHED, detail, source="run.json"))]
     if state != "failed" or any(
         finding.source.startswith("crash") and rank < 10 * Level.RUN for rank, finding in findings
@@ -366,11 +428,19 @@ def _of_metrics(rows: list[dict[str, Any]], flags: Flags, *, ended: bool) -> lis
 
 
 def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding:
-    ratio = next((row["rollout/truncated_ratio"] for row in reversed(rows) if row.get("rollout/truncated_ratio")), 0.0)
+    ratio = next(
+        (
+            row["rollout/truncated_ratio"]
+            for row in reversed(rows)
+            if row.get("rollout/truncated_ratio")
+        ),
+        0.0,
+    )
     if alarm.name == "truncation" and ratio >= _MOST_TRUNCATED:
         stops = flags.get("rollout_stop_token_ids") or flags.get("rollout_stop")
         remedies = (
-            f"--rollout-stop-token-ids or --rollout-stop with the token that ends a turn (now {stops or 'not set'})",
+            "--rollout-stop-token-ids or --rollout-stop with the token that ends a turn (now "
+            f"{stops or 'not set'})",
             f"a larger --rollout-max-response-len (now {flags.get('rollout_max_response_len')})",
             *(
                 ()
@@ -384,7 +454,8 @@ def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding
     return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
 
 
-# -- what now ---------------------------------------------------------------------------------------------------------
+# -- what now
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(folder: Path, flags: Flags, entry: dict[str, Any]) -> Path | None:

@@ -22,7 +22,9 @@ def _fraction(flags: Flags, factor: float) -> str:
 
 def _smaller_engine(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     words = engine_named(flags).if_out_of_memory
-    return tuple(_fraction(flags, 0.85) if _FRACTION in one else with_value(flags, one) for one in words)
+    return tuple(
+        _fraction(flags, 0.85) if _FRACTION in one else with_value(flags, one) for one in words
+    )
 
 
 def _larger_cache(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
@@ -37,12 +39,14 @@ ENGINE_MEMORY = Signature(
     Trouble(
         "engine-memory",
         "an engine runs out of GPU memory",
-        "What an engine allocates beside weights and cache (activations, CUDA graphs, sampling) does not fit"
+        "What an engine allocates beside weights and cache (activations, CUDA graphs, sampling) "
+        "does not fit"
         " beside them.",
         ("a lower --sglang-mem-fraction-static", "a smaller --sglang-server-concurrency"),
         "--sglang-mem-fraction-static 0.98",
     ),
-    r"(?:OutOfMemoryError: |RuntimeError: |Exception: Capture cuda graph failed: |AcceleratorError: )"
+    r"(?:OutOfMemoryError: |RuntimeError: |Exception: Capture cuda graph failed: "
+    r"|AcceleratorError: )"
     r"(?:CUDA out of memory|CUDA error: out of memory|HIP out of memory)",
     kinds=("engine",),
     exact=_smaller_engine,
@@ -51,7 +55,8 @@ ENGINE_CACHE = Signature(
     Trouble(
         "engine-cache",
         "an engine does not start: no memory is left for its cache",
-        "The engine's share of the GPU is smaller than the model's weights and what it wants for keys and values.",
+        "The engine's share of the GPU is smaller than the model's weights and what it wants for "
+        "keys and values.",
         ("a higher --sglang-mem-fraction-static", "a larger --rollout-num-gpus-per-engine"),
         "--sglang-mem-fraction-static 0.05",
     ),
@@ -68,7 +73,8 @@ def _shorter_batches(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
         context = flags.get("context_parallel_size") or 1
         length = flags.get("rollout_max_response_len")
         start = (
-            f"; a safe start is rollout_max_response_len ÷ context_parallel_size = {length // context}"
+            "; a safe start is rollout_max_response_len ÷ context_parallel_size = "
+            f"{length // context}"
             if length
             else ""
         )
@@ -79,7 +85,9 @@ def _shorter_batches(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
         ways.append("--recompute-activations")
     if (flags.get("tensor_model_parallel_size") or 1) > 1 and not flags.get("sequence_parallel"):
         ways.append("--sequence-parallel")
-    ways.append(f"a larger --context-parallel-size{now(flags, 'context_parallel_size')}, for long samples")
+    ways.append(
+        f"a larger --context-parallel-size{now(flags, 'context_parallel_size')}, for long samples"
+    )
     return tuple(ways)
 
 
@@ -89,14 +97,22 @@ def _fewer_states(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
         ways.append("leave --no-use-distributed-optimizer out")
     return (
         *ways,
-        f"a larger --tensor-model-parallel-size{now(flags, 'tensor_model_parallel_size')}, or more trainer GPUs",
+        f"a larger --tensor-model-parallel-size{now(flags, 'tensor_model_parallel_size')}, or "
+        "more trainer GPUs",
     )
 
 
 def _beside_engines(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     if not flags.get("colocate"):
-        return ("look with nvidia-smi who else holds memory of this GPU", *_fewer_states(flags, match))
-    asleep = () if flags.get("offload_rollout") else ("--offload-rollout: the engines give their part away meanwhile",)
+        return (
+            "look with nvidia-smi who else holds memory of this GPU",
+            *_fewer_states(flags, match),
+        )
+    asleep = (
+        ()
+        if flags.get("offload_rollout")
+        else ("--offload-rollout: the engines give their part away meanwhile",)
+    )
     return (*asleep, _fraction(flags, 0.6), *_fewer_states(flags, match)[:1])
 
 
@@ -105,7 +121,11 @@ TRAINER_FORWARD = Signature(
         "trainer-memory",
         "a trainer rank runs out of memory in its forward or backward pass",
         "A micro-batch has more tokens than its activations and logits leave room for.",
-        ("a lower --max-tokens-per-gpu", "--recompute-activations", "a larger --context-parallel-size"),
+        (
+            "a lower --max-tokens-per-gpu",
+            "--recompute-activations",
+            "a larger --context-parallel-size",
+        ),
         "--max-tokens-per-gpu of many times what fits",
     ),
     r"(?:OutOfMemory: )?out of GPU memory in (?:forward_backward|log_probs|ref_log_probs)",
@@ -116,8 +136,13 @@ TRAINER_OPTIMIZER = Signature(
     Trouble(
         "optimizer-memory",
         "a trainer rank runs out of memory in the optimizer's step",
-        "Weights, gradients and the optimizer's states do not fit; what the batch is does not matter to them.",
-        ("--offload-optimizer-states", "more data-parallel ranks", "a larger --tensor-model-parallel-size"),
+        "Weights, gradients and the optimizer's states do not fit; what the batch is does not "
+        "matter to them.",
+        (
+            "--offload-optimizer-states",
+            "more data-parallel ranks",
+            "a larger --tensor-model-parallel-size",
+        ),
         "a model whose states are larger than the GPU",
     ),
     r"(?:OutOfMemory: )?out of GPU memory in optimizer",
@@ -128,18 +153,21 @@ TRAINER_WAKE = Signature(
     Trouble(
         "wake-memory",
         "the trainer runs out of memory as it comes up or takes its GPU back",
-        "Engines, or another process, hold memory of the GPU that the trainer needs for its weights and states.",
+        "Engines, or another process, hold memory of the GPU that the trainer needs for its "
+        "weights and states.",
         ("--offload-rollout", "a lower --sglang-mem-fraction-static", "--offload-optimizer-states"),
         "colocated engines that keep 0.9 of the GPU",
     ),
-    r"(?:OutOfMemory: )?out of GPU memory in \w+|(?:\S+: )?.{0,80}trainer and engines share GPUs and take turns;"
+    r"(?:OutOfMemory: )?out of GPU memory in \w+|(?:\S+: )?.{0,80}trainer and engines share GPUs "
+    r"and take turns;"
     r" the next",
     Form.ERROR,
     exact=_beside_engines,
 )
 TRAINER_ANYWHERE = Signature(
     TRAINER_FORWARD.trouble,
-    r"(?:OutOfMemoryError: |RuntimeError: |AcceleratorError: )(?:CUDA out of memory|CUDA error: out of memory)"
+    r"(?:OutOfMemoryError: |RuntimeError: |AcceleratorError: )(?:CUDA out of memory|CUDA error: "
+    r"out of memory)"
     r"|RuntimeError: .{0,40}CUBLAS_STATUS_ALLOC_FAILED",
     kinds=_TRAINERS,
     exact=_shorter_batches,
@@ -153,9 +181,15 @@ _HOST_REMEDIES = (
 
 
 def _smaller_host(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
-    ways = [f"--num-data-workers {flags['num_data_workers']} → 0"] if flags.get("num_data_workers") else []
+    ways = (
+        [f"--num-data-workers {flags['num_data_workers']} → 0"]
+        if flags.get("num_data_workers")
+        else []
+    )
     if flags.get("offload_optimizer_states"):
-        ways.append("without --offload-optimizer-states: 8 bytes per parameter and replica less on the host")
+        ways.append(
+            "without --offload-optimizer-states: 8 bytes per parameter and replica less on the host"
+        )
     if flags.get("async_save"):
         ways.append("without --async-save: it holds a copy of what is saved")
     return (*_HOST_REMEDIES[:1], *ways, *_HOST_REMEDIES[1:])
@@ -164,7 +198,8 @@ def _smaller_host(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
 HOST_TROUBLE = Trouble(
     "host-memory",
     "the host's memory is full: a process is killed, or cannot allocate",
-    "Processes of the run, Ray's object store and page-locked copies take more memory than the host (or its"
+    "Processes of the run, Ray's object store and page-locked copies take more memory than the "
+    "host (or its"
     " cgroup) has;"
     " the kernel or Ray's memory monitor then ends one of them.",
     _HOST_REMEDIES,
@@ -173,7 +208,8 @@ HOST_TROUBLE = Trouble(
 HOST_RAISED = Signature(
     HOST_TROUBLE,
     r"MemoryError(?:$|: )|RuntimeError: .{0,80}DefaultCPUAllocator: can't allocate memory"
-    r"|OutOfMemoryError: Task was killed due to the node running low on memory|OSError: \[Errno 12\]",
+    r"|OutOfMemoryError: Task was killed due to the node running low on memory|OSError: \[Errno "
+    r"12\]",
     exact=_smaller_host,
 )
 HOST_SAID = Signature(
@@ -185,7 +221,8 @@ HOST_SAID = Signature(
 )
 HOST_ERROR = Signature(
     HOST_TROUBLE,
-    r"(?:\w+: )?(?:[\w-]+ (?:\(pid [^)]*\) )?was ended by Ray \(|out of host memory in |no [\d.]+ GB of host"
+    r"(?:\w+: )?(?:[\w-]+ (?:\(pid [^)]*\) )?was ended by Ray \(|out of host memory in |no [\d.]+ "
+    r"GB of host"
     r" memory for)",
     Form.ERROR,
     exact=_smaller_host,
@@ -202,7 +239,9 @@ def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     if graphs:
         second.append("with --sglang-disable-cuda-graph (graphs are on)")
     tried = "CUDA graphs are off already" if not graphs else "speculative decoding is off already"
-    deepep = flags.get("sglang_speculative_moe_a2a_backend") == "deepep"  # for the main model it is never taken
+    deepep = (
+        flags.get("sglang_speculative_moe_a2a_backend") == "deepep"
+    )  # for the main model it is never taken
     third = (
         "without DeepEP: leave --sglang-speculative-moe-a2a-backend out"
         if deepep
@@ -210,13 +249,20 @@ def _four_steps(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     )
     return (
         "1. CUDA_LAUNCH_BLOCKING=1 in the environment: the traceback then names the kernel",
-        f"2. {', then '.join(second) or 'with CUDA graphs and speculative decoding, which are off'}; see whether"
+        "2. "
+        f"{', then '.join(second) or 'with CUDA graphs and speculative decoding, which are off'}; "
+        "see whether"
         f" anything"
         f" changes{f' ({tried})' if len(second) == 1 else ''}",
         f"3. {third}",
-        "4. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=/tmp/core_%p: cuda-gdb shows the kernel of the"
+        "4. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE=/tmp/core_%p: cuda-gdb shows "
+        "the kernel of the"
         " core dump",
-        *((f"it may be memory that ran out: {_fraction(flags, 0.85)}",) if engine_named(flags).memory_fraction else ()),
+        *(
+            (f"it may be memory that ran out: {_fraction(flags, 0.85)}",)
+            if engine_named(flags).memory_fraction
+            else ()
+        ),
     )
 
 
@@ -224,7 +270,8 @@ ILLEGAL_ACCESS = Signature(
     Trouble(
         "illegal-memory-access",
         "“CUDA error: an illegal memory access was encountered”",
-        "A GPU kernel read or wrote outside of its memory: in engines mostly in the padding of a replayed CUDA"
+        "A GPU kernel read or wrote outside of its memory: in engines mostly in the padding of a "
+        "replayed CUDA"
         " graph, or"
         " where draft model and main model differ; or memory ran out and was not noticed.",
         (
@@ -236,7 +283,8 @@ ILLEGAL_ACCESS = Signature(
         ),
         "a kernel that indexes outside of a tensor",
     ),
-    r"\w*(?:Error|Exception): (?:[^'\"]{0,160}\b)?(?:CUDA error|Triton Error \[CUDA\]): an illegal memory access was"
+    r"\w*(?:Error|Exception): (?:[^'\"]{0,160}\b)?(?:CUDA error|Triton Error \[CUDA\]): an "
+    r"illegal memory access was"
     r" encountered",
     exact=_four_steps,
 )
@@ -251,8 +299,10 @@ ILLEGAL_ACCESS_SAID = Signature(
 DEVICE_ASSERT = Signature(
     Trouble(
         "token-outside-vocabulary",
-        "“device-side assert triggered” in a look-up, or an answer for other tokens than were asked for",
-        "A token id is not in the model's vocabulary: tokenizer and weights belong to different models, or a hook"
+        "“device-side assert triggered” in a look-up, or an answer for other tokens than were "
+        "asked for",
+        "A token id is not in the model's vocabulary: tokenizer and weights belong to different "
+        "models, or a hook"
         " made"
         " tokens of its own.",
         (
@@ -262,12 +312,14 @@ DEVICE_ASSERT = Signature(
         ),
         "the tokenizer of a model with a larger vocabulary",
     ),
-    r"(?:\w+Error: )?CUDA error: device-side assert triggered|IndexError: index out of range in self"
+    r"(?:\w+Error: )?CUDA error: device-side assert triggered|IndexError: index out of range in "
+    r"self"
     r"|EngineError: .{0,80}asked for log-probs of \d+ given tokens, answered those",
 )
 DEVICE_ASSERT_ERROR = Signature(
     DEVICE_ASSERT.trouble,
-    r"(?:\w+: )?an engine did not score the canary after .{0,200}asked for log-probs of \d+ given tokens, answered"
+    r"(?:\w+: )?an engine did not score the canary after .{0,200}asked for log-probs of \d+ given "
+    r"tokens, answered"
     r" those",
     Form.ERROR,
 )
@@ -275,7 +327,8 @@ OLD_DRIVER = Signature(
     Trouble(
         "cuda-build",
         "CUDA does not work with this driver or GPU",
-        "torch, or a kernel, was built for a newer CUDA than the driver has, or not for this GPU's architecture.",
+        "torch, or a kernel, was built for a newer CUDA than the driver has, or not for this "
+        "GPU's architecture.",
         (
             "nvidia-smi names the driver's CUDA: install a torch built for it (make test TORCH=…)",
             "a newer driver",
@@ -283,7 +336,8 @@ OLD_DRIVER = Signature(
         ),
         "torch for CUDA 13 on a driver for 12",
     ),
-    r"(?:\w+Error: )(?:The NVIDIA driver on your system is too old|.{0,60}no kernel image is available for execution"
+    r"(?:\w+Error: )(?:The NVIDIA driver on your system is too old|.{0,60}no kernel image is "
+    r"available for execution"
     r"|CUDA driver version is insufficient|.{0,60}PTX was compiled with an unsupported toolchain)",
 )
 GRAPH_CAPTURE = Signature(

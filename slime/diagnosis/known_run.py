@@ -13,39 +13,47 @@ COMPILE_CACHE = Signature(
         "JSONDecodeError in torch's compiler",
         "A file of the compiler's cache was cut short or written by two processes at once.",
         (
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run (every process gets it)",
-            "or remove the cache: rm -r ${TORCHINDUCTOR_CACHE_DIR:-/tmp/torchinductor_$USER} ~/.triton/cache",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run (every process "
+            "gets it)",
+            "or remove the cache: rm -r ${TORCHINDUCTOR_CACHE_DIR:-/tmp/torchinductor_$USER} "
+            "~/.triton/cache",
         ),
         "a cache file cut in half",
     ),
-    r"(?:\w+(?:Error|Failed|Exception): )?(?:.{0,80}\braised:$|(?:json\.decoder\.)?JSONDecodeError: )",
+    r"(?:\w+(?:Error|Failed|Exception): "
+    r")?(?:.{0,80}\braised:$|(?:json\.decoder\.)?JSONDecodeError: )",
     context=r"torch/_inductor/|torch/_dynamo/|triton/runtime/|triton/compiler/|torchinductor|torch_compile_cache",
 )
 SHARD_ERROR = Signature(
     troubles.MISSING_SHARDS,
-    r"(?:\w+: )?(?:\d+ of \d+ shards are missing in |\S+ lacks \d+ tensors that the index promises|\S+ is not a"
+    r"(?:\w+: )?(?:\d+ of \d+ shards are missing in |\S+ lacks \d+ tensors that the index "
+    r"promises|\S+ is not a"
     r" readable"
     r" safetensors file|\S+ is not a complete [\w.-]+ model|no weights in )",
     Form.ERROR,
 )
 SHARD_RAISED = Signature(
     troubles.MISSING_SHARDS,
-    r"(?:FileNotFoundError: .{0,300}\.safetensors|SafetensorError: |RuntimeError: Cannot find any model weights"
+    r"(?:FileNotFoundError: .{0,300}\.safetensors|SafetensorError: |RuntimeError: Cannot find any "
+    r"model weights"
     r" with)",
 )
 NO_CHECKPOINT = Signature(
     Trouble(
         "no-checkpoint",
         "no latest_checkpointed_iteration.txt where a checkpoint is looked for",
-        "--load or --ref-load names a folder that holds neither a Megatron checkpoint nor a Hugging Face model.",
+        "--load or --ref-load names a folder that holds neither a Megatron checkpoint nor a "
+        "Hugging Face model.",
         (
-            "--load with the --save folder of the run that is meant; equal to --save it starts fresh",
+            "--load with the --save folder of the run that is meant; equal to --save it starts "
+            "fresh",
             "--ref-load with a Megatron checkpoint or a Hugging Face folder",
             "--ckpt-step picks an iteration",
         ),
         "--load with an empty folder",
     ),
-    r"(?:\w+: )?(?:--[\w-]+ \S+ (?:holds no checkpoint|does not exist|is not a directory)|there is no checkpoint \S+"
+    r"(?:\w+: )?(?:--[\w-]+ \S+ (?:holds no checkpoint|does not exist|is not a directory)|there "
+    r"is no checkpoint \S+"
     r"|\S*latest_checkpointed_iteration\.txt (?:does not hold|says))",
     Form.ERROR,
 )
@@ -54,7 +62,10 @@ DAMAGED_CHECKPOINT = Signature(
         "damaged-checkpoint",
         "a checkpoint is not whole",
         "A file of it is missing, shorter than its manifest says, or has another content.",
-        ("go back to the checkpoint before it: --ckpt-step", "slime resume takes the newest whole one by itself"),
+        (
+            "go back to the checkpoint before it: --ckpt-step",
+            "slime resume takes the newest whole one by itself",
+        ),
         "a checkpoint with a file cut short",
     ),
     r"(?:\w+: )?\S+ (?:is (?:not a complete checkpoint|damaged|corrupt)|cannot be trusted)",
@@ -72,7 +83,8 @@ CONTEXT = Signature(
         ),
         "--rollout-max-context-len 16 with prompts of 20 tokens",
     ),
-    r"(?:\w+(?:Error|Exception|Refused): ).{0,200}(?:is longer than the model's context length|exceeds the maximum"
+    r"(?:\w+(?:Error|Exception|Refused): ).{0,200}(?:is longer than the model's context "
+    r"length|exceeds the maximum"
     r" allowed"
     r" length|the prompt has \d+ tokens, the context holds \d+)",
     is_survived=True,
@@ -89,10 +101,13 @@ DISK_FULL = Trouble(
     "--save on a disk of 1 MB",
 )
 DISK_RAISED = Signature(
-    DISK_FULL, r"\w*Error: (?:\[Errno (?:28|122)\]|.{0,80}(?:No space left on device|Disk quota exceeded))"
+    DISK_FULL,
+    r"\w*Error: (?:\[Errno (?:28|122)\]|.{0,80}(?:No space left on device|Disk quota exceeded))",
 )
 DISK_ERROR = Signature(
-    DISK_FULL, r"(?:\w+: )?(?:\[Errno (?:28|122)\]|the disk is full|.{0,200}No space left on device)", Form.ERROR
+    DISK_FULL,
+    r"(?:\w+: )?(?:\[Errno (?:28|122)\]|the disk is full|.{0,200}No space left on device)",
+    Form.ERROR,
 )
 READ_ONLY = Signature(
     Trouble(
@@ -124,7 +139,9 @@ PERMISSION = Signature(
     r"PermissionError: (?:\[Errno (?:1|13)\])?",
 )
 PERMISSION_ERROR = Signature(
-    PERMISSION.trouble, r"(?:\w+: )?(?:\[Errno 13\] Permission denied|PermissionError: )", Form.ERROR
+    PERMISSION.trouble,
+    r"(?:\w+: )?(?:\[Errno 13\] Permission denied|PermissionError: )",
+    Form.ERROR,
 )
 OPEN_FILES = Signature(
     troubles.OPEN_FILES,
@@ -145,7 +162,8 @@ MISSING_MODULE = Signature(
     Trouble(
         "missing-module",
         "a Python module is not found",
-        "A package is not installed for this Python, or a module of your own lies where the processes of the run"
+        "A package is not installed for this Python, or a module of your own lies where the "
+        "processes of the run"
         " do not look.",
         (
             "pip install <the package> into the environment of the run",
@@ -157,14 +175,16 @@ MISSING_MODULE = Signature(
 )
 MISSING_MODULE_ERROR = Signature(
     MISSING_MODULE.trouble,
-    r"(?:\w+: )*(?:No module named |the module \S+ is not installed for|'\S+' cannot be found|cannot import \S+)",
+    r"(?:\w+: )*(?:No module named |the module \S+ is not installed for|'\S+' cannot be "
+    r"found|cannot import \S+)",
     Form.ERROR,
 )
 NON_FINITE = Signature(
     Trouble(
         "not-finite",
         "the loss or a gradient is NaN or infinite",
-        "A step overflowed: a learning rate that is too high, extreme rewards or ratios, 16-bit floats, or"
+        "A step overflowed: a learning rate that is too high, extreme rewards or ratios, 16-bit "
+        "floats, or"
         " weights that are"
         " not finite already.",
         (
@@ -175,7 +195,8 @@ NON_FINITE = Signature(
         ),
         "--lr 1e30",
     ),
-    r"(?:\w+: )?(?:training stopped at rollout \d+, step \d+: NaN or Inf|the trainer's own log-probs of the canary"
+    r"(?:\w+: )?(?:training stopped at rollout \d+, step \d+: NaN or Inf|the trainer's own "
+    r"log-probs of the canary"
     r" are not finite)",
     Form.ERROR,
 )
@@ -183,7 +204,8 @@ USER_CODE = Signature(
     Trouble(
         "own-function",
         "a function of your own fails, or returns what it must not",
-        "A reward, generate, filter or other function of the flags raised, or returned something else than its"
+        "A reward, generate, filter or other function of the flags raised, or returned something "
+        "else than its"
         " hook wants.",
         (
             "the error names function, sample and line",
@@ -210,13 +232,23 @@ WANDB = Signature(
         ),
         "--use-wandb without a key",
     ),
-    r"(?:\w+: )?(?:--use-wandb: there is no API key|(?:UsageError|AuthenticationError|CommError): .{0,120}(?:API"
+    r"(?:\w+: )?(?:--use-wandb: there is no API key|(?:UsageError|AuthenticationError|CommError): "
+    r".{0,120}(?:API"
     r" key|api_key|permission))",
     Form.ERROR,
 )
 
 ALL = (
-    *(COMPILE_CACHE, SHARD_ERROR, SHARD_RAISED, NO_CHECKPOINT, DAMAGED_CHECKPOINT, CONTEXT, DISK_RAISED, DISK_ERROR),
+    *(
+        COMPILE_CACHE,
+        SHARD_ERROR,
+        SHARD_RAISED,
+        NO_CHECKPOINT,
+        DAMAGED_CHECKPOINT,
+        CONTEXT,
+        DISK_RAISED,
+        DISK_ERROR,
+    ),
     *(READ_ONLY, READ_ONLY_RAISED, PERMISSION, PERMISSION_ERROR, OPEN_FILES, LOCKED),
     *(MISSING_MODULE, MISSING_MODULE_ERROR, NON_FINITE, USER_CODE, WANDB),
 )

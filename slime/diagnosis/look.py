@@ -1,7 +1,7 @@
 """One check under way: what it may look at, and how it tells what it finds.
 
-What a launch refuses (`UserError`) and warns of (the log) becomes a finding here, in the same words, so that a check
-has one home: the function that the launch calls.
+What a launch refuses (`UserError`) and warns of (the log) becomes a finding here, in the same
+words, so that a check has one home: the function that the launch calls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Case:
     """The run that is looked at.
 
     Attributes:
-        config: None where nothing can be derived from the flags. With ``errors`` it is that of the flags without those
-            which they are about, to check the rest.
+        config: None where nothing can be derived from the flags. With ``errors`` it is that of the
+            flags without those which they are about, to check the rest.
         errors: what a launch refuses the flags for.
         is_launch: checks take as little time as they can.
         names: models and data that are names of the hub, of which no copy is here.
@@ -51,7 +51,8 @@ class Case:
 
     @property
     def doubtful(self) -> frozenset[str]:
-        """Options that an error of the flags is about: what else is found of them may follow from it."""
+        """Options that an error of the flags is about: what else is found of them may follow from
+        it."""
         return frozenset().union(*(options_in(f"{one.what} {one.fix}") for one in self.errors))
 
     @property
@@ -81,7 +82,9 @@ class Case:
             from slime.prompts.tokenizer import load_tokenizer
 
             self._tokenizer = load_tokenizer(
-                str(self.model), without_torch=True, trust_remote_code=self.run.checkpoint.trust_remote_code
+                str(self.model),
+                without_torch=True,
+                trust_remote_code=self.run.checkpoint.trust_remote_code,
             )
         return self._tokenizer
 
@@ -119,13 +122,25 @@ class Look:
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def refused(self, error: UserError, trouble: Trouble | None = None, *, is_fatal: bool = True) -> None:
+    def refused(
+        self, error: UserError, trouble: Trouble | None = None, *, is_fatal: bool = True
+    ) -> None:
         """Add what a launch says of it."""
-        detail = "\n".join([error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())])
+        detail = "\n".join(
+            [error.what, *([error.why] if error.why else []), *getattr(error, "__notes__", ())]
+        )
         fixes = (error.fix,) if error.fix else ()
-        self.found(trouble or trouble_of(error) or self.trouble, detail, *fixes, is_fatal=is_fatal, error=error)
+        self.found(
+            trouble or trouble_of(error) or self.trouble,
+            detail,
+            *fixes,
+            is_fatal=is_fatal,
+            error=error,
+        )
 
-    def attempt(self, check: Callable[..., T], *arguments: Any, trouble: Trouble | None = None) -> T | None:
+    def attempt(
+        self, check: Callable[..., T], *arguments: Any, trouble: Trouble | None = None
+    ) -> T | None:
         """``check(*arguments)``; what it refuses and warns of are findings.
 
         Args:
@@ -140,7 +155,8 @@ class Look:
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Within the block, what slime's log is warned of are findings that stop nobody, and appear nowhere else."""
+        """Within the block, what slime's log is warned of are findings that stop nobody, and appear
+        nowhere else."""
         logger = logging.getLogger("slime")
         handler = _Listener(self)
         propagates = logger.propagate

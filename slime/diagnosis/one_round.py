@@ -1,6 +1,7 @@
 """One round of a run: generate, train, push, as small as it gets, in a folder of its own.
 
-The command is the real one, with the run's own flags: what they do not give here is only how much there is of it.
+The command is the real one, with the run's own flags: what they do not give here is only how much
+there is of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _END_SECONDS = 30.0
 _PROMPTS = 2
 _SAMPLES = 2
 _TOKENS = 64
-#: Mean difference of log-probs between trainer and engine from which on they do not compute the same.
+#: Mean difference of log-probs between trainer and engine from which on they do not compute the
+#: same.
 _DIFFERENCE = 0.1
 _METRIC = "train/train_rollout_logprob_abs_diff"
 _LAST_LINES = 8
@@ -52,11 +54,25 @@ _NOT_GIVEN = (
         "run_name",
         "output_dir",
     ),
-    *("global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path"),
+    *(
+        "global_batch_size",
+        "num_steps_per_rollout",
+        "over_sampling_batch_size",
+        "dynamic_sampling_filter_path",
+    ),
     *("update_weights_interval", "max_staleness", "ref_update_interval", "rollout_request_tokens"),
     *("skip_eval_before_train", "n_samples_per_eval_prompt", "log_passrate", "dump_details"),
 )
-_NOT_GIVEN_PREFIXES = ("save", "no_save", "eval_", "wandb", "use_wandb", "tb_", "use_tensorboard", "debug_")
+_NOT_GIVEN_PREFIXES = (
+    "save",
+    "no_save",
+    "eval_",
+    "wandb",
+    "use_wandb",
+    "tb_",
+    "use_tensorboard",
+    "debug_",
+)
 _KEPT = ("debug_train_only",)
 
 
@@ -72,7 +88,10 @@ def one_round(case: Case, look: Look) -> None:
         return look.found(known.ROUND_FAILED, how_it_failed(status, said, folder))
     difference = row.get(_METRIC, math.nan)
     if not difference <= _DIFFERENCE:
-        detail = f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
+        detail = (
+            f"the mean difference is {difference:.3f}; below 0.01 is usual in float32, below 0.05 "
+            "in bfloat16"
+        )
         look.found(known.LOG_PROBS_DIFFER, f"{detail}; the folder of the round is {folder}")
     gradient = large_gradient([row], {})
     if gradient is not None:
@@ -94,10 +113,16 @@ def how_it_failed(status: int, said: Sequence[str], folder: Path) -> str:
     return f"it ended with status {status}; its folder is {folder}:\n{lines}"
 
 
-def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def flags_of_a_round(
+    config: Config, folder: Path, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The run's flags, cut small, with ``more`` on top, for a configuration file."""
     values = config.values()
-    given = {dest: values[dest] for dest, origin in config.origins.items() if origin.startswith(("flag", "yaml"))}
+    given = {
+        dest: values[dest]
+        for dest, origin in config.origins.items()
+        if origin.startswith(("flag", "yaml"))
+    }
     kept = {
         dest: value
         for dest, value in given.items()
@@ -108,10 +133,17 @@ def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | Non
         kept.pop("load", None)  # a run that resumes itself, and has nothing yet
     megatron = config.megatron
     cluster = config.cluster
-    model = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    model = (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node // model
     samples = min(_SAMPLES, config.rollout.n_samples_per_prompt)
-    prompts = max(_PROMPTS, ranks * (1 if config.train.use_dynamic_batch_size else config.train.micro_batch_size))
+    prompts = max(
+        _PROMPTS,
+        ranks * (1 if config.train.use_dynamic_batch_size else config.train.micro_batch_size),
+    )
     kept |= {
         "num_rollout": 1,
         "rollout_batch_size": prompts,
@@ -124,7 +156,9 @@ def flags_of_a_round(config: Config, folder: Path, more: Mapping[str, Any] | Non
         "run_name": "round",
         **(more or {}),
     }
-    return {dest: _plain(value) for dest, value in kept.items()} | ({"finetune": True} if "load" in kept else {})
+    return {dest: _plain(value) for dest, value in kept.items()} | (
+        {"finetune": True} if "load" in kept else {}
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -133,7 +167,9 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def launch(config: Config, folder: Path, more: Mapping[str, Any] | None = None) -> tuple[int, list[str]]:
+def launch(
+    config: Config, folder: Path, more: Mapping[str, Any] | None = None
+) -> tuple[int, list[str]]:
     """Run the round to its end.
 
     Args:
@@ -166,7 +202,9 @@ def launch(config: Config, folder: Path, more: Mapping[str, Any] | None = None) 
             except subprocess.TimeoutExpired:
                 driver.kill()
             status = -signal.SIGTERM
-    return status, (folder / "driver.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return status, (folder / "driver.log").read_text(
+        encoding="utf-8", errors="replace"
+    ).splitlines()
 
 
 def _last_row(folder: Path) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""Which trouble an error or a warning of the launch is: by where it is raised or logged, as its text has this run's
-values in it."""
+"""Which trouble an error or a warning of the launch is: by where it is raised or logged, as its
+text has this run's values in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from slime.diagnosis import troubles as known
 from slime.diagnosis import troubles_flags as flags
 from slime.diagnosis.record import Trouble
 
-#: "module:function", a module or a package below slime → trouble; the closest to the error counts, and of one frame
-#: the most exact.
+#: "module:function", a module or a package below slime → trouble; the closest to the error counts,
+#: and of one frame the most exact.
 PLACES: dict[str, Trouble] = {
     "config": flags.FLAGS_CONTRADICT,
     "config.parse": flags.FLAG_VALUE,
@@ -94,8 +94,13 @@ PLACES: dict[str, Trouble] = {
 
 def trouble_of(error: BaseException) -> Trouble | None:
     """What an error is, by the frame closest to it that tells; None: no frame does."""
-    frames = [(at.f_globals.get("__name__", ""), at.f_code.co_name) for at, _ in walk_tb(error.__traceback__)]
-    return next((found for frame in reversed(frames) if (found := trouble_at(*frame)) is not None), None)
+    frames = [
+        (at.f_globals.get("__name__", ""), at.f_code.co_name)
+        for at, _ in walk_tb(error.__traceback__)
+    ]
+    return next(
+        (found for frame in reversed(frames) if (found := trouble_at(*frame)) is not None), None
+    )
 
 
 def trouble_at(module: str, function: str) -> Trouble | None:

@@ -1,5 +1,5 @@
-"""Files of a run folder as they are found: huge, half-written, links, pipes. Only regular files within the folder are
-opened, and of each only its two ends are read.
+"""Files of a run folder as they are found: huge, half-written, links, pipes. Only regular files
+within the folder are opened, and of each only its two ends are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Line:
     """A line of a text.
 
     Attributes:
-        number: from the beginning of the file, 1 is the first; negative: from its end, -1 is the last.
+        number: from the beginning of the file, 1 is the first; negative: from its end, -1 is the
+            last.
     """
 
     text: str
@@ -59,18 +60,24 @@ def is_within(path: Path, root: Path) -> bool:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
-        return path.resolve().is_relative_to(root.resolve()) and path.parent.resolve() == _plain(path.parent, root)
+        return path.resolve().is_relative_to(root.resolve()) and path.parent.resolve() == _plain(
+            path.parent, root
+        )
     except OSError:  # it has gone meanwhile, or lies where we may not look
         return False
 
 
 def _plain(folder: Path, root: Path) -> Path:
-    """``folder`` by its own names below the root: differs from where it leads to if one of them is a link."""
+    """``folder`` by its own names below the root: differs from where it leads to if one of them is
+    a link."""
     return root.resolve() / folder.relative_to(root)
 
 
-def read_ends(path: Path, root: Path, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> tuple[bytes, bytes, int]:
-    """The beginning and the end of a file, and how many bytes lie between them; a file that fits is all beginning.
+def read_ends(
+    path: Path, root: Path, head: int = HEAD_BYTES, tail: int = TAIL_BYTES
+) -> tuple[bytes, bytes, int]:
+    """The beginning and the end of a file, and how many bytes lie between them; a file that fits is
+    all beginning.
 
     Whatever cannot be read (a link, a pipe, a file that has gone) is empty.
     """
@@ -111,7 +118,9 @@ def _texts(content: bytes) -> list[str]:
 def logs_of(root: Path) -> Iterator[Path]:
     """The logs of a run, by name; of very many those that were written last."""
     folder = root / "logs"
-    found = [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []
+    found = (
+        [path for path in folder.glob("*.log") if is_within(path, root)] if folder.is_dir() else []
+    )
     yield from sorted(sorted(found, key=_written, reverse=True)[:MOST_LOGS])
 
 

@@ -1,6 +1,7 @@
 """One trouble as people know it: how it is called, what is seen of it, why it happens, what to do.
 
-docs/troubleshooting.md lists them; what `slime doctor` and `slime explain` find refers to them by name.
+docs/troubleshooting.md lists them; what `slime doctor` and `slime explain` find refers to them by
+name.
 """
 
 from __future__ import annotations

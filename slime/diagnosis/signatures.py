@@ -1,7 +1,9 @@
-"""How known troubles show in what a run leaves behind: a `Trouble`, and the words by which it is told from others.
+"""How known troubles show in what a run leaves behind: a `Trouble`, and the words by which it is
+told from others.
 
-The words are those of the libraries that say them, at the place where they say them: the last line of a traceback, a
-line of NCCL's own, our errors' first line. So the text of a sample that a user's function prints sets nothing off.
+The words are those of the libraries that say them, at the place where they say them: the last line
+of a traceback, a line of NCCL's own, our errors' first line. So the text of a sample that a user's
+function prints sets nothing off.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ class Signature:
     """How one trouble is recognised.
 
     Attributes:
-        words: searched from the beginning of the message: behind the exception's name, the logger's prefix, "error: ".
+        words: searched from the beginning of the message: behind the exception's name, the logger's
+            prefix, "error: ".
         kinds: of sources in which it counts; empty: all.
         context: must be in one of the lines before.
-        is_survived: of a run that goes on, or has finished, it tells nothing: the run has dealt with it.
-        exact: remedies with this run's values; () for those of the trouble. Is given the flags and the match.
+        is_survived: of a run that goes on, or has finished, it tells nothing: the run has dealt
+            with it.
+        exact: remedies with this run's values; () for those of the trouble. Is given the flags and
+            the match.
     """
 
     trouble: Trouble
@@ -82,7 +87,9 @@ class Signature:
     is_survived: bool = False
     exact: Callable[[Flags, re.Match[str]], tuple[str, ...]] = lambda flags, match: ()
 
-    def find(self, source: Source, line: Line, before: Sequence[str], is_raised: bool) -> re.Match[str] | None:
+    def find(
+        self, source: Source, line: Line, before: Sequence[str], is_raised: bool
+    ) -> re.Match[str] | None:
         """The match in a line, given those before it, if it stands where such words stand."""
         if self.kinds and source.kind not in self.kinds:
             return None
@@ -97,9 +104,11 @@ class Signature:
         return match if any(context.search(text) for text in before) else None
 
 
-#: 2026-11-23 06:40:11.132 ERROR   driver  session: …; [2025-03-08 02:04:48 TP0] …; [rank0]:[E1218 … a.cpp:629] …
+#: 2026-11-23 06:40:11.132 ERROR   driver  session: …; [2025-03-08 02:04:48 TP0] …; [rank0]:[E1218 …
+#: a.cpp:629] …
 _PREFIX = (
-    r"(?:\([\w.:= -]{1,60}\) ?|\[[^\]]{1,120}\]:? ?|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ (?:WARNING|ERROR|CRITICAL) +"
+    r"(?:\([\w.:= -]{1,60}\) ?|\[[^\]]{1,120}\]:? ?|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ "
+    r"(?:WARNING|ERROR|CRITICAL) +"
     r"\S+(?: \d+)?  [\w.]+: |error: |ERROR: +|what\(\): +|Uncaught exception: |\w+\.cc:\d+: )*"
 )
 _RAISED = r"(?:\[[^\]]{1,80}\]:? ?)*(?:why: )?(?:[A-Za-z_]\w*\.)*"
@@ -129,15 +138,19 @@ _CONTEXT_LINES = 120
 _STAMP = re.compile(r"^\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 #: Lines that tell of nothing wrong: our INFO and DEBUG.
 _CALM = re.compile(r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d[.,]\d+ (?:INFO|DEBUG) ")
-#: What every line of a log has of which a signature's words are a part: most lines need no closer look.
-_ALARMING = re.compile(r"[Ee]rror|[Ee]xception|[Ff]ailed|Fatal|time(?:d )?out|killed|Refused|AddrInUse")
+#: What every line of a log has of which a signature's words are a part: most lines need no closer
+#: look.
+_ALARMING = re.compile(
+    r"[Ee]rror|[Ee]xception|[Ff]ailed|Fatal|time(?:d )?out|killed|Refused|AddrInUse"
+)
 
 
 def look(source: Source, signatures: Sequence[Signature], since: str = "") -> Iterator[Seen]:
     """The signatures in a source, each line of it under the first that fits.
 
     Args:
-        since: "2026-11-23 06:40:11": lines under an earlier time, as far as the log tells, are of an earlier launch.
+        since: "2026-11-23 06:40:11": lines under an earlier time, as far as the log tells, are of
+            an earlier launch.
     """
     texts = [line.text for line in source.lines]
     is_error = source.kind in ("crash", "driver")
@@ -147,7 +160,8 @@ def look(source: Source, signatures: Sequence[Signature], since: str = "") -> It
         text = line.text
         if found := _STAMP.match(text):
             stamp = found[1]
-        # a traceback's last line follows an indented one, in a process's log as in the error that quotes it
+        # a traceback's last line follows an indented one, in a process's log as in the error that
+        # quotes it
         is_raised = source.kind == "crash" or (previous[:1].isspace() and not text[:1].isspace())
         previous = text if text.strip() else previous
         if not text.strip() or _CALM.match(text) or (since and stamp and stamp < since):

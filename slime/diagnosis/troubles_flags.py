@@ -8,8 +8,12 @@ from slime.documentation import doc_url
 FLAG_UNKNOWN = Trouble(
     "flag-unknown",
     "an error at launch about a flag that there is not",
-    "A name on the command line or in a configuration file is misspelt, abbreviated, or of another system.",
-    ("`slime flags WORD` looks a flag up, also by its name in TRL or verl; the error names what has its place",),
+    "A name on the command line or in a configuration file is misspelt, abbreviated, or of "
+    "another system.",
+    (
+        "`slime flags WORD` looks a flag up, also by its name in TRL or verl; the error names "
+        "what has its place",
+    ),
     "--rollout-batchsize 8",
 )
 FLAG_VALUE = Trouble(
@@ -50,10 +54,12 @@ FLAGS_CONTRADICT = Trouble(
 BATCH_EQUATION = Trouble(
     "batch-equation",
     "an error at launch with the batch equation and this run's numbers",
-    "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout does not hold, or its parts"
+    "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout does "
+    "not hold, or its parts"
     " cannot be divided among the trainer's ranks.",
     (
-        "give --rollout-batch-size, --n-samples-per-prompt and one of --global-batch-size and --num-steps-per-rollout",
+        "give --rollout-batch-size, --n-samples-per-prompt and one of --global-batch-size and "
+        "--num-steps-per-rollout",
         "leave --micro-batch-size out: samples are then packed by tokens, whatever their number",
     ),
     "--rollout-batch-size 4 --n-samples-per-prompt 2 --num-steps-per-rollout 3",
@@ -61,9 +67,11 @@ BATCH_EQUATION = Trouble(
 PARALLEL_LAYOUT = Trouble(
     "parallel-layout",
     "an error at launch that GPUs, heads or layers cannot be divided",
-    "The product of the parallel sizes does not divide the trainer's GPUs, or one of them does not divide the model.",
+    "The product of the parallel sizes does not divide the trainer's GPUs, or one of them does "
+    "not divide the model.",
     (
-        "let --tensor-model-parallel-size × --pipeline-model-parallel-size × --context-parallel-size divide"
+        "let --tensor-model-parallel-size × --pipeline-model-parallel-size × "
+        "--context-parallel-size divide"
         " --actor-num-nodes × --actor-num-gpus-per-node",
         f"what each size divides: {doc_url('parallelism.md')}",
     ),
@@ -80,21 +88,32 @@ NO_CONTRAST = Trouble(
     "no-contrast",
     "the reward stays flat and the gradient is 0",
     "The flags leave nothing to compare rewards with, or give a loss the weight 0.",
-    ("--n-samples-per-prompt 8", "--advantage-estimator reinforce_plus_plus --normalize-advantages"),
+    (
+        "--n-samples-per-prompt 8",
+        "--advantage-estimator reinforce_plus_plus --normalize-advantages",
+    ),
     "--advantage-estimator grpo --n-samples-per-prompt 1",
 )
 STALE_WEIGHTS = Trouble(
     "stale-weights",
     "the policy diverges in asynchronous training",
-    "Samples may be trained on many rollouts after the weights that made them: at most --async-buffer-size +"
-    " --update-weights-interval − 1, more where groups are put back (over-sampling, --partial-rollout).",
-    ("--async-buffer-size 2", "--update-weights-interval 1", "--max-staleness N", "--use-tis corrects for it"),
+    "Samples may be trained on many rollouts after the weights that made them: at most "
+    "--async-buffer-size +"
+    " --update-weights-interval − 1, more where groups are put back (over-sampling, "
+    "--partial-rollout).",
+    (
+        "--async-buffer-size 2",
+        "--update-weights-interval 1",
+        "--max-staleness N",
+        "--use-tis corrects for it",
+    ),
     "--update-weights-interval 5",
 )
 CONTEXT_LENGTH = Trouble(
     "context-length",
     "an error at launch about prompt, response and context lengths",
-    "The lengths leave no token to generate, one limit is above the other that caps it, or they exceed the context that"
+    "The lengths leave no token to generate, one limit is above the other that caps it, or they "
+    "exceed the context that"
     " the model was made for (max_position_embeddings).",
     (
         "lower --rollout-max-prompt-len, or raise --rollout-max-context-len or --seq-length",

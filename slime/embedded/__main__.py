@@ -17,7 +17,8 @@ from slime.processes.garbage import paused
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slime.embedded",
-        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With SLIME_ENGINE_KEY in"
+        description="An inference server that speaks SGLang's HTTP protocol, on CPU or GPU. With "
+        "SLIME_ENGINE_KEY in"
         " its environment it answers only requests that carry that key.",
         allow_abbrev=False,
     )
@@ -25,17 +26,66 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--model-path", required=True, help="Hugging Face model directory")
     add("--served-model-name", help="what clients call the model (default: the directory's name)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default: %(default)s)")
-    add("--fd", type=int, help="inherited descriptor of a socket that listens already, instead of host and port")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the checkpoint's")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
-    add("--max-slots", type=int, default=64, help="requests decoded at once; more wait (default: %(default)s)")
-    add("--max-context-len", type=int, help="most tokens of prompt plus response (default: the model's)")
-    add("--prefill-tokens", type=int, default=2048, help="most prompt tokens between two decode steps")
-    add("--kv-cache-gb", type=float, help="most memory for keys and values (default: half of what is free)")
-    add("--deterministic", action="store_true", help="results do not depend on how requests are batched together")
-    add("--enable-return-routed-experts", action="store_true", help="record experts, for return_routed_experts")
-    add("--trust-remote-code", action="store_true", help="run the code of a tokenizer that the model brings")
+    add(
+        "--port",
+        type=int,
+        default=30000,
+        help="port to listen on; 0 picks a free one (default: %(default)s)",
+    )
+    add(
+        "--fd",
+        type=int,
+        help="inherited descriptor of a socket that listens already, instead of host and port",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="auto: the checkpoint's",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU where there is one",
+    )
+    add(
+        "--max-slots",
+        type=int,
+        default=64,
+        help="requests decoded at once; more wait (default: %(default)s)",
+    )
+    add(
+        "--max-context-len",
+        type=int,
+        help="most tokens of prompt plus response (default: the model's)",
+    )
+    add(
+        "--prefill-tokens",
+        type=int,
+        default=2048,
+        help="most prompt tokens between two decode steps",
+    )
+    add(
+        "--kv-cache-gb",
+        type=float,
+        help="most memory for keys and values (default: half of what is free)",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="results do not depend on how requests are batched together",
+    )
+    add(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="record experts, for return_routed_experts",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code of a tokenizer that the model brings",
+    )
     add("--random-seed", type=int, default=42, help="seeds requests that bring no sampling_seed")
     add("--num-threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or one per core)")
     add("--parent-pid", type=int, help="end when this process ends")
@@ -85,11 +135,15 @@ def _run(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
         num_threads=args.num_threads,
     )
-    return asyncio.run(serve(listener, options, args.parent_pid, key, inference_only=inference_only))
+    return asyncio.run(
+        serve(listener, options, args.parent_pid, key, inference_only=inference_only)
+    )
 
 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a thread may still wait minutes for a collective or a file, which nobody needs any more
+    os._exit(
+        status
+    )  # a thread may still wait minutes for a collective or a file, which nobody needs any more

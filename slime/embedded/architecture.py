@@ -1,4 +1,5 @@
-"""The decoder that a Hugging Face directory describes: its family's table and spec, and what only an engine asks."""
+"""The decoder that a Hugging Face directory describes: its family's table and spec, and what only
+an engine asks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Rope:
     def tables(self, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and *signed* sin, each [num_positions, 1, rotated dimensions of a head].
 
-        Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs swapped) * sin``.
+        Of each pair the first has the negative sine, so that rotating is ``x * cos + (x, pairs
+        swapped) * sin``.
         """
         spec = self.spec
         inverse, factor = inverse_frequencies(
@@ -52,7 +54,11 @@ class Rope:
         """x [tokens, heads, dim], of which the first dimensions are rotated by rows of `tables`."""
         size = cos.shape[-1]
         part = x[..., :size] if size < x.shape[-1] else x
-        swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else part.roll(size // 2, -1)
+        swapped = (
+            part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            if self.interleaved
+            else part.roll(size // 2, -1)
+        )
         rotated = torch.addcmul(part * cos, swapped, sin)
         return torch.cat([rotated, x[..., size:]], dim=-1) if size < x.shape[-1] else rotated
 
@@ -64,7 +70,8 @@ class Architecture:
     Attributes:
         family: its table: names and shapes of what is loaded and updated.
         model_type: as in config.json.
-        head_dim: of a query or key; with a latent, of the longer of key and value, which is what the cache holds.
+        head_dim: of a query or key; with a latent, of the longer of key and value, which is what
+            the cache holds.
         latent: multi-latent attention; None: grouped queries.
         experts: mixture of experts; None: dense layers only.
         dtype: of the weights in the checkpoint.
@@ -97,14 +104,19 @@ class Architecture:
         """
         path = Path(model_path) / "config.json"
         if not path.is_file():
-            raise UserError(f"{path} does not exist", fix="pass --model-path with a Hugging Face model directory")
+            raise UserError(
+                f"{path} does not exist",
+                fix="pass --model-path with a Hugging Face model directory",
+            )
         config = json.loads(path.read_text())
         generation_path = path.with_name("generation_config.json")
         generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
         return Architecture.from_config(config, generation.get("eos_token_id"))
 
     @staticmethod
-    def from_config(config: Mapping[str, Any], generation_eos: int | list[int] | None = None) -> Architecture:
+    def from_config(
+        config: Mapping[str, Any], generation_eos: int | list[int] | None = None
+    ) -> Architecture:
         """The fields of a parsed ``config.json``.
 
         Raises:
@@ -113,7 +125,9 @@ class Architecture:
         family = family_of(config)
         spec = family.describe(config)
         if spec.activation != "silu":
-            raise UserError(f"the embedded engine implements the activation silu, not '{spec.activation}'")
+            raise UserError(
+                f"the embedded engine implements the activation silu, not '{spec.activation}'"
+            )
         latent = Latent.of(spec) if spec.is_mla else None
         return Architecture(
             family=family,

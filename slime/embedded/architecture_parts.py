@@ -31,7 +31,8 @@ class Latent:
 
     @property
     def cached_dim(self) -> int:
-        """Keys and values are kept whole, in heads of one size, the shorter filled up with zeros."""
+        """Keys and values are kept whole, in heads of one size, the shorter filled up with
+        zeros."""
         return max(self.query_dim, self.value_dim)
 
     @staticmethod

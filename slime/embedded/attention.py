@@ -1,7 +1,9 @@
-"""Attention over the slot KV cache, for one token per sequence (decode) and for whole prompts (prefill).
+"""Attention over the slot KV cache, for one token per sequence (decode) and for whole prompts
+(prefill).
 
-Grouped queries: the ``group`` query heads of a key-value head are treated as ``group`` queries of that head, so keys
-and values are read once and never repeated. Scores and the softmax are float32 in every path.
+Grouped queries: the ``group`` query heads of a key-value head are treated as ``group`` queries of
+that head, so keys and values are read once and never repeated. Scores and the softmax are float32
+in every path.
 
 Both classes first write the new keys and values, then attend.
 """
@@ -18,7 +20,8 @@ import torch.nn.functional as F
 
 from slime.embedded.kv_cache import BLOCK, Block, KVCache
 
-#: Part of a block is read in multiples of this many positions, so that there are few different shapes.
+#: Part of a block is read in multiples of this many positions, so that there are few different
+#: shapes.
 _READ_STEP = 16
 
 
@@ -41,7 +44,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Read:
-    """The part of a cache block that a decode step reads: ``count`` positions of slots 0 … ``rows - 1``."""
+    """The part of a cache block that a decode step reads: ``count`` positions of slots 0 … ``rows -
+    1``."""
 
     block: Block
     rows: int
@@ -52,16 +56,18 @@ class Read:
         return self.block.start + self.count
 
     def of(self, storage: torch.Tensor) -> torch.Tensor:
-        """storage [slots, kv_heads, size, head_dim] → contiguous [rows * kv_heads, count, head_dim]."""
+        """storage [slots, kv_heads, size, head_dim] → contiguous [rows * kv_heads, count,
+        head_dim]."""
         return storage[: self.rows, :, : self.count].flatten(0, 1).contiguous()
 
 
 class DecodeAttention:
     """One query per row; row i is slot i.
 
-    A block of the cache is read for rows 0 … the last one that reaches it. What a row sees beyond its own length weighs
-    exactly 0 and adds exactly 0, so neighbours change nothing but, perhaps, the shape of the softmax;
-    ``fixed_shapes`` (deterministic mode) takes it over rows of equally many blocks.
+    A block of the cache is read for rows 0 … the last one that reaches it. What a row sees beyond
+    its own length weighs exactly 0 and adds exactly 0, so neighbours change nothing but, perhaps,
+    the shape of the softmax; ``fixed_shapes`` (deterministic mode) takes it over rows of equally
+    many blocks.
 
     Args:
         lengths: keys of each row, the new token's included.
@@ -83,13 +89,24 @@ class DecodeAttention:
         ]
         num_keys = self._reads[-1].end
         hidden = torch.from_numpy(np.arange(num_keys) >= as_array[:, None])
-        self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None].to(cache.device)
+        self._mask = (
+            torch.zeros(hidden.shape)
+            .masked_fill_(hidden, -math.inf)[:, None, None]
+            .to(cache.device)
+        )
         ends = [read.end for read in self._reads]
-        self._runs = _runs(np.searchsorted(ends, as_array), ends) if fixed_shapes else [(0, len(lengths), num_keys)]
+        self._runs = (
+            _runs(np.searchsorted(ends, as_array), ends)
+            if fixed_shapes
+            else [(0, len(lengths), num_keys)]
+        )
         self._scores: torch.Tensor | None = None
 
-    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows, heads * head_dim]."""
+    def __call__(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim] → [rows,
+        heads * head_dim]."""
         self._plan.write(layer, keys, values)
         rows, heads, head_dim = queries.shape
         kv_heads = keys.shape[1]
@@ -98,7 +115,8 @@ class DecodeAttention:
         output: torch.Tensor | None = None
         for read in self._reads:
             batch = read.rows * kv_heads
-            # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is needed anyway
+            # contiguous by the cast: torch would copy a slice before it multiplies, and the cast is
+            # needed anyway
             part = weights[:batch, :, read.block.start : read.end].to(queries.dtype)
             product = torch.bmm(part, read.of(read.block.values[layer]))
             if output is None:
@@ -114,13 +132,20 @@ class DecodeAttention:
         rows = batch // kv_heads
         num_keys = self._mask.shape[-1]
         if self._scores is None:  # what no block writes to stays hidden in all layers
-            self._scores = torch.full((rows, kv_heads, group, num_keys), -math.inf, device=grouped.device)
+            self._scores = torch.full(
+                (rows, kv_heads, group, num_keys), -math.inf, device=grouped.device
+            )
         for read in self._reads:
             reach = slice(0, read.rows)
             part = slice(read.block.start, read.end)
             scores = exact_scores(grouped[: read.rows * kv_heads], read.of(read.block.keys[layer]))
             scores = scores.view(read.rows, kv_heads, group, read.count)
-            torch.add(self._mask[reach, ..., part], scores, alpha=head_dim**-0.5, out=self._scores[reach, ..., part])
+            torch.add(
+                self._mask[reach, ..., part],
+                scores,
+                alpha=head_dim**-0.5,
+                out=self._scores[reach, ..., part],
+            )
         return self._scores.view(batch, group, num_keys)
 
     def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
@@ -135,11 +160,13 @@ class DecodeAttention:
 
 
 def exact_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch, queries, keys].
+    """q kᵀ in float32: q [batch, queries, d], k [batch, keys, d], both contiguous → [batch,
+    queries, keys].
 
-    A product of bfloat16 matrices is summed in float32 and then rounded to bfloat16, which is too coarse for scores.
-    So it is computed twice: once rounded, once as the exact sum minus that rounded value, and the two are added. Still
-    faster than a product of float32 copies, which would have to be made of the whole cache.
+    A product of bfloat16 matrices is summed in float32 and then rounded to bfloat16, which is too
+    coarse for scores. So it is computed twice: once rounded, once as the exact sum minus that
+    rounded value, and the two are added. Still faster than a product of float32 copies, which would
+    have to be made of the whole cache.
     """
     keys = k.transpose(1, 2)
     rounded = torch.bmm(q, keys)
@@ -152,8 +179,8 @@ class PrefillAttention:
     """Causal attention of several sequences' new tokens over their own caches.
 
     Args:
-        fixed_shapes: deterministic mode: queries go in blocks aligned to the sequence, so a token meets the same shapes
-            in every batch and however its prompt is cut.
+        fixed_shapes: deterministic mode: queries go in blocks aligned to the sequence, so a token
+            meets the same shapes in every batch and however its prompt is cut.
     """
 
     def __init__(self, cache: KVCache, spans: list[PrefillChunk], fixed_shapes: bool) -> None:
@@ -161,12 +188,20 @@ class PrefillAttention:
         self._spans = spans
         self._fixed_shapes = fixed_shapes
         slots = np.concatenate([np.full(span.count, span.slot) for span in spans])
-        positions = np.concatenate([np.arange(span.start, span.start + span.count) for span in spans])
+        positions = np.concatenate(
+            [np.arange(span.start, span.start + span.count) for span in spans]
+        )
         self._plan = cache.plan_write(slots, positions)
-        self._masks = [None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device) for span in spans]
+        self._masks = [
+            None if span.start == 0 or fixed_shapes else _causal_mask(span, cache.device)
+            for span in spans
+        ]
 
-    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like queries, flat."""
+    def __call__(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; like
+        queries, flat."""
         self._plan.write(layer, keys, values)
         output = torch.empty_like(queries)
         for span, mask in zip(self._spans, self._masks):
@@ -178,10 +213,16 @@ class PrefillAttention:
                 new_values = values[rows].transpose(0, 1)
                 output[rows] = _sdpa(queries[rows], new_keys, new_values, None)
             else:
-                output[rows] = _sdpa(queries[rows], *self._cache.read(layer, span.slot, span.start + span.count), mask)
+                output[rows] = _sdpa(
+                    queries[rows],
+                    *self._cache.read(layer, span.slot, span.start + span.count),
+                    mask,
+                )
         return output.view(queries.shape[0], -1)
 
-    def _in_fixed_blocks(self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _in_fixed_blocks(
+        self, layer: int, span: PrefillChunk, queries: torch.Tensor, kv_heads: int
+    ) -> torch.Tensor:
         heads, head_dim = queries.shape[1:]
         group = heads // kv_heads
         end = span.start + span.count
@@ -191,24 +232,35 @@ class PrefillAttention:
             last = min(start + BLOCK, end)
             padded = queries.new_zeros(BLOCK, heads, head_dim)
             padded[first - start : last - start] = queries[first - span.start : last - span.start]
-            q = padded.view(BLOCK, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, BLOCK * group, head_dim)
+            q = (
+                padded.view(BLOCK, kv_heads, group, head_dim)
+                .transpose(0, 1)
+                .reshape(kv_heads, BLOCK * group, head_dim)
+            )
             keys, values = self._cache.read(layer, span.slot, start + BLOCK)
             scores = exact_scores(q, keys.contiguous()) * head_dim**-0.5
-            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(values.dtype)
+            weights = torch.softmax(scores + _block_mask(start, group, q.device), dim=-1).to(
+                values.dtype
+            )
             out = torch.bmm(weights, values.contiguous())
             out = out.view(kv_heads, BLOCK, group, head_dim).transpose(0, 1)
             pieces.append(out[first - start : last - start].reshape(last - first, heads, head_dim))
         return torch.cat(pieces)
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads, d]."""
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """q [count, heads, d], k and v [kv_heads, keys, d]; causal without a mask → [count, heads,
+    d]."""
     count, heads, head_dim = q.shape
     kv_heads = k.shape[0]
     group = heads // kv_heads
     grouped = q.view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
-    result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    result = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=mask is None
+    )
     return result.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
@@ -226,13 +278,15 @@ def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
 
 
 def _worth_reading(block: Block, longest: int) -> int:
-    """Positions to read of a block: all, unless so few are used that copying those out first is the smaller work."""
+    """Positions to read of a block: all, unless so few are used that copying those out first is the
+    smaller work."""
     used = -(-block.used(longest) // _READ_STEP) * _READ_STEP
     return used if 2 * used <= block.size else block.size
 
 
 def _runs(owners: np.ndarray, ends: list[int]) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same block.
+    """(first row, last row + 1, keys) of maximal runs of neighbouring rows that end in the same
+    block.
 
     Example:
         >>> _runs(np.array([0, 0, 1, 0]), [64, 128])

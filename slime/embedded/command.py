@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 STARTUP_SECONDS = 300.0
 
 
-def embedded_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
-    """An embedded engine, on CPU or on the GPU that the environment names: one process, wherever its place.
+def embedded_command(
+    config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
+) -> LaunchSpec:
+    """An embedded engine, on CPU or on the GPU that the environment names: one process, wherever
+    its place.
 
-    Its seed follows from its number: engines that drew the same numbers would give equal answers to the samples of one
-    prompt. A model other than the policy is held as its files are.
+    Its seed follows from its number: engines that drew the same numbers would give equal answers to
+    the samples of one prompt. A model other than the policy is held as its files are.
     """
     is_policy = place.model_path is None
     argv = python_module("slime.embedded")
@@ -41,7 +44,9 @@ def embedded_command(config: Config, model_path: str, host: str, port: int, plac
 
 
 def _check_override(name: str, value: Any) -> None:
-    raise UserError(f"overrides {name}", why="embedded engines are all alike", fix="leave overrides out")
+    raise UserError(
+        f"overrides {name}", why="embedded engines are all alike", fix="leave overrides out"
+    )
 
 
 #: Of the server groups of --sglang-config.
@@ -51,11 +56,14 @@ GROUP_RULES = GroupRules(("regular", "placeholder"), _check_override)
 def embedded_footprint(config: Config) -> EngineFootprint:
     """One process that holds everything, with a cache for a number of sequences."""
     element = 4 if dtype_of(config) == "float32" else 2
-    return EngineFootprint(element=element, kv_element=element, sequences=config.engine.embedded_max_slots)
+    return EngineFootprint(
+        element=element, kv_element=element, sequences=config.engine.embedded_max_slots
+    )
 
 
 def dtype_of(config: Config) -> str:
-    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in bfloat16)."""
+    """--embedded-dtype, where "auto" means the trainer's precision (float16 training generates in
+    bfloat16)."""
     chosen = config.engine.embedded_dtype
     if chosen != "auto":
         return str(chosen)

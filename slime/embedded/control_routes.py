@@ -1,4 +1,5 @@
-"""Routes that steer the engine: abort, pause, flush, memory, weights and reports; and those that it refuses."""
+"""Routes that steer the engine: abort, pause, flush, memory, weights and reports; and those that it
+refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from slime.engines.request_fields import (
     strings,
 )
 
-_ORDER_DEADLINE = 120.0  # seconds until the engine thread must have taken an order up: a step, at most
+_ORDER_DEADLINE = (
+    120.0  # seconds until the engine thread must have taken an order up: a step, at most
+)
 _TAGS = ("weights", "kv_cache", "cuda_graph")
 _TAG = one_of(*_TAGS)
 _UP_TO_600 = number(lambda x: 0 <= x <= 600, "")
@@ -44,7 +47,8 @@ async def _on_engine(future: Future[Any]) -> Any:
     return await asyncio.wait_for(asyncio.wrap_future(future), _ORDER_DEADLINE)
 
 
-# -- reports -------------------------------------------------------------------------------------------
+# -- reports
+# -------------------------------------------------------------------------------------------
 
 
 @routes.get("/model_info")
@@ -124,7 +128,8 @@ async def loads(request: web.Request) -> web.Response:
     )
 
 
-# -- requests in flight --------------------------------------------------------------------------------
+# -- requests in flight
+# --------------------------------------------------------------------------------
 
 
 @routes.post("/abort_request")
@@ -138,7 +143,9 @@ async def abort_request(request: web.Request) -> web.Response:
     def matches(sequence: Sequence) -> bool:
         return everything or sequence.rid == rid or sequence.rid.startswith(f"{rid}_")
 
-    state_of(request).engine.abort(matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq."))
+    state_of(request).engine.abort(
+        matches, optional(body, "abort_message", TEXT, "Aborted by AbortReq.")
+    )
     return web.Response()
 
 
@@ -173,7 +180,8 @@ async def flush_cache(request: web.Request) -> web.Response:
     return web.Response(text="Cache flushed.\n")
 
 
-# -- memory --------------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------
 
 
 def _tags(body: dict[str, Any]) -> set[str]:
@@ -188,7 +196,10 @@ async def release_memory(request: web.Request) -> web.Response:
 
     def release() -> None:
         if engine.scheduler.has_work:
-            raise BadRequest(f"memory cannot be released while {len(engine.scheduler.everything())} requests are there")
+            raise BadRequest(
+                f"memory cannot be released while {len(engine.scheduler.everything())} requests "
+                "are there"
+            )
         if "kv_cache" in tags:
             engine.scheduler.slots.reset()
             engine.cache.release()
@@ -215,7 +226,8 @@ async def resume_memory(request: web.Request) -> web.Response:
     return web.Response()
 
 
-# -- weights -------------------------------------------------------------------------------------------
+# -- weights
+# -------------------------------------------------------------------------------------------
 
 
 def _update_route(path: str, method: Callable[[WeightUpdater, dict[str, Any]], str]) -> None:
@@ -248,7 +260,9 @@ async def update_weight_version(request: web.Request) -> web.Response:
         engine.store.version = version
 
     await _on_engine(engine.call(set_version))
-    return json_response({"success": True, "message": "Weight version updated.", "new_version": version})
+    return json_response(
+        {"success": True, "message": "Weight version updated.", "new_version": version}
+    )
 
 
 @routes.get("/get_weights_by_name")
@@ -260,7 +274,9 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     name = required(body, "name", TEXT)
     count = optional(body, "truncate_size", integer(1, 10_000), 100)
     try:
-        values = await _on_engine(engine.call(lambda: engine.store.parameter(name)[:count].float().tolist()))
+        values = await _on_engine(
+            engine.call(lambda: engine.store.parameter(name)[:count].float().tolist())
+        )
     except WeightError as error:
         raise BadRequest(str(error), "name") from error
     return json_response(values)
@@ -285,21 +301,27 @@ async def weights_checker(request: web.Request) -> web.Response:
         result = await _on_engine(engine.call(actions[action]))
     except WeightError as error:
         return json_response({"success": False, "message": str(error)}, status=400)
-    answer: dict[str, Any] = {"success": True, "message": "Success.", "weight_version": store.version}
+    answer: dict[str, Any] = {
+        "success": True,
+        "message": "Success.",
+        "weight_version": store.version,
+    }
     if result is not None:
         answer["fingerprints"] = result
         answer |= {"loaded": len(store.pushed), "missing": store.missing()}
     return json_response(answer)
 
 
-# -- what SGLang's server has besides --------------------------------------------------------------------
+# -- what SGLang's server has besides
+# --------------------------------------------------------------------
 
 _EMBEDDING = "this is a model for generation, not for embeddings or classification"
 _SESSIONS = "it keeps no sessions; prompts that share a prefix find it in the cache without one"
 _ADAPTERS = "it has no LoRA adapters"
 _PROFILE = "it has no profiler; py-spy shows what the engine thread does"
 
-#: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was answered with 501.
+#: Path → why it is refused: with status 400, since OpenAI's client sends a request again that was
+#: answered with 501.
 REFUSED = {
     "/encode": _EMBEDDING,
     "/classify": _EMBEDDING,
@@ -327,7 +349,9 @@ REFUSED = {
 
 
 async def _refuse(request: web.Request) -> web.Response:
-    raise BadRequest(f"the embedded engine does not support {request.path}: {REFUSED[request.path]}")
+    raise BadRequest(
+        f"the embedded engine does not support {request.path}: {REFUSED[request.path]}"
+    )
 
 
 for _path in REFUSED:

@@ -1,4 +1,5 @@
-"""The engine thread: takes orders from other threads, runs the scheduler, hands results back in batches."""
+"""The engine thread: takes orders from other threads, runs the scheduler, hands results back in
+batches."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class EngineDead(Exception):
 class Engine:
     """Owns model, cache and scheduler, all of which only its thread touches.
 
-    Construct (loads the model), `start`, then from any thread: `submit`, `abort`, `call`, `pause`, `resume`, `stop`.
+    Construct (loads the model), `start`, then from any thread: `submit`, `abort`, `call`, `pause`,
+    `resume`, `stop`.
 
     Args:
         deliver: called on the engine thread with every step's output.
@@ -73,15 +75,22 @@ class Engine:
         if options.record_experts and self.arch.experts is None:
             raise UserError(
                 f"{options.model_path} has no layers of experts",
-                why="--enable-return-routed-experts was given (slime passes it with --use-rollout-routing-replay)",
+                why="--enable-return-routed-experts was given (slime passes it with "
+                "--use-rollout-routing-replay)",
                 fix="leave the flag out",
             )
-        self.max_length = min(options.max_context_len or self.arch.max_positions, self.arch.max_positions)
+        self.max_length = min(
+            options.max_context_len or self.arch.max_positions, self.arch.max_positions
+        )
         self.store = load_store(options, self.arch, self.device, self.max_length)
         kv_bytes = _kv_budget(options.kv_cache_gb, self.device)
         self.cache = KVCache(self.arch, self.store.dtype, self.device, options.max_slots, kv_bytes)
         self.scheduler = Scheduler(
-            self.store, self.cache, options.prefill_tokens, options.deterministic, options.record_experts
+            self.store,
+            self.cache,
+            options.prefill_tokens,
+            options.deterministic,
+            options.record_experts,
         )
         self.paused: PauseMode | None = None
         self.released: set[str] = set()
@@ -95,7 +104,8 @@ class Engine:
         self._rate: collections.deque[tuple[float, int]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # -- from any thread -------------------------------------------------------------------------------
+    # -- from any thread
+    # -------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -120,7 +130,9 @@ class Engine:
         """
         self._post(lambda: self.scheduler.submit(sequences))
 
-    def abort(self, matches: Callable[[Sequence], bool], message: str = "Aborted by AbortReq.") -> None:
+    def abort(
+        self, matches: Callable[[Sequence], bool], message: str = "Aborted by AbortReq."
+    ) -> None:
         """End every sequence that matches, with the tokens it has."""
 
         def run() -> None:
@@ -146,8 +158,8 @@ class Engine:
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping. New requests wait.
 
-        "abort" ends what is under way; "retract" sends it back to the queue, to be prefilled again with the tokens it
-        has; "in_place" keeps keys and values as they are.
+        "abort" ends what is under way; "retract" sends it back to the queue, to be prefilled again
+        with the tokens it has; "in_place" keeps keys and values as they are.
         """
 
         def run() -> None:
@@ -171,7 +183,8 @@ class Engine:
         recent = [(at, count) for at, count in list(self._rate) if now - at <= _RATE_WINDOW]
         return sum(count for _, count in recent) / _RATE_WINDOW
 
-    # -- the thread ------------------------------------------------------------------------------------
+    # -- the thread
+    # ------------------------------------------------------------------------------------
 
     def _post(self, order: Callable[[], None]) -> None:
         self.check_alive()
@@ -180,7 +193,9 @@ class Engine:
 
     def _run(self) -> None:
         if self.options.num_threads:
-            torch.set_num_threads(self.options.num_threads)  # OpenMP keeps this per thread: here is where it counts
+            torch.set_num_threads(
+                self.options.num_threads
+            )  # OpenMP keeps this per thread: here is where it counts
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -221,7 +236,8 @@ class Engine:
 
 
 class Hub:
-    """Sequences in flight and who waits for them. Lives on the event loop; `deliver` is called by the engine thread.
+    """Sequences in flight and who waits for them. Lives on the event loop; `deliver` is called by
+    the engine thread.
 
     One wake-up of the loop per engine step, however many sequences it ended.
     """
@@ -251,7 +267,8 @@ class Hub:
         return list(self._finished)
 
     async def run(self, engine: Engine, sequences: list[Sequence]) -> None:
-        """Submit sequences and wait until all are finished; when the waiting task is cancelled they are aborted."""
+        """Submit sequences and wait until all are finished; when the waiting task is cancelled they
+        are aborted."""
         futures = self._submit(engine, sequences)
         try:
             await asyncio.gather(*futures)
@@ -261,8 +278,11 @@ class Hub:
         finally:
             self._forget(sequences)
 
-    async def stream(self, engine: Engine, sequences: list[Sequence]) -> AsyncIterator[tuple[int, bool]]:
-        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may have come at once."""
+    async def stream(
+        self, engine: Engine, sequences: list[Sequence]
+    ) -> AsyncIterator[tuple[int, bool]]:
+        """(index, finished) whenever a sequence has new tokens or has ended; several tokens may
+        have come at once."""
         wake = asyncio.Event()
         for sequence in sequences:
             self._progress[sequence] = wake
@@ -304,9 +324,13 @@ class Hub:
             self._progress.pop(sequence, None)
 
 
-def load_store(options: EngineOptions, arch: Architecture, device: torch.device, max_length: int) -> WeightStore:
+def load_store(
+    options: EngineOptions, arch: Architecture, device: torch.device, max_length: int
+) -> WeightStore:
     begin = time.monotonic()
-    store = make_store(options.model_path, arch, options.dtype, device, max_length, options.deterministic)
+    store = make_store(
+        options.model_path, arch, options.dtype, device, max_length, options.deterministic
+    )
     logger.info(
         "%s: %.0f M parameters in %s on %s, loaded in %.1f s",
         Path(options.model_path).name,
@@ -325,8 +349,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
-    """Bytes for keys and values: as the user said, else half of what this host or its container has free, or
-    80 % of the free GPU memory."""
+    """Bytes for keys and values: as the user said, else half of what this host or its container has
+    free, or 80 % of the free GPU memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     if device.type == "cuda":
@@ -335,7 +359,8 @@ def _kv_budget(gigabytes: float | None, device: torch.device) -> int:
 
 
 def as_state(engine: Engine) -> dict[str, Any]:
-    """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's thread."""
+    """Load of an engine with the field names of SGLang's ``/v1/loads``; call it on the engine's
+    thread."""
     scheduler = engine.scheduler
     cache = engine.cache
     running = scheduler.num_active

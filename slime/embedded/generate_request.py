@@ -1,4 +1,5 @@
-"""The body of ``/generate``: one prompt or several, as text or tokens, checked and turned into sequences."""
+"""The body of ``/generate``: one prompt or several, as text or tokens, checked and turned into
+sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _FIELDS = (
     "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len", "stream",
 )  # fmt: skip
-#: Known to SGLang for every kind of request, without effect on what is generated; and for ``/generate`` alone.
+#: Known to SGLang for every kind of request, without effect on what is generated; and for
+#: ``/generate`` alone.
 WITHOUT_EFFECT = (
     "session_id", "priority", "extra_key", "custom_labels", "data_parallel_rank", "routed_dp_rank",
     "disagg_prefill_dp_rank", "use_audio_in_video",
@@ -36,7 +38,8 @@ _WITHOUT_EFFECT = (
     *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs", "received_time",
     "external_trace_header", "background", "modalities",
 )  # fmt: skip
-#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate`` alone.
+#: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate``
+#: alone.
 UNSUPPORTED = (
     "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states", "return_prompt_token_ids",
     "session_params", "lora_path", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room",
@@ -122,12 +125,15 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
     stream = optional(body, "stream", FLAG, False)
     with_text = optional(body, "return_text_in_logprobs", FLAG, False)
     return_logprob = each("return_logprob", False, FLAG)
-    starts = each("logprob_start_len", -1, integer(-1, words=": -1 (none) or a position of the prompt"))
+    starts = each(
+        "logprob_start_len", -1, integer(-1, words=": -1 (none) or a position of the prompt")
+    )
     tops = each("top_logprobs_num", 0, integer(0, limits.vocab_size))
     return_experts = each("return_routed_experts", False, FLAG)
     if any(return_experts) and not limits.records_experts:
         raise BadRequest(
-            "return_routed_experts needs an engine that was started with --enable-return-routed-experts",
+            "return_routed_experts needs an engine that was started with "
+            "--enable-return-routed-experts",
             "return_routed_experts",
         )
     expert_starts = each("routed_experts_start_len", 0, integer(0))
@@ -135,7 +141,9 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
     jobs = []
     for index, prompt in enumerate(prompts):
         wants = return_logprob[index]
-        experts_start = _experts_start(expert_starts[index], len(prompt)) if return_experts[index] else None
+        experts_start = (
+            _experts_start(expert_starts[index], len(prompt)) if return_experts[index] else None
+        )
         for copy in range(n):
             sequence = make_sequence(
                 rids[index * n + copy],
@@ -170,13 +178,18 @@ def make_sequence(
     length = len(prompt)
     context = limits.context_length
     if length >= context:
-        raise BadRequest(f"the prompt has {length} tokens, the context holds {context} with at least 1 new token")
+        raise BadRequest(
+            f"the prompt has {length} tokens, the context holds {context} with at least 1 new token"
+        )
     room = context - length
     wanted = params.max_new_tokens if params.max_new_tokens is not None else room
     text = None
     if params.stop:
         if limits.tokenizer is None:
-            raise BadRequest("stop strings need a tokenizer, and this model directory has none; use stop_token_ids")
+            raise BadRequest(
+                "stop strings need a tokenizer, and this model directory has none; use "
+                "stop_token_ids"
+            )
         # as SGLang: a stop string may be a special token, whether the answer's text shows it or not
         text = TextStream(limits.tokenizer, False, params.spaces_between_special_tokens)
     seed = params.sampling_seed
@@ -195,7 +208,10 @@ def make_sequence(
 
 
 def refuse_unknown(
-    body: Mapping[str, Any], known: Iterable[str], without_effect: Iterable[str], unsupported: Iterable[str]
+    body: Mapping[str, Any],
+    known: Iterable[str],
+    without_effect: Iterable[str],
+    unsupported: Iterable[str],
 ) -> None:
     """Raises:
     BadRequest: a field that nobody knows, or one that is not supported and asks for something.
@@ -205,7 +221,9 @@ def refuse_unknown(
             continue
         if name not in unsupported:
             near = difflib.get_close_matches(name, list(known), n=1)
-            raise BadRequest(f"unknown field '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+            raise BadRequest(
+                f"unknown field '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name
+            )
         if not asks_for_nothing(value):
             raise BadRequest(f"the embedded engine does not support the field '{name}'", name)
 
@@ -218,7 +236,11 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], 
         raise BadRequest("give either text or input_ids")
     if text is not None:
         texts = [text] if isinstance(text, str) else text
-        if not isinstance(texts, list) or not texts or not all(isinstance(item, str) for item in texts):
+        if (
+            not isinstance(texts, list)
+            or not texts
+            or not all(isinstance(item, str) for item in texts)
+        ):
             raise BadRequest("text must be a string or a list of strings")
         if limits.tokenizer is None:
             raise BadRequest("this model directory has no tokenizer; send input_ids")
@@ -226,7 +248,9 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], 
         is_batch = not isinstance(text, str)
     else:
         if not isinstance(ids, list) or not ids:
-            raise BadRequest("input_ids must be a list of token ids that is not empty, or a list of such lists")
+            raise BadRequest(
+                "input_ids must be a list of token ids that is not empty, or a list of such lists"
+            )
         is_batch = isinstance(ids[0], list)
         prompts = ids if is_batch else [ids]
         for prompt in prompts:
@@ -245,15 +269,23 @@ def _check_ids(prompt: Any, vocab_size: int) -> None:
             token(vocab_size).read("input_ids", item)
 
 
-def _per_prompt(value: Any, name: str, count: int, is_batch: bool, default: Any, kind: Kind | None) -> list[Any]:
+def _per_prompt(
+    value: Any, name: str, count: int, is_batch: bool, default: Any, kind: Kind | None
+) -> list[Any]:
     """One value of the given kind per prompt, from one for all or a list."""
     if isinstance(value, list):
         if not is_batch or len(value) != count:
-            raise BadRequest(f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}", name)
+            raise BadRequest(
+                f"{name} has {len(value)} entries for {count} prompt{'s' if count > 1 else ''}",
+                name,
+            )
         values = value
     else:
         values = [value] * count
-    return [default if item is None else item if kind is None else kind.read(name, item) for item in values]
+    return [
+        default if item is None else item if kind is None else kind.read(name, item)
+        for item in values
+    ]
 
 
 def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
@@ -262,7 +294,11 @@ def _rids(rid: Any, count: int, n: int, is_batch: bool) -> list[str]:
         return [uuid.uuid4().hex for _ in range(total)]
     if isinstance(rid, str):
         return [rid] if total == 1 and not is_batch else [f"{rid}_{i}" for i in range(total)]
-    if not isinstance(rid, list) or len(rid) != count or not all(isinstance(item, str) for item in rid):
+    if (
+        not isinstance(rid, list)
+        or len(rid) != count
+        or not all(isinstance(item, str) for item in rid)
+    ):
         raise BadRequest("rid must be a string, or a list of one string per prompt")
     if len(set(rid)) != count:
         raise BadRequest("rid holds the same id twice")

@@ -1,8 +1,8 @@
 """What the request handlers share, ``/generate`` with its answers, and the health routes.
 
-Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it ``token_weight_versions`` [[first
-output token, version], …], so that tokens sampled on either side of a push are told apart, and ``prefill_time`` and
-``decode_time`` in seconds.
+Answers have SGLang's ``meta_info`` with its field names and shapes, and beyond it
+``token_weight_versions`` [[first output token, version], …], so that tokens sampled on either side
+of a push are told apart, and ``prefill_time`` and ``decode_time`` in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import orjson
 from aiohttp import web
 
 from slime.embedded.engine import Engine, EngineDead, Hub
-from slime.embedded.generate_request import GenerateRequest, Job, Limits, make_sequence, parse_generate
+from slime.embedded.generate_request import (
+    GenerateRequest,
+    Job,
+    Limits,
+    make_sequence,
+    parse_generate,
+)
 from slime.embedded.sequence import Sequence, TextStream, Tokenizer, hold_back, trim_stop
 from slime.embedded.weight_update import WeightUpdater
 from slime.engines.chat_answers import DONE, EVENT_HEADERS, event
@@ -30,7 +36,8 @@ _HEALTH_DEADLINE = 20.0
 routes = web.RouteTableDef()
 
 
-# -- shared by all routes --------------------------------------------------------------------------------
+# -- shared by all routes
+# --------------------------------------------------------------------------------
 
 
 class Unavailable(Exception):
@@ -97,7 +104,9 @@ def ready_to_generate(state: ServerState) -> None:
     engine.check_alive()
     gone = engine.released & {"weights", "kv_cache"}
     if gone:
-        raise Unavailable(f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first")
+        raise Unavailable(
+            f"memory is released ({', '.join(sorted(gone))}); call /resume_memory_occupation first"
+        )
     if engine.store.broken:
         raise Unavailable(f"the weights are not usable: {engine.store.broken}; update them again")
 
@@ -121,7 +130,9 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
     answers = [Answer(job, state.tokenizer) for job in parsed.jobs]
     sequences = [job.sequence for job in parsed.jobs]
     async for index, ended in state.hub.stream(state.engine, sequences):
-        body = answers[index].final() if ended else answers[index].partial(state.engine.store.version)
+        body = (
+            answers[index].final() if ended else answers[index].partial(state.engine.store.version)
+        )
         if not parsed.is_single:
             body["index"] = index
         yield body
@@ -130,7 +141,8 @@ async def _events(state: ServerState, parsed: GenerateRequest) -> AsyncIterator[
 async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.StreamResponse:
     """Server-sent events, one JSON object each, "[DONE]" at the end.
 
-    The status is sent before the first event: an error after that is an event of its own, as in SGLang.
+    The status is sent before the first event: an error after that is an event of its own, as in
+    SGLang.
     """
     response = web.StreamResponse(headers=EVENT_HEADERS)
     await response.prepare(request)
@@ -139,8 +151,12 @@ async def send_events(request: web.Request, events: AsyncIterator[Any]) -> web.S
             async for body in stream:
                 await response.write(event(body))
     except EngineDead as error:
-        await response.write(event({"error": {"message": str(error), "type": "unavailable", "code": 503}}))
-    except ConnectionResetError:  # the client is gone, and its sequences were given up with the stream
+        await response.write(
+            event({"error": {"message": str(error), "type": "unavailable", "code": 503}})
+        )
+    except (
+        ConnectionResetError
+    ):  # the client is gone, and its sequences were given up with the stream
         return response
     await response.write(DONE)
     await response.write_eof()
@@ -167,7 +183,8 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/health_generate")
 async def health_generate(request: web.Request) -> web.Response:
-    """200 when a token can be generated now. A busy engine proves that by its steps, a paused one by being there."""
+    """200 when a token can be generated now. A busy engine proves that by its steps, a paused one
+    by being there."""
     state = state_of(request)
     ready_to_generate(state)
     if state.engine.paused:
@@ -184,7 +201,8 @@ async def health_generate(request: web.Request) -> web.Response:
     return web.Response()
 
 
-# -- answers -------------------------------------------------------------------------------------------
+# -- answers
+# -------------------------------------------------------------------------------------------
 
 
 class Answer:
@@ -204,7 +222,8 @@ class Answer:
     def partial(self, version: str) -> dict[str, Any]:
         """Text and tokens so far; ``version`` is that of the weights now.
 
-        The text leaves out a character that is not complete yet, and what may become a stop string: it only grows.
+        The text leaves out a character that is not complete yet, and what may become a stop string:
+        it only grows.
         """
         count = len(self.sequence.output_ids)
         body: dict[str, Any] = {"output_ids": self.sequence.output_ids[:count]}
@@ -224,13 +243,15 @@ class Answer:
             assert sequence.experts is not None
             start = self.job.experts_start
             # the last token was not sent through the model
-            body["meta_info"]["routed_experts"] = sequence.experts.encoded(start, sequence.length - 1)
+            body["meta_info"]["routed_experts"] = sequence.experts.encoded(
+                start, sequence.length - 1
+            )
             body["meta_info"]["routed_experts_start_len"] = start
         return body
 
     def text_so_far(self, count: int) -> str:
-        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an end that the engine
-        thread has not reported yet."""
+        """Text of the first ``count`` tokens, see `partial`. The last may be the stop token of an
+        end that the engine thread has not reported yet."""
         assert self._tokenizer is not None
         if count and self.sequence.output_ids[count - 1] in self.sequence.stop_ids:
             count -= 1
@@ -294,8 +315,13 @@ def _logprobs(job: Job, tokenizer: Tokenizer | None, count: int) -> dict[str, An
         info["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, shown)
     if sequence.num_top_logprobs:
         info["output_top_logprobs"] = [_top(row, shown) for row in sequence.top_logprobs[:count]]
-        starts = [] if sequence.logprob_start is None else [None]  # nothing predicts the first position
-        info["input_top_logprobs"] = [*starts, *(_top(row, shown) for row in sequence.input_top_logprobs)]
+        starts = (
+            [] if sequence.logprob_start is None else [None]
+        )  # nothing predicts the first position
+        info["input_top_logprobs"] = [
+            *starts,
+            *(_top(row, shown) for row in sequence.input_top_logprobs),
+        ]
     return info
 
 

@@ -1,14 +1,15 @@
-"""Keys and values of all sequences: a row ("slot") per sequence, in blocks of positions that are added as needed.
+"""Keys and values of all sequences: a row ("slot") per sequence, in blocks of positions that are
+added as needed.
 
     position:   0       64      128      192      256      320 …
-    block:      │  64   │   64   │   64   │   64   │   64   │ …      sizes grow later, so that their number stays small
-                each: keys and values [layers, slots, kv_heads, size, head_dim]
+    block:      │  64   │   64   │   64   │   64   │   64   │ …      sizes grow later, so that their
+                number stays small each: keys and values [layers, slots, kv_heads, size, head_dim]
 
-Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place, which torch's
-batched products only do with contiguous operands; and a block is read only for the sequences that reach it. So the
-scheduler keeps running sequences in the first slots and moves one when a hole appears. Growing longer adds a block and
-copies nothing. Storage begins at zero: masked positions are multiplied by a weight of 0, which only finite numbers
-survive.
+Decoding reads slots 0 … n-1 of a block as one contiguous [n * kv_heads, size, head_dim]: in place,
+which torch's batched products only do with contiguous operands; and a block is read only for the
+sequences that reach it. So the scheduler keeps running sequences in the first slots and moves one
+when a hole appears. Growing longer adds a block and copies nothing. Storage begins at zero: masked
+positions are multiplied by a weight of 0, which only finite numbers survive.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from slime.embedded.sequence import Sequence
 #: Size of the first blocks; every block is a multiple of it.
 BLOCK = 64
 _FIRST_SLOTS = 8
-#: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix makes room.
+#: Storage may grow to this many bytes to retain prefixes; beyond it the oldest retained prefix
+#: makes room.
 _RETAIN_BYTES = 1 << 30
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 
@@ -48,7 +50,8 @@ class Block:
 
 @dataclass
 class WritePlan:
-    """Where the keys and values of new tokens go, for all layers: (block, their rows or None for all, flat index)."""
+    """Where the keys and values of new tokens go, for all layers: (block, their rows or None for
+    all, flat index)."""
 
     parts: list[tuple[Block, torch.Tensor | None, torch.Tensor]]
 
@@ -57,8 +60,12 @@ class WritePlan:
         head_dim = keys.shape[-1]
         for block, rows, index in self.parts:
             new_keys, new_values = (keys, values) if rows is None else (keys[rows], values[rows])
-            block.keys[layer].view(-1, head_dim).index_copy_(0, index, new_keys.reshape(-1, head_dim))
-            block.values[layer].view(-1, head_dim).index_copy_(0, index, new_values.reshape(-1, head_dim))
+            block.keys[layer].view(-1, head_dim).index_copy_(
+                0, index, new_keys.reshape(-1, head_dim)
+            )
+            block.values[layer].view(-1, head_dim).index_copy_(
+                0, index, new_values.reshape(-1, head_dim)
+            )
 
 
 class KVCache:
@@ -68,7 +75,12 @@ class KVCache:
     """
 
     def __init__(
-        self, arch: Architecture, dtype: torch.dtype, device: torch.device, max_slots: int, byte_limit: int
+        self,
+        arch: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        byte_limit: int,
     ) -> None:
         self.arch = arch
         self.dtype = dtype
@@ -117,7 +129,8 @@ class KVCache:
             self.blocks.append(Block(start, size, self._allocate(size), self._allocate(size)))
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
-        """Where tokens at (slot, position), int64 [tokens] each, go. The cache reaches all positions."""
+        """Where tokens at (slot, position), int64 [tokens] each, go. The cache reaches all
+        positions."""
         starts = np.array([block.start for block in self.blocks])
         owners = np.searchsorted(starts, positions, side="right") - 1
         heads = np.arange(self.arch.num_kv_heads)
@@ -132,11 +145,16 @@ class KVCache:
         return WritePlan(parts)
 
     def read(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, [kv_heads, length, head_dim] each (a copy where several blocks hold it)."""
+        """Keys and values of one sequence, [kv_heads, length, head_dim] each (a copy where several
+        blocks hold it)."""
         used = [(block, count) for block in self.blocks if (count := block.used(length))]
         keys = [block.keys[layer, slot, :, :count] for block, count in used]
         values = [block.values[layer, slot, :, :count] for block, count in used]
-        return (keys[0], values[0]) if len(used) == 1 else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        return (
+            (keys[0], values[0])
+            if len(used) == 1
+            else (torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        )
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -187,7 +205,8 @@ class KVCache:
 
 
 def block_size(start: int) -> int:
-    """Size of the block that begins at ``start``: a quarter of what lies before it, in powers of two, at least `BLOCK`.
+    """Size of the block that begins at ``start``: a quarter of what lies before it, in powers of
+    two, at least `BLOCK`.
 
     Example:
         >>> [block_size(start) for start in (0, 192, 256, 512, 1024)]
@@ -196,7 +215,8 @@ def block_size(start: int) -> int:
     return max(BLOCK, 1 << max(0, (start // 4).bit_length() - 1))
 
 
-# -- who owns which slot ---------------------------------------------------------------------------------
+# -- who owns which slot
+# ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -206,7 +226,8 @@ class Slot:
     Attributes:
         sequence: its owner, None when retained or free.
         tokens: those whose keys and values are there and may be reused; empty when free.
-        experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is not recorded.
+        experts: what these tokens were sent to, a row of `RoutedExperts` each; None where that is
+            not recorded.
         length: positions that hold something of use (at least ``len(tokens)``).
         epoch: of the weights that computed them.
         last_used: larger is later.
@@ -233,8 +254,9 @@ class SlotTable:
     """Assigns slots to sequences.
 
     Args:
-        reuse_decoded: whether keys and values of *sampled* tokens may serve as a prefix (not in deterministic mode,
-            where they can differ in the last bit from those that a prefill computes).
+        reuse_decoded: whether keys and values of *sampled* tokens may serve as a prefix (not in
+            deterministic mode, where they can differ in the last bit from those that a prefill
+            computes).
     """
 
     def __init__(self, cache: KVCache, reuse_decoded: bool) -> None:
@@ -263,7 +285,8 @@ class SlotTable:
         return self._slots[self.slot_of(sequence)].epoch
 
     def find_prefix(self, tokens: np.ndarray, limit: int, epoch: int) -> tuple[int, int]:
-        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when there is none."""
+        """(slot, length) of the longest usable prefix of ``tokens`` up to ``limit``; length 0 when
+        there is none."""
         best = -1
         best_length = 0
         for index, slot in enumerate(self._slots):
@@ -277,7 +300,8 @@ class SlotTable:
         return best, best_length
 
     def acquire(self, sequence: Sequence, source: int, length: int, epoch: int) -> int:
-        """Give a sequence a slot and put the first ``length`` positions of slot ``source`` into it."""
+        """Give a sequence a slot and put the first ``length`` positions of slot ``source`` into
+        it."""
         target = self._room(keep=source if length else -1)
         if length and source != target:
             self.cache.copy(source, target, length)
@@ -350,11 +374,16 @@ class SlotTable:
         self._slots = []
 
     def _room(self, keep: int) -> int:
-        """A free slot: an existing one, a new one, or that of the prefix which was used longest ago."""
+        """A free slot: an existing one, a new one, or that of the prefix which was used longest
+        ago."""
         for index, slot in enumerate(self._slots):
             if slot.is_free:
                 return index
-        retained = [index for index, slot in enumerate(self._slots) if slot.sequence is None and index != keep]
+        retained = [
+            index
+            for index, slot in enumerate(self._slots)
+            if slot.sequence is None and index != keep
+        ]
         count = len(self._slots)
         for_prefixes = self.cache.nbytes < _RETAIN_BYTES // 2 and self.cache.fits(count + 1, 0)
         if count < self.cache.max_slots and (for_prefixes or not retained):

@@ -1,8 +1,10 @@
-"""The layers of the decoder that multiply: one weight and several ways to multiply by it, and layers of experts.
+"""The layers of the decoder that multiply: one weight and several ways to multiply by it, and
+layers of experts.
 
-On CPU a weight is kept twice: as it is (its Hugging Face names address views of it) and in oneDNN's blocked layout,
-which multiplies 1.5 to 3 times faster at the few rows of a decode step, in bfloat16 and in float32. Whoever writes to
-the weight calls `Linear.invalidate`; the blocked copy is made again before its next use.
+On CPU a weight is kept twice: as it is (its Hugging Face names address views of it) and in oneDNN's
+blocked layout, which multiplies 1.5 to 3 times faster at the few rows of a decode step, in bfloat16
+and in float32. Whoever writes to the weight calls `Linear.invalidate`; the blocked copy is made
+again before its next use.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 
 from slime.embedded.architecture_parts import Experts
 
-#: Rows per product in deterministic mode. Each product then has one shape, whatever is batched together.
+#: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
+#: together.
 FIXED_ROWS = 32
 
 
@@ -24,14 +27,16 @@ class Linear:
     Args:
         weight: [out_features, in_features], contiguous.
         bias: [out_features] or None.
-        fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result does not depend
-            on its neighbours.
+        fixed_rows: multiply in blocks of exactly `FIXED_ROWS` rows, padded, so that a row's result
+            does not depend on its neighbours.
 
     Attributes:
         packs: multiplies by oneDNN's copy.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fixed_rows: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, fixed_rows: bool = False
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self.fixed_rows = fixed_rows
@@ -60,7 +65,9 @@ class Linear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
         if residual is None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self._packed, self.bias, "add"
+        )
 
     def _in_fixed_blocks(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
@@ -117,12 +124,16 @@ class ExpertMLP:
         chosen: list[torch.Tensor] | None = None,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to ``chosen``.
+        """x [tokens, hidden] → ``y``, or ``residual + y``; the choices [tokens, k] are appended to
+        ``chosen``.
 
         Args:
-            given: choices [tokens, k] to take in place of the router's own, a row of -1 leaves it to the router.
+            given: choices [tokens, k] to take in place of the router's own, a row of -1 leaves it
+                to the router.
         """
-        weights, choices = route(self.facts, F.linear(x.float(), self.gate.float()), self.bias, given)
+        weights, choices = route(
+            self.facts, F.linear(x.float(), self.gate.float()), self.bias, given
+        )
         if chosen is not None:
             chosen.append(choices)
         output = torch.zeros_like(x) if residual is None else residual.clone()
@@ -132,18 +143,25 @@ class ExpertMLP:
         # by the experts' numbers: a token's sum has one order, whatever is batched with it
         for number in choices.unique().tolist():
             rows, place = (choices == number).nonzero(as_tuple=True)
-            routed.index_add_(0, rows, self.experts[number](x[rows]).float() * weights[rows, place, None])
+            routed.index_add_(
+                0, rows, self.experts[number](x[rows]).float() * weights[rows, place, None]
+            )
         return output.add_(routed.to(x.dtype))
 
 
 def route(
-    facts: Experts, logits: torch.Tensor, bias: torch.Tensor | None, given: torch.Tensor | None = None
+    facts: Experts,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    given: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [tokens, experts] → (weights float32 [tokens, k], experts int64 [tokens, k]).
 
-    Rows of ``given`` that are not negative take the place of the choice; their weights are still this router's.
+    Rows of ``given`` that are not negative take the place of the choice; their weights are still
+    this router's.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its two best experts.
+    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16; a group's score is the sum of its
+    two best experts.
     """
     scores = logits.softmax(dim=-1) if facts.score == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias.float()

@@ -1,6 +1,7 @@
 """The decoder forward over packed tokens, with keys and values in a slot cache.
 
-hidden ─► norm ─► projections ─► attend ─► output (─► norm) ─► + ─► norm ─► MLP or experts (─► norm) ─► +
+hidden ─► norm ─► projections ─► attend ─► output (─► norm) ─► + ─► norm ─► MLP or experts (─► norm)
+─► +
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from slime.embedded.architecture import Architecture
 from slime.embedded.layers import ExpertMLP, Linear, Mlp
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which it stores, too
-→ [tokens, heads * head_dim]."""
+"""(layer, queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]), which
+it stores, too → [tokens, heads * head_dim]."""
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries and keys, rotated, and values."""
@@ -28,8 +29,9 @@ class Observer(Protocol):
     """Looks into a forward pass (`slime align`)."""
 
     def saw(self, name: str, value: torch.Tensor) -> None:
-        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp", "0", …, "norm"; of
-        a layer's parts what they add, of a layer and the embedding the hidden states behind it."""
+        """[tokens, hidden]: "embedding", "0.attention norm", "0.attention", "0.mlp norm", "0.mlp",
+        "0", …, "norm"; of a layer's parts what they add, of a layer and the embedding the hidden
+        states behind it."""
 
     def experts(self, layer: int) -> torch.Tensor | None:
         """Choices to take in this layer (`ExpertMLP`); None leaves them to the router."""
@@ -94,14 +96,20 @@ class LatentAttention:
         cached = latent.cached_dim
         compressed = normed
         if self.query_down is not None:
-            compressed = F.rms_norm(self.query_down(normed), (latent.query_rank or 0,), self.query_norm, _LATENT_EPS)
+            compressed = F.rms_norm(
+                self.query_down(normed), (latent.query_rank or 0,), self.query_norm, _LATENT_EPS
+            )
         queries = self.query(compressed).view(-1, heads, latent.query_dim)
-        down, key_position = self.key_down(normed).split([latent.key_rank, latent.rotary_dim], dim=-1)
+        down, key_position = self.key_down(normed).split(
+            [latent.key_rank, latent.rotary_dim], dim=-1
+        )
         expanded = self.key_value(F.rms_norm(down, (latent.key_rank,), self.key_norm, _LATENT_EPS))
         plain, values = expanded.view(-1, heads, latent.plain_dim + latent.value_dim).split(
             [latent.plain_dim, latent.value_dim], dim=-1
         )
-        rotated = arch.rope.rotate(torch.cat([queries[..., latent.plain_dim :], key_position[:, None]], 1), cos, sin)
+        rotated = arch.rope.rotate(
+            torch.cat([queries[..., latent.plain_dim :], key_position[:, None]], 1), cos, sin
+        )
         queries = torch.cat([queries[..., : latent.plain_dim], rotated[:, :heads]], dim=-1)
         keys = torch.cat([plain, rotated[:, heads:].expand(-1, heads, -1)], dim=-1)
         queries = queries * (latent.scale * cached**0.5)  # the kernels scale by 1 / sqrt(head_dim)
@@ -113,7 +121,9 @@ class LatentAttention:
         assert latent is not None
         if latent.value_dim == latent.cached_dim:
             return mixed
-        return mixed.view(-1, self.arch.num_heads, latent.cached_dim)[..., : latent.value_dim].flatten(1)
+        return mixed.view(-1, self.arch.num_heads, latent.cached_dim)[
+            ..., : latent.value_dim
+        ].flatten(1)
 
 
 def filled(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -135,7 +145,8 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder-only model without any state of its own: keys and values live in the `KVCache` it is given.
+    """A decoder-only model without any state of its own: keys and values live in the `KVCache` it
+    is given.
 
     Args:
         embedding: [vocab, hidden].
@@ -168,7 +179,8 @@ class Decoder:
         chosen: list[torch.Tensor] | None = None,
         observer: Observer | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64 [tokens].
+        """Hidden states [tokens, hidden] after the last norm; token_ids and positions are int64
+        [tokens].
 
         Args:
             chosen: gets the chosen experts, int64 [tokens, k] for each layer that has experts.
@@ -182,7 +194,9 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             before = hidden
             normed = self._normalised(hidden, layer.input_norm)
-            mixed = layer.attention.trimmed(attend(number, *layer.attention.project(normed, cos, sin)))
+            mixed = layer.attention.trimmed(
+                attend(number, *layer.attention.project(normed, cos, sin))
+            )
             if layer.post_attention_norm is None:
                 hidden = layer.output(mixed, residual=hidden)
             else:
@@ -194,7 +208,11 @@ class Decoder:
                 given = observer.experts(number)
                 before = hidden
             normed = self._normalised(hidden, layer.mlp_norm)
-            mlp = partial(layer.mlp, chosen=chosen, given=given) if isinstance(layer.mlp, ExpertMLP) else layer.mlp
+            mlp = (
+                partial(layer.mlp, chosen=chosen, given=given)
+                if isinstance(layer.mlp, ExpertMLP)
+                else layer.mlp
+            )
             if layer.post_mlp_norm is None:
                 hidden = mlp(normed, residual=hidden)
             else:

@@ -1,4 +1,5 @@
-"""Bodies of OpenAI's requests: checked, and turned into the ``/generate`` request that they mean."""
+"""Bodies of OpenAI's requests: checked, and turned into the ``/generate`` request that they
+mean."""
 
 from __future__ import annotations
 
@@ -42,11 +43,20 @@ _RENAMED = {
 }
 #: Field of an OpenAI request → name of the sampling parameter.
 _SAMPLING = _RENAMED | {
-    name: name for name in SAMPLING_NAMES if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
+    name: name
+    for name in SAMPLING_NAMES
+    if name not in (*_RENAMED.values(), "spaces_between_special_tokens")
 }
 _HOTTEST = 2  # OpenAI's highest temperature
 _SHARED = ("model", "stream", "stream_options", "logprobs", "response_format", "rid")
-_CHAT = ("messages", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
+_CHAT = (
+    "messages",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "continue_final_message",
+)
 _COMPLETION = ("prompt", "echo", "best_of")
 #: Accepted and without meaning here.
 _WITHOUT_EFFECT = (
@@ -66,7 +76,8 @@ class OpenAIRequest:
     """A parsed request; its jobs are the choices.
 
     Attributes:
-        include_usage, continuous_usage: whether a stream ends with the usage, and whether every chunk carries it.
+        include_usage, continuous_usage: whether a stream ends with the usage, and whether every
+            chunk carries it.
         logprobs: whether the answer carries log-probs.
         echo: whether the text of a completion begins with its prompt.
         tools: that the model may call, where its calls can be read.
@@ -84,7 +95,11 @@ class OpenAIRequest:
 
 
 def parse_chat(
-    body: dict[str, Any], limits: Limits, tokenizer: Any, model: str, calls: ToolFormat | None = None
+    body: dict[str, Any],
+    limits: Limits,
+    tokenizer: Any,
+    model: str,
+    calls: ToolFormat | None = None,
 ) -> OpenAIRequest:
     """Check a ``/v1/chat/completions`` body.
 
@@ -99,7 +114,9 @@ def parse_chat(
     asked = {
         "input_ids": render_chat(body, tokenizer),
         "return_logprob": wants,
-        "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0) if wants else 0,
+        "top_logprobs_num": optional(body, "top_logprobs", integer(0, limits.vocab_size), 0)
+        if wants
+        else 0,
     }
     defaults: dict[str, Any] = {"max_new_tokens": None}
     tools = tool_schemas(read_tools(body) or []) if calls is not None else {}
@@ -121,11 +138,17 @@ def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAI
     prompt = body.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if not isinstance(first, str | int | list):
-        raise BadRequest("prompt must be a string, a list of strings, token ids, or a list of lists of them", "prompt")
+        raise BadRequest(
+            "prompt must be a string, a list of strings, token ids, or a list of lists of them",
+            "prompt",
+        )
     tops = optional(body, "logprobs", integer(0, limits.vocab_size), None)
     echo = optional(body, "echo", FLAG, False)
     if body.get("best_of") not in (None, body.get("n") or 1):
-        raise BadRequest("best_of must be left out or equal n: the embedded engine does not rank samples", "best_of")
+        raise BadRequest(
+            "best_of must be left out or equal n: the embedded engine does not rank samples",
+            "best_of",
+        )
     asked = {
         "text" if isinstance(first, str) else "input_ids": prompt,
         "return_logprob": tops is not None,
@@ -148,10 +171,14 @@ def render_chat(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
     messages = read_messages(body)
     tools = read_tools(body)
     if tools and not shows_tools(tokenizer):
-        raise BadRequest("this model's chat template has no place for tools: it would not see them", "tools")
+        raise BadRequest(
+            "this model's chat template has no place for tools: it would not see them", "tools"
+        )
     continues = optional(body, "continue_final_message", FLAG, False)
     if continues and messages[-1]["role"] != "assistant":
-        raise BadRequest("continue_final_message needs a last message of the assistant", "continue_final_message")
+        raise BadRequest(
+            "continue_final_message needs a last message of the assistant", "continue_final_message"
+        )
     options = optional(body, "chat_template_kwargs", OBJECT, {})
     form = template_form(tokenizer, **options)
     flat = [form.shown(message) for message in form.merged(messages)]
@@ -185,7 +212,12 @@ def _finish(
     params = defaults | {ours: body[name] for name, ours in used.items()}
     options = optional(body, "stream_options", OBJECT, {})
     own_id = optional(body, "rid", TEXT, "") or f"{prefix}-{uuid.uuid4().hex}"
-    asked |= {"sampling_params": params, "return_text_in_logprobs": True, "stream": body.get("stream"), "rid": own_id}
+    asked |= {
+        "sampling_params": params,
+        "return_text_in_logprobs": True,
+        "stream": body.get("stream"),
+        "rid": own_id,
+    }
     with _their_names(used | {"prompt": "input_ids"}):
         generate = parse_generate(asked, limits)
     return OpenAIRequest(
@@ -214,4 +246,6 @@ def _their_names(used: Mapping[str, str]) -> Iterator[None]:
 
 def _check_temperature(body: Mapping[str, Any]) -> None:
     """OpenAI's range; an engine of a run takes any that is not negative, on its own routes."""
-    optional(body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None)
+    optional(
+        body, "temperature", number(lambda x: 0 <= x <= _HOTTEST, f"from 0 to {_HOTTEST}"), None
+    )

@@ -1,4 +1,5 @@
-"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` as OpenAI's clients call them, and the tokenizer."""
+"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` as OpenAI's clients call them,
+and the tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from slime.engines.tool_calls import Reply
 routes = web.RouteTableDef()
 
 
-# -- models --------------------------------------------------------------------------------------------
+# -- models
+# --------------------------------------------------------------------------------------------
 
 
 def _card(state: ServerState) -> dict[str, Any]:
@@ -57,26 +59,41 @@ async def model(request: web.Request) -> web.Response:
 
 
 def _unknown_model(state: ServerState, name: str) -> web.Response | None:
-    """OpenAI's 404 for a model that is not served; None for one that is. "default" is SGLang's word for it.
+    """OpenAI's 404 for a model that is not served; None for one that is. "default" is SGLang's word
+    for it.
 
-    A server that was given no name (the engine of a run, which agents call as they please) answers to any.
+    A server that was given no name (the engine of a run, which agents call as they please) answers
+    to any.
     """
     options = state.engine.options
-    if options.served_model_name is None or name in (state.model_name, options.model_path, "default", ""):
+    if options.served_model_name is None or name in (
+        state.model_name,
+        options.model_path,
+        "default",
+        "",
+    ):
         return None
     said = f"The model '{name}' does not exist; this server has '{state.model_name}'"
-    error = {"message": said, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    error = {
+        "message": said,
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
     return json_response({"error": error}, status=404)
 
 
-# -- completions ---------------------------------------------------------------------------------------
+# -- completions
+# ---------------------------------------------------------------------------------------
 
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     ready_to_generate(state)
-    asked = parse_chat(await json_body(request), state.limits, state.tokenizer, state.model_name, state.tool_format)
+    asked = parse_chat(
+        await json_body(request), state.limits, state.tokenizer, state.model_name, state.tool_format
+    )
     return _unknown_model(state, asked.model) or await _answer(
         request, asked, _chat_choice, _chat_chunks, "chat.completion", "chat.completion.chunk"
     )
@@ -102,7 +119,8 @@ async def _answer(
     whole: str,
     part: str,
 ) -> web.StreamResponse:
-    """Generate; answer with all choices at once, or with chunks and, if asked for, the usage at the end."""
+    """Generate; answer with all choices at once, or with chunks and, if asked for, the usage at the
+    end."""
     state = state_of(request)
     jobs = asked.generate.jobs
     refuse_known_rids(state, [job.sequence.rid for job in jobs])
@@ -121,20 +139,29 @@ async def _stream(
 ) -> AsyncIterator[dict[str, Any]]:
     head = _envelope(asked, kind)
     async for choice in choices:
-        yield head | {"choices": [choice]} | ({"usage": _usage(asked)} if asked.continuous_usage else {})
+        yield (
+            head
+            | {"choices": [choice]}
+            | ({"usage": _usage(asked)} if asked.continuous_usage else {})
+        )
     if asked.include_usage:
         yield head | {"choices": [], "usage": _usage(asked)}
 
 
-async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple[int, str, slice, bool]]:
-    """(choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up to its whole text."""
+async def _news(
+    asked: OpenAIRequest, state: ServerState
+) -> AsyncIterator[tuple[int, str, slice, bool]]:
+    """(choice, new text, its tokens, finished) as a stream goes on; texts of a choice add up to its
+    whole text."""
     jobs = asked.generate.jobs
     answers = [Answer(job, state.tokenizer) for job in jobs]
     shown = [""] * len(jobs)
     counts = [0] * len(jobs)
     async for index, ended in state.hub.stream(state.engine, [job.sequence for job in jobs]):
         count = len(jobs[index].sequence.output_ids)
-        text = final_text(jobs[index], state.tokenizer) if ended else answers[index].text_so_far(count)
+        text = (
+            final_text(jobs[index], state.tokenizer) if ended else answers[index].text_so_far(count)
+        )
         new = text[len(shown[index]) :]
         begin = counts[index]
         if new or ended or asked.logprobs:
@@ -143,7 +170,8 @@ async def _news(asked: OpenAIRequest, state: ServerState) -> AsyncIterator[tuple
             yield index, new, slice(begin, count), ended
 
 
-# -- chat ----------------------------------------------------------------------------------------------
+# -- chat
+# ----------------------------------------------------------------------------------------------
 
 
 def _chat_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
@@ -188,21 +216,33 @@ def _chat_logprobs(job: Job, tokenizer: Any, tokens: slice) -> dict[str, Any]:
         text = tokenizer.decode([token_id])
         return {"token": text, "logprob": value, "bytes": list(text.encode()), "token_id": token_id}
 
-    tops = sequence.top_logprobs[tokens] if sequence.top_logprobs else [[] for _ in sequence.output_ids[tokens]]
+    tops = (
+        sequence.top_logprobs[tokens]
+        if sequence.top_logprobs
+        else [[] for _ in sequence.output_ids[tokens]]
+    )
     content = [
-        entry(token_id, value) | {"top_logprobs": [entry(other, other_value) for other_value, other in row]}
-        for token_id, value, row in zip(sequence.output_ids[tokens], sequence.output_logprobs[tokens], tops)
+        entry(token_id, value)
+        | {"top_logprobs": [entry(other, other_value) for other_value, other in row]}
+        for token_id, value, row in zip(
+            sequence.output_ids[tokens], sequence.output_logprobs[tokens], tops
+        )
     ]
     return {"content": content}
 
 
-# -- text ----------------------------------------------------------------------------------------------
+# -- text
+# ----------------------------------------------------------------------------------------------
 
 
 def _text_choice(index: int, asked: OpenAIRequest, state: ServerState) -> dict[str, Any]:
     job = asked.generate.jobs[index]
     tokenizer = state.tokenizer
-    text = _prompt_text(job, tokenizer) + final_text(job, tokenizer) if asked.echo else final_text(job, tokenizer)
+    text = (
+        _prompt_text(job, tokenizer) + final_text(job, tokenizer)
+        if asked.echo
+        else final_text(job, tokenizer)
+    )
     logprobs = _text_logprobs(job, tokenizer, slice(None), asked.echo) if asked.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs} | _ending(job)
 
@@ -221,26 +261,40 @@ async def _text_chunks(asked: OpenAIRequest, state: ServerState) -> AsyncIterato
 
 
 def _prompt_text(job: Job, tokenizer: Any) -> str:
-    return tokenizer.decode(job.sequence.prompt.tolist(), skip_special_tokens=job.params.skip_special_tokens)
+    return tokenizer.decode(
+        job.sequence.prompt.tolist(), skip_special_tokens=job.params.skip_special_tokens
+    )
 
 
 def _text_logprobs(job: Job, tokenizer: Any, tokens: slice, echo: bool) -> dict[str, Any]:
-    """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not computed."""
+    """Parallel lists; the prompt's first token has no log-prob. Offsets are -1, as in SGLang: not
+    computed."""
     sequence = job.sequence
     ids = sequence.output_ids[tokens]
     values = cast("list[float | None]", sequence.output_logprobs[tokens])
     tops: list[Any] = list(sequence.top_logprobs[tokens])
     if echo:
-        scored = sequence.prompt[: 1 + len(sequence.input_logprobs)]  # all of it, unless aborted during its prefill
+        scored = sequence.prompt[
+            : 1 + len(sequence.input_logprobs)
+        ]  # all of it, unless aborted during its prefill
         ids = scored.tolist() + ids
         values = [None, *sequence.input_logprobs, *values]
         tops = [None, *sequence.input_top_logprobs, *tops] if sequence.num_top_logprobs else []
     texts = [tokenizer.decode([token_id]) for token_id in ids]
-    shown = [None if row is None else {tokenizer.decode([other]): value for value, other in row} for row in tops]
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": shown, "text_offset": [-1] * len(ids)}
+    shown = [
+        None if row is None else {tokenizer.decode([other]): value for value, other in row}
+        for row in tops
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": values,
+        "top_logprobs": shown,
+        "text_offset": [-1] * len(ids),
+    }
 
 
-# -- both ----------------------------------------------------------------------------------------------
+# -- both
+# ----------------------------------------------------------------------------------------------
 
 
 def _ending(job: Job, calls_tools: bool = False) -> dict[str, Any]:
@@ -261,7 +315,8 @@ def _usage(asked: OpenAIRequest) -> dict[str, Any]:
     return chat_answers.usage(prompt, completion, sum(sequence.num_cached for sequence in firsts))
 
 
-# -- the tokenizer -------------------------------------------------------------------------------------
+# -- the tokenizer
+# -------------------------------------------------------------------------------------
 
 
 @routes.post("/tokenize")
@@ -300,7 +355,9 @@ async def detokenize(request: web.Request) -> web.Response:
         raise BadRequest("this model directory has no tokenizer")
     given = body.get("tokens")
     if not isinstance(given, list):
-        raise BadRequest(f"tokens must be a list of token ids or a list of such lists, got {given!r}", "tokens")
+        raise BadRequest(
+            f"tokens must be a list of token ids or a list of such lists, got {given!r}", "tokens"
+        )
     is_batch = bool(given) and isinstance(given[0], list)
     skip = optional(body, "skip_special_tokens", FLAG, True)
     one = token(state.limits.vocab_size)

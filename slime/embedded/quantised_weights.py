@@ -1,8 +1,10 @@
 """The stored form of quantised weights in an engine that computes with what they stand for.
 
-    update ─► stored parts (INT4, FP8), kept as they came ─► weight in the engine's dtype, once all its parts are there
+    update ─► stored parts (INT4, FP8), kept as they came ─► weight in the engine's dtype, once all
+    its parts are there
 
-What came is kept because it is what trainer and engine compare; it is a quarter or half of the weights in size.
+What came is kept because it is what trainer and engine compare; it is a quarter or half of the
+weights in size.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from slime.models.quantised import Int4, Quantisation
 
 
 def import_library_for(model_path: str) -> None:
-    """Import compressed-tensors if the model needs it. It imports transformers, which fails in a thread while another
-    one, that of the tokenizer, imports it too.
+    """Import compressed-tensors if the model needs it. It imports transformers, which fails in a
+    thread while another one, that of the tokenizer, imports it too.
 
     Raises:
-        UserError: the model's quantisation is not known, compressed-tensors is needed and not installed.
+        UserError: the model's quantisation is not known, compressed-tensors is needed and not
+            installed.
     """
     path = Path(model_path) / "config.json"
     quantisation = Quantisation.read(read_hf_config(path)) if path.is_file() else None
@@ -71,7 +74,11 @@ class StoredForm:
         """Why a tensor of this dtype cannot be this part; "" if it can."""
         wanted = self._table[name][0]
         is_scale = name.endswith(SCALE_NAMES) and "float" in dtype
-        return "" if wanted in ("", dtype) or is_scale else f"{name} is {dtype}, and stored as {wanted}"
+        return (
+            ""
+            if wanted in ("", dtype) or is_scale
+            else f"{name} is {dtype}, and stored as {wanted}"
+        )
 
     def begin(self) -> None:
         """Parts of another version than those that came so far will come."""
@@ -88,8 +95,11 @@ class StoredForm:
         fresh.add(name)
         if fresh != names:
             return None
-        # a push that failed half-way comes again under the same version: what is whole stays so, and is made anew
-        return f"{module}.weight", dequantise(module, self.tensors, self.quantisation.scheme, self._dtype)
+        # a push that failed half-way comes again under the same version: what is whole stays so,
+        # and is made anew
+        return f"{module}.weight", dequantise(
+            module, self.tensors, self.quantisation.scheme, self._dtype
+        )
 
     def reset(self) -> None:
         """Overwrite every part with noise."""
@@ -98,6 +108,9 @@ class StoredForm:
         self._fresh = {}
 
     def held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Name as updates have it → tensor, of plain and of quantised weights; what never came is left out."""
-        found = {name: self.tensors.get(name) if name in self else named.get(name) for name in self.names}
+        """Name as updates have it → tensor, of plain and of quantised weights; what never came is
+        left out."""
+        found = {
+            name: self.tensors.get(name) if name in self else named.get(name) for name in self.names
+        }
         return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -1,10 +1,12 @@
 """Next tokens and their log-probs from logits, for all rows of a step at once.
 
-The draw inverts the distribution function at one uniform number per row, u = hash(seed, position): one pass over the
-vocabulary instead of noise for every entry of it, and the same token for the same seed in whatever batch.
+The draw inverts the distribution function at one uniform number per row, u = hash(seed, position):
+one pass over the vocabulary instead of noise for every entry of it, and the same token for the same
+seed in whatever batch.
 
-The log-prob reported is that of the temperature-scaled distribution before top-k, top-p and min-p (and after penalties
-and biases, which change the logits), as SGLang reports it. Greedy rows count as temperature 1.
+The log-prob reported is that of the temperature-scaled distribution before top-k, top-p and min-p
+(and after penalties and biases, which change the logits), as SGLang reports it. Greedy rows count
+as temperature 1.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass
 class Sampled:
-    """One entry per row; ``finite`` is False where the logits were not (the token is then meaningless)."""
+    """One entry per row; ``finite`` is False where the logits were not (the token is then
+    meaningless)."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -38,7 +41,9 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> Sampled:
     Fills ``top_logprobs`` of the sequences that want them.
     """
     probs = _probabilities(logits, sequences)
-    targets = torch.from_numpy(uniforms([s.seed for s in sequences], [s.length for s in sequences])).to(probs.device)
+    targets = torch.from_numpy(
+        uniforms([s.seed for s in sequences], [s.length for s in sequences])
+    ).to(probs.device)
     tokens, totals = _draw(probs, targets)
     greedy = [row for row, s in enumerate(sequences) if s.params.greedy]
     if greedy:
@@ -104,12 +109,17 @@ def _probabilities(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Ten
 
 
 def _change_logits(row: torch.Tensor, sequence: Sequence) -> None:
-    """Penalties over the tokens sampled so far, biases, and no stop token before ``min_new_tokens``; in place."""
+    """Penalties over the tokens sampled so far, biases, and no stop token before
+    ``min_new_tokens``; in place."""
     params = sequence.params
     if sequence.output_ids:
-        seen, counts = torch.tensor(sequence.output_ids, device=row.device).unique(return_counts=True)
+        seen, counts = torch.tensor(sequence.output_ids, device=row.device).unique(
+            return_counts=True
+        )
         values = row[seen]
-        values = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
+        values = torch.where(
+            values < 0, values * params.repetition_penalty, values / params.repetition_penalty
+        )
         row[seen] = values - counts * params.frequency_penalty - params.presence_penalty
     for token, bias in params.logit_bias:
         row[token] += bias
@@ -120,8 +130,9 @@ def _change_logits(row: torch.Tensor, sequence: Sequence) -> None:
 def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert the distribution function at ``targets`` [rows]; returns tokens and row sums.
 
-    Two levels, blocks and then entries of one block, so that the long cumulative sum is over a block only. Sums are
-    float64; the target is kept below the last sum, where only a token of positive probability can be found.
+    Two levels, blocks and then entries of one block, so that the long cumulative sum is over a
+    block only. Sums are float64; the target is kept below the last sum, where only a token of
+    positive probability can be found.
     """
     rows, vocab = probs.shape
     width = _block_width(vocab)
@@ -130,8 +141,12 @@ def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
     totals = ends[:, -1:]
     goal = targets[:, None] * totals
     block = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
-    starts = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), torch.zeros_like(goal))
-    inner = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)].double().cumsum(dim=-1)
+    starts = torch.where(
+        block > 0, ends.gather(1, (block - 1).clamp_(min=0)), torch.zeros_like(goal)
+    )
+    inner = (
+        blocks[torch.arange(rows, device=probs.device), block.squeeze(1)].double().cumsum(dim=-1)
+    )
     rest = torch.minimum(goal - starts, inner[:, -1:] * (1 - 1e-15))
     within = torch.searchsorted(inner, rest, right=True).clamp_(max=width - 1)
     return (block * width + within).squeeze(1), totals.squeeze(1)
@@ -140,8 +155,8 @@ def _draw(probs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
 def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> int:
     """Draw from what top-k, top-p and min-p leave of probs [vocab].
 
-    As SGLang: top-p keeps a token while the probability of those before it is at most top_p, without renormalising
-    after top-k. Only as many of the largest entries are sorted as are needed.
+    As SGLang: top-p keeps a token while the probability of those before it is at most top_p,
+    without renormalising after top-k. Only as many of the largest entries are sorted as are needed.
     """
     params = sequence.params
     vocab = probs.shape[0]
@@ -165,7 +180,8 @@ def _draw_filtered(probs: torch.Tensor, sequence: Sequence, target: float) -> in
 
 @lru_cache
 def _block_width(vocab: int) -> int:
-    """The largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none worth while."""
+    """The largest divisor of ``vocab`` up to 1024; the whole vocabulary when it has none worth
+    while."""
     for width in range(min(vocab, _LARGEST_BLOCK), 31, -1):
         if vocab % width == 0:
             return width

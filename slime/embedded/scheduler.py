@@ -4,11 +4,12 @@
                  ▲                                                  │
                  └───────────────── retract ────────────────────────┘
 
-A step admits waiting sequences while slots last, prefills at most ``prefill_tokens`` tokens of several prompts packed
-into one forward, and decodes one token for every running sequence. A finished sequence leaves in the step that ends it.
+A step admits waiting sequences while slots last, prefills at most ``prefill_tokens`` tokens of
+several prompts packed into one forward, and decodes one token for every running sequence. A
+finished sequence leaves in the step that ends it.
 
-Sequences with the same prompt that wait together are *followers* of the first: it is prefilled, they copy its keys and
-values and are sampled from the same logits.
+Sequences with the same prompt that wait together are *followers* of the first: it is prefilled,
+they copy its keys and values and are sampled from the same logits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from slime.embedded.weights import WeightStore
 
 #: A sequence waits for another's prefill when they share at least this many tokens.
 _WORTH_WAITING = 16
-_LOGIT_ROWS = 64  # input log-probs are computed in pieces of this many rows, so [tokens, vocab] never exists
+_LOGIT_ROWS = (
+    64  # input log-probs are computed in pieces of this many rows, so [tokens, vocab] never exists
+)
 
 
 @dataclass
@@ -57,8 +60,10 @@ class Scheduler:
 
     Args:
         prefill_tokens: most prompt tokens computed between two decode steps.
-        deterministic: results of a sequence do not depend on the others (see `Linear` and `attention`).
-        record_experts: sequences get to know the experts of each of their tokens; the model has some.
+        deterministic: results of a sequence do not depend on the others (see `Linear` and
+            `attention`).
+        record_experts: sequences get to know the experts of each of their tokens; the model has
+            some.
     """
 
     def __init__(
@@ -82,7 +87,8 @@ class Scheduler:
         self._leader_of_prompt: dict[bytes, Sequence] = {}
         self._done: list[Sequence] = []
 
-    # -- requests --------------------------------------------------------------------------------------
+    # -- requests
+    # --------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -117,7 +123,8 @@ class Scheduler:
         return [*self.slots.running, *self.prefilling, *self.waiting]
 
     def retract_all(self) -> None:
-        """Send every sequence back to the queue, tokens kept; keys and values are computed again later."""
+        """Send every sequence back to the queue, tokens kept; keys and values are computed again
+        later."""
         for sequence in reversed([*self.slots.running, *self.prefilling]):
             self._retract(sequence)
 
@@ -125,11 +132,13 @@ class Scheduler:
         """Forget all prefixes."""
         self.slots.flush()
 
-    # -- the step --------------------------------------------------------------------------------------
+    # -- the step
+    # --------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        """Admit, prefill, decode. At most one token per sequence from decoding, one more from its prefill."""
+        """Admit, prefill, decode. At most one token per sequence from decoding, one more from its
+        prefill."""
         before = {id(s): len(s.output_ids) for s in self.everything() if s.stream}
         deferred = self._admit()
         if self.prefilling:
@@ -141,7 +150,9 @@ class Scheduler:
         if self.slots.num_running:
             self._decode()
         done = self.take_finished()
-        live = [s for s in self.slots.running if s.stream and len(s.output_ids) > before.get(id(s), 0)]
+        live = [
+            s for s in self.slots.running if s.stream and len(s.output_ids) > before.get(id(s), 0)
+        ]
         return StepOutput(done, live)
 
     def take_finished(self) -> list[Sequence]:
@@ -151,7 +162,8 @@ class Scheduler:
         return done
 
     def _admit(self) -> bool:
-        """Give slots to waiting sequences; True when some were held back once, to find their prefix computed."""
+        """Give slots to waiting sequences; True when some were held back once, to find their prefix
+        computed."""
         deferred: list[Sequence] = []
         while self.waiting and self.num_active + len(deferred) < self.cache.max_slots:
             sequence = self.waiting[0]
@@ -173,17 +185,25 @@ class Scheduler:
         tokens = sequence.tokens()
         if tokens.tobytes() in self._leader_of_prompt:
             return False
-        return any(common_prefix(tokens, other.prompt) >= _WORTH_WAITING for other in self._leader_of_prompt.values())
+        return any(
+            common_prefix(tokens, other.prompt) >= _WORTH_WAITING
+            for other in self._leader_of_prompt.values()
+        )
 
     def _place(self, sequence: Sequence) -> None:
-        """Give a sequence a slot with as much of its prefix as the cache has, or make it a follower."""
+        """Give a sequence a slot with as much of its prefix as the cache has, or make it a
+        follower."""
         if not sequence.times.started:
             sequence.times.started = time.monotonic()
         self._ensure_length(sequence.length + 1)
         tokens = sequence.tokens()
         epoch = self.store.epoch
         leader = self._leader_of_prompt.get(tokens.tobytes())
-        if leader is not None and sequence.logprob_start is None and self.slots.epoch_of(leader) == epoch:
+        if (
+            leader is not None
+            and sequence.logprob_start is None
+            and self.slots.epoch_of(leader) == epoch
+        ):
             self._followers.setdefault(leader, []).append(sequence)
             source = length = 0
         else:
@@ -237,9 +257,16 @@ class Scheduler:
                 budget -= count
         return chunks
 
-    def _forward_prefill(self, chunks: list[tuple[Sequence, int]], spans: list[PrefillChunk]) -> torch.Tensor:
+    def _forward_prefill(
+        self, chunks: list[tuple[Sequence, int]], spans: list[PrefillChunk]
+    ) -> torch.Tensor:
         device = self.cache.device
-        ids = torch.cat([torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count]) for s, count in chunks])
+        ids = torch.cat(
+            [
+                torch.from_numpy(s.tokens()[s.num_computed : s.num_computed + count])
+                for s, count in chunks
+            ]
+        )
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
         attend = PrefillAttention(self.cache, spans, self.deterministic)
         places = [(sequence, span.start, span.count) for (sequence, _), span in zip(chunks, spans)]
@@ -279,9 +306,14 @@ class Scheduler:
         self.counters.decode_seconds += time.monotonic() - begin
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, places: list[tuple[Sequence, int, int]]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        places: list[tuple[Sequence, int, int]],
     ) -> torch.Tensor:
-        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens are."""
+        """Hidden states; ``places`` says of which sequence and positions (first, count) the tokens
+        are."""
         if self._recorded is None:
             return self.store.model.forward(ids, positions, attend)
         chosen: list[torch.Tensor] = []
@@ -297,18 +329,26 @@ class Scheduler:
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
         sampled = sample(self.store.model.logits(hidden), sequences)
         version = self.store.version
-        for sequence, token, logprob, finite in zip(sequences, sampled.tokens, sampled.logprobs, sampled.finite):
+        for sequence, token, logprob, finite in zip(
+            sequences, sampled.tokens, sampled.logprobs, sampled.finite
+        ):
             if finite:
                 sequence.append(token, logprob, version)
             else:
-                sequence.abort(f"the model gave logits that are not finite (weight version {version})")
+                sequence.abort(
+                    f"the model gave logits that are not finite (weight version {version})"
+                )
             if sequence.status is SequenceStatus.FINISHED:
                 self._leave(sequence, clean=finite)
 
-    # -- parts of the step -----------------------------------------------------------------------------
+    # -- parts of the step
+    # -----------------------------------------------------------------------------
 
-    def _collect_input_logprobs(self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor) -> None:
-        """Log-probs of prompt tokens that this chunk's hidden states predict and the request wants."""
+    def _collect_input_logprobs(
+        self, sequence: Sequence, span: PrefillChunk, hidden: torch.Tensor
+    ) -> None:
+        """Log-probs of prompt tokens that this chunk's hidden states predict and the request
+        wants."""
         if sequence.logprob_start is None:
             return
         first = max(span.start, sequence.logprob_start + len(sequence.input_logprobs))
@@ -365,7 +405,8 @@ class Scheduler:
         self.slots.release(sequence, self.store.epoch)
 
     def _promote_follower(self, leader: Sequence) -> None:
-        """The leader goes before its prefill is complete: its first follower takes its part, from the start."""
+        """The leader goes before its prefill is complete: its first follower takes its part, from
+        the start."""
         self._forget_leader(leader)
         followers = self._followers.pop(leader, [])
         if followers:
@@ -385,11 +426,12 @@ class Scheduler:
         sequence.num_retractions += 1
         self.waiting.appendleft(sequence)
 
-    # -- memory ----------------------------------------------------------------------------------------
+    # -- memory
+    # ----------------------------------------------------------------------------------------
 
     def _ensure_length(self, length: int) -> None:
-        """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes and then the
-        youngest sequences make room."""
+        """Grow the cache to ``length`` positions; when memory does not allow it, retained prefixes
+        and then the youngest sequences make room."""
         if length <= self.cache.capacity:
             return
         if not self.cache.fits(self.cache.num_slots, length):

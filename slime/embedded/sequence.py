@@ -1,4 +1,5 @@
-"""One sample being generated: its tokens, their text and experts, where it stands, and when it is done."""
+"""One sample being generated: its tokens, their text and experts, where it stands, and when it is
+done."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _EXPERT_DTYPE = np.int16
 
 
 class SequenceStatus(Enum):
-    """WAITING has no slot; PREFILL has one and is not complete; RUNNING decodes; FINISHED is out of the scheduler."""
+    """WAITING has no slot; PREFILL has one and is not complete; RUNNING decodes; FINISHED is out of
+    the scheduler."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -42,8 +44,8 @@ class Times:
 
 
 class Sequence:
-    """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up to a length they
-    were told, since it only grows.
+    """The scheduler's unit. Written to by the engine thread only; others may read `output_ids` up
+    to a length they were told, since it only grows.
 
     Args:
         rid: request id, unique among sequences that are not finished.
@@ -101,7 +103,8 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose keys and values a prefill still has to compute before this sequence can decode."""
+        """Tokens whose keys and values a prefill still has to compute before this sequence can
+        decode."""
         return self.length - self.num_computed
 
     def tokens(self) -> np.ndarray:
@@ -148,7 +151,8 @@ class Sequence:
         return found[1] if found else None
 
 
-# -- text ----------------------------------------------------------------------------------------------
+# -- text
+# ----------------------------------------------------------------------------------------------
 
 
 class Tokenizer(Protocol):
@@ -164,8 +168,9 @@ class Tokenizer(Protocol):
 class TextStream:
     """Decodes a growing list of tokens without starting over.
 
-    Text is only taken over once it cannot change any more: a tail of a few tokens is decoded twice, with and without
-    the new ones, since a token's text may depend on its neighbours (spaces, bytes of one character).
+    Text is only taken over once it cannot change any more: a tail of a few tokens is decoded twice,
+    with and without the new ones, since a token's text may depend on its neighbours (spaces, bytes
+    of one character).
 
     Example:
         >>> stream = TextStream(tokenizer, skip_special_tokens=True, spaces_between_special_tokens=True)
@@ -173,7 +178,9 @@ class TextStream:
         'user\\n'
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, spaces_between_special_tokens: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = {
             "skip_special_tokens": skip_special_tokens,
@@ -204,7 +211,9 @@ class TextStream:
         return rest
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], **self._options) if end > start else ""
+        return (
+            self._tokenizer.decode(self._tokens[start:end], **self._options) if end > start else ""
+        )
 
 
 def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] | None:
@@ -219,7 +228,8 @@ def find_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] 
 
 
 def hold_back(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to its first stop string, and without an end that may turn out to be the beginning of one.
+    """The text up to its first stop string, and without an end that may turn out to be the
+    beginning of one.
 
     Example:
         >>> hold_back("the answer</ans", ("</answer>", "END"))
@@ -235,7 +245,8 @@ def hold_back(text: str, stops: tuple[str, ...]) -> str:
 
 
 def trim_stop(text: str, matched: object, keep: bool) -> str:
-    """The text up to the stop string that ended it, or with it when ``keep``; other text as it is."""
+    """The text up to the stop string that ended it, or with it when ``keep``; other text as it
+    is."""
     if not isinstance(matched, str):
         return text
     position = text.find(matched)
@@ -244,15 +255,16 @@ def trim_stop(text: str, matched: object, keep: bool) -> str:
     return text[: position + len(matched)] if keep else text[:position]
 
 
-# -- experts -------------------------------------------------------------------------------------------
+# -- experts
+# -------------------------------------------------------------------------------------------
 
 
 class RoutedExperts:
     """Which experts each position of a sequence was sent to, for the trainer to replay them.
 
-    Recorded only by an engine that was started with ``--enable-return-routed-experts``. The newest computation counts:
-    a position that is prefilled again (after a retraction, or when a client resumes) has the experts of that prefill,
-    which are those that its keys and values come from.
+    Recorded only by an engine that was started with ``--enable-return-routed-experts``. The newest
+    computation counts: a position that is prefilled again (after a retraction, or when a client
+    resumes) has the experts of that prefill, which are those that its keys and values come from.
 
     Rows by position: int16 [positions, layers with experts, experts per token].
 
@@ -279,7 +291,9 @@ class RoutedExperts:
         end = start + len(rows)
         if end > len(self._rows):
             more = max(end, 2 * len(self._rows)) - len(self._rows)
-            self._rows = np.concatenate([self._rows, np.full((more, *self._rows.shape[1:]), UNKNOWN, _EXPERT_DTYPE)])
+            self._rows = np.concatenate(
+                [self._rows, np.full((more, *self._rows.shape[1:]), UNKNOWN, _EXPERT_DTYPE)]
+            )
         self._rows[start:end] = rows
 
     def first(self, count: int) -> np.ndarray:
@@ -289,7 +303,8 @@ class RoutedExperts:
         return np.concatenate([known, missing])
 
     def encoded(self, start: int, end: int) -> str:
-        """SGLang's form: base64 of int32 [end - start, layers, experts per token], with zeros in dense layers.
+        """SGLang's form: base64 of int32 [end - start, layers, experts per token], with zeros in
+        dense layers.
 
         A row whose entries are all -1 is of a position that was never computed.
         """
@@ -301,5 +316,6 @@ class RoutedExperts:
 
 
 def rows_of(choices: list[torch.Tensor]) -> np.ndarray:
-    """One forward's choices, [tokens, k] of each layer with experts, as int16 [tokens, layers, k] in host memory."""
+    """One forward's choices, [tokens, k] of each layer with experts, as int16 [tokens, layers, k]
+    in host memory."""
     return torch.stack(choices, dim=1).to(torch.int16).cpu().numpy()

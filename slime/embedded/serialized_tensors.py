@@ -1,10 +1,11 @@
-"""SGLang's ``serialized_named_tensors``: base64 of a pickle of named tensors, read without running what is in it.
+"""SGLang's ``serialized_named_tensors``: base64 of a pickle of named tensors, read without running
+what is in it.
 
-A pickle names functions and calls them. Here every name that the format needs stands for a function of our own that
-builds a tensor and nothing else, and any other name is refused. Tensors may be in the pickle itself
-(``pickle.dumps``), or in shared memory below /dev/shm (``ForkingPickler`` under torch's sharing strategy
-"file_system"). Handles that only a child of the sender can open (strategy "file_descriptor") and handles of GPU memory
-are refused by name.
+A pickle names functions and calls them. Here every name that the format needs stands for a function
+of our own that builds a tensor and nothing else, and any other name is refused. Tensors may be in
+the pickle itself (``pickle.dumps``), or in shared memory below /dev/shm (``ForkingPickler`` under
+torch's sharing strategy "file_system"). Handles that only a child of the sender can open (strategy
+"file_descriptor") and handles of GPU memory are refused by name.
 """
 
 from __future__ import annotations
@@ -43,39 +44,55 @@ def read_named_tensors(payload: Any, load_format: str | None) -> Pairs:
 
     Args:
         payload: base64 text, as JSON carries it.
-        load_format: None for a list of (name, tensor), "flattened_bucket" for one flat tensor and its table.
+        load_format: None for a list of (name, tensor), "flattened_bucket" for one flat tensor and
+            its table.
     Raises:
         WeightError: not such a payload, or one with anything in it that is no tensor.
     """
     if not isinstance(payload, str):
-        raise WeightError(f"serialized_named_tensors must hold base64 text, got {type(payload).__name__}")
+        raise WeightError(
+            f"serialized_named_tensors must hold base64 text, got {type(payload).__name__}"
+        )
     try:
         content = _load(base64.b64decode(payload, validate=True))
-        return _flat(content) if load_format == "flattened_bucket" else [_pair(item) for item in content]
+        return (
+            _flat(content)
+            if load_format == "flattened_bucket"
+            else [_pair(item) for item in content]
+        )
     except binascii.Error as error:
         raise WeightError(f"serialized_named_tensors is not base64: {error}") from error
     except _BROKEN as error:
-        raise WeightError(f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}") from error
+        raise WeightError(
+            f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _pair(item: Any) -> tuple[str, torch.Tensor]:
     name, tensor = item
-    if isinstance(tensor, _PerRank):  # one pickle for each rank of the engine: this one has a single rank
+    if isinstance(
+        tensor, _PerRank
+    ):  # one pickle for each rank of the engine: this one has a single rank
         tensor = _load(tensor.values[0])
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise WeightError(f"serialized_named_tensors holds {type(tensor).__name__} where a tensor is due")
+        raise WeightError(
+            f"serialized_named_tensors holds {type(tensor).__name__} where a tensor is due"
+        )
     return name, tensor
 
 
 def _flat(content: Any) -> Pairs:
-    """SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back to back."""
+    """SGLang's FlattenedTensorBucket: offsets and sizes in bytes, tensors of any dtypes back to
+    back."""
     buffer = content["flattened_tensor"]
     table = content["metadata"]
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
         raise WeightError("flattened_tensor must be a tensor of bytes (uint8)")
     pairs = []
     for entry in table:
-        part = buffer[entry.start_idx : entry.end_idx].clone()  # a copy is aligned, wherever the bytes begin
+        part = buffer[
+            entry.start_idx : entry.end_idx
+        ].clone()  # a copy is aligned, wherever the bytes begin
         shape = tuple(entry.shape)
         if part.numel() != torch.Size(shape).numel() * entry.dtype.itemsize:
             said = f"{part.numel()} bytes for {dtype_name(entry.dtype)} {list(shape)}"
@@ -84,7 +101,8 @@ def _flat(content: Any) -> Pairs:
     return pairs
 
 
-# -- what a pickle may name ----------------------------------------------------------------------------
+# -- what a pickle may name
+# ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -121,7 +139,9 @@ def _typed(storage: Any, dtype: torch.dtype) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _attach(_class: Any, manager: bytes, handle: bytes, size: int, dtype: torch.dtype | None = None) -> Any:
+def _attach(
+    _class: Any, manager: bytes, handle: bytes, size: int, dtype: torch.dtype | None = None
+) -> Any:
     if dtype is not None:
         return _typed(_attach(_class, manager, handle, size * dtype.itemsize), dtype)
     return torch.UntypedStorage._new_shared_filename_cpu(manager, handle, size)._shared_decref()
@@ -131,7 +151,9 @@ _SHARED = "torch.multiprocessing.reductions."
 _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch.storage._load_from_bytes": lambda raw: torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu"),
+    "torch.storage._load_from_bytes": lambda raw: torch.load(
+        io.BytesIO(raw), weights_only=True, map_location="cpu"
+    ),
     _SHARED + "rebuild_tensor": lambda _class, storage, place: _tensor(storage, *place),
     _SHARED + "rebuild_typed_storage": _typed,
     _SHARED + "rebuild_storage_filename": _attach,
@@ -158,17 +180,23 @@ class _TensorUnpickler(pickle.Unpickler):
             return vars(torch)[name]
         if full in _CALLS:
             call = _CALLS[full]
-            return lambda *args: call(*args)  # an object of its own: a pickle may set attributes on what it names
+            return lambda *args: call(
+                *args
+            )  # an object of its own: a pickle may set attributes on what it names
         if module.startswith("sglang.") and name in _RECORDS:
             return type(name, (_RECORDS[name],), {})  # likewise
         if full in _CLASSES:
             return full
         if full in _OPENED_BY_CHILDREN:
             raise WeightError(
-                "the tensors are shared by file descriptor, which only a child of the sender can open; call "
-                "torch.multiprocessing.set_sharing_strategy('file_system') before they are serialized"
+                "the tensors are shared by file descriptor, which only a child of the sender can "
+                "open; call "
+                "torch.multiprocessing.set_sharing_strategy('file_system') before they are "
+                "serialized"
             )
-        raise WeightError(f"serialized_named_tensors names {full}, which is no part of a tensor in CPU memory")
+        raise WeightError(
+            f"serialized_named_tensors names {full}, which is no part of a tensor in CPU memory"
+        )
 
 
 def _load(raw: bytes) -> Any:

@@ -38,7 +38,9 @@ from slime.prompts.tokenizer import load_tokenizer
 logger = get_logger(__name__)
 
 _LARGEST_BODY = 1 << 30
-_SWITCH_INTERVAL = 0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
+_SWITCH_INTERVAL = (
+    0.0002  # seconds; how long the engine thread waits for the interpreter after each kernel
+)
 _GOODBYE_SECONDS = 0.5
 _ANSWERS_SECONDS = 2.0
 
@@ -69,9 +71,13 @@ async def serve(
         follow_parent(parent_pid, lambda: loop.call_soon_threadsafe(stopping.set))
     sys.setswitchinterval(_SWITCH_INTERVAL)
     loading = loop.create_task(load(options, loop, stopping))
-    app = application(loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key)
+    app = application(
+        loading, EngineAccess(is_loopback(listener.getsockname()[0]), inference_only), key
+    )
     logging.getLogger("aiohttp.server").addFilter(_is_no_http2_preface)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_ANSWERS_SECONDS
+    )
     await runner.setup()
     await web.SockSite(runner, listener).start()
     stop = loop.create_task(stopping.wait())
@@ -81,7 +87,9 @@ async def serve(
             return 0
         state = loading.result()
         host, port = listener.getsockname()[:2]
-        logger.info("serving %s on http://%s:%d (%d threads)", state.model_name, host, port, _num_threads())
+        logger.info(
+            "serving %s on http://%s:%d (%d threads)", state.model_name, host, port, _num_threads()
+        )
         await stopping.wait()
         return await _shut_down(state)
     finally:
@@ -89,7 +97,9 @@ async def serve(
         await runner.cleanup()
 
 
-def application(loading: asyncio.Task[ServerState], access: EngineAccess, key: str = "") -> web.Application:
+def application(
+    loading: asyncio.Task[ServerState], access: EngineAccess, key: str = ""
+) -> web.Application:
     """The server's routes, which answer 503 until ``loading`` is done."""
     middlewares = [_admitting(access), _asking_for(key), _errors]
     app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
@@ -99,7 +109,9 @@ def application(loading: asyncio.Task[ServerState], access: EngineAccess, key: s
     return app
 
 
-async def load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> ServerState:
+async def load(
+    options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event
+) -> ServerState:
     """Load model and tokenizer, and start the engine's thread.
 
     Args:
@@ -134,7 +146,9 @@ async def load(options: EngineOptions, loop: asyncio.AbstractEventLoop, stopping
         limits=limits,
         tokenizer=tokenizer,
         model_name=options.served_model_name or Path(options.model_path).name,
-        tool_format=tool_format(chat_template(Path(options.model_path)), family_name(options.model_path))
+        tool_format=tool_format(
+            chat_template(Path(options.model_path)), family_name(options.model_path)
+        )
         if tokenizer is not None
         else None,
         architectures=list(config.get("architectures") or []),
@@ -155,7 +169,11 @@ async def _shut_down(state: ServerState) -> int:
     state.engine.stop()
     state.updates.shutdown(wait=False, cancel_futures=True)
     counters = state.engine.scheduler.counters
-    logger.info("stopping, %d tokens decoded and %d prefilled", counters.decoded_tokens, counters.prefilled_tokens)
+    logger.info(
+        "stopping, %d tokens decoded and %d prefilled",
+        counters.decoded_tokens,
+        counters.prefilled_tokens,
+    )
     return 1 if died else 0
 
 
@@ -176,7 +194,10 @@ def _asking_for(key: str) -> Middleware:
     async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
         if admits(key, request.method, request.path, request.headers.get("Authorization", "")):
             return await handler(request)
-        said = f"this engine asks for the key of its run, or of its {VARIABLE} (Authorization: Bearer KEY)"
+        said = (
+            f"this engine asks for the key of its run, or of its {VARIABLE} (Authorization: "
+            "Bearer KEY)"
+        )
         return _refusal(request, said, 401, "unauthorized")
 
     return ask
@@ -184,19 +205,25 @@ def _asking_for(key: str) -> Middleware:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal as JSON with a message; what was not foreseen as status 500, with the traceback in the log."""
+    """Every refusal as JSON with a message; what was not foreseen as status 500, with the traceback
+    in the log."""
     try:
         return await handler(request)
     except BadRequest as error:
         return _refusal(request, str(error), 400, "invalid_request_error", error.field)
-    except (UserError, web.RequestPayloadError) as error:  # also a body that is not encoded as it says
+    except (
+        UserError,
+        web.RequestPayloadError,
+    ) as error:  # also a body that is not encoded as it says
         return _refusal(request, str(error), 400, "invalid_request_error")
     except (Unavailable, EngineDead) as error:
         return _refusal(request, str(error), 503, "unavailable")
     except TimeoutError:
         return _refusal(request, "the engine did not take the order up in time", 503, "unavailable")
     except web.HTTPException as error:
-        return _refusal(request, f"{request.method} {request.path}: {error.reason}", error.status, "not_found")
+        return _refusal(
+            request, f"{request.method} {request.path}: {error.reason}", error.status, "not_found"
+        )
     except asyncio.CancelledError:
         raise
     except Exception as error:
@@ -205,16 +232,22 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _is_no_http2_preface(record: logging.LogRecord) -> bool:
-    """The router asks every new worker whether it speaks gRPC: no reason for two tracebacks in the log of each run."""
+    """The router asks every new worker whether it speaks gRPC: no reason for two tracebacks in the
+    log of each run."""
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, BadHttpMessage) and "PRI/Upgrade" in str(error))
 
 
-def _refusal(request: web.Request, message: str, status: int, kind: str, param: str | None = None) -> web.Response:
-    """As SGLang answers: OpenAI's routes with the error as the body, its own with an ``error`` in it."""
+def _refusal(
+    request: web.Request, message: str, status: int, kind: str, param: str | None = None
+) -> web.Response:
+    """As SGLang answers: OpenAI's routes with the error as the body, its own with an ``error`` in
+    it."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     is_openai = request.path.startswith("/v1/")
-    return json_response({"object": "error", **error} if is_openai else {"error": error}, status=status)
+    return json_response(
+        {"object": "error", **error} if is_openai else {"error": error}, status=status
+    )
 
 
 def _tokenizer_of(options: EngineOptions) -> Any:
@@ -222,7 +255,9 @@ def _tokenizer_of(options: EngineOptions) -> Any:
     model_path = options.model_path
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((Path(model_path) / name).is_file() for name in names):
-        logger.warning("%s has no tokenizer: requests must bring input_ids, answers carry no text", model_path)
+        logger.warning(
+            "%s has no tokenizer: requests must bring input_ids, answers carry no text", model_path
+        )
         return None
     return load_tokenizer(model_path, trust_remote_code=options.trust_remote_code)
 

@@ -1,7 +1,8 @@
 """Weight updates as they arrive: shared memory, broadcast, or a directory.
 
-Bytes are received off the engine thread; only the copy into place runs between two of its steps. Each update is checked
-as a whole (names, shapes, dtypes) before anything is written, so that a refused one changes nothing.
+Bytes are received off the engine thread; only the copy into place runs between two of its steps.
+Each update is checked as a whole (names, shapes, dtypes) before anything is written, so that a
+refused one changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import torch
 from slime.embedded.engine import Engine
 from slime.embedded.serialized_tensors import read_named_tensors
 from slime.embedded.weights import WeightError
-from slime.engines.request_fields import FLAG, LIST, TEXT, BadRequest, Kind, integer, one_of, optional, required
+from slime.engines.request_fields import (
+    FLAG,
+    LIST,
+    TEXT,
+    BadRequest,
+    Kind,
+    integer,
+    one_of,
+    optional,
+    required,
+)
 from slime.engines.wire.buckets import TensorEntry, dtype_of, entries_of, unpack
 from slime.engines.wire.process_group import ExternalGroup
 from slime.engines.wire.shared_memory import attach
@@ -49,10 +60,13 @@ class WeightUpdater:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: dict[str, ExternalGroup] = {}
-        self._order = threading.Lock()  # updates one after the other, in the order in which they came
+        self._order = (
+            threading.Lock()
+        )  # updates one after the other, in the order in which they came
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
-        """``/update_weights_from_tensor``: segments of shared memory, or SGLang's serialized tensors."""
+        """``/update_weights_from_tensor``: segments of shared memory, or SGLang's serialized
+        tensors."""
         load_format = body.get("load_format")
         pairs: list[tuple[str, torch.Tensor]] = []
         if load_format == "shared_memory":
@@ -63,17 +77,23 @@ class WeightUpdater:
                 return self._apply(pairs, body)
         if load_format not in (None, "flattened_bucket"):
             raise WeightError(
-                f"load_format {load_format!r} is not supported by the embedded engine; use 'shared_memory' with "
+                f"load_format {load_format!r} is not supported by the embedded engine; use "
+                "'shared_memory' with "
                 "segments, or 'flattened_bucket' or none with serialized_named_tensors"
             )
         payloads = required(body, "serialized_named_tensors", LIST)
         if not payloads:
-            raise WeightError("serialized_named_tensors is empty; give one payload for each rank of the engine")
+            raise WeightError(
+                "serialized_named_tensors is empty; give one payload for each rank of the engine"
+            )
         with self._order:
-            return self._apply(read_named_tensors(payloads[0], load_format), body)  # rank 0 is the only one
+            return self._apply(
+                read_named_tensors(payloads[0], load_format), body
+            )  # rank 0 is the only one
 
     def from_distributed(self, body: Mapping[str, Any]) -> str:
-        """``/update_weights_from_distributed``: one broadcast of the flat bucket, or one per tensor."""
+        """``/update_weights_from_distributed``: one broadcast of the flat bucket, or one per
+        tensor."""
         name = _group_name(body)
         group = self._groups.get(name)
         if group is None:
@@ -82,7 +102,9 @@ class WeightUpdater:
         entries = _entries(body)
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
-            raise WeightError(f"load_format {load_format!r} is not known; use 'flattened_bucket' or leave it out")
+            raise WeightError(
+                f"load_format {load_format!r} is not known; use 'flattened_bucket' or leave it out"
+            )
         store = self._engine.store
         with self._order:
             problem = _problem(lambda: store.check((entry.name, entry.shape) for entry in entries))
@@ -90,8 +112,12 @@ class WeightUpdater:
                 pairs = _receive(group, entries, load_format is not None, store.device)
             except RuntimeError as error:
                 self._leave(name)
-                raise WeightError(f"the broadcast of group '{name}' failed, the group is closed: {error}") from error
-            if problem is not None:  # taken part in the collective all the same, so that nobody hangs
+                raise WeightError(
+                    f"the broadcast of group '{name}' failed, the group is closed: {error}"
+                ) from error
+            if (
+                problem is not None
+            ):  # taken part in the collective all the same, so that nobody hangs
                 raise problem
             return self._apply(pairs, body)
 
@@ -102,32 +128,44 @@ class WeightUpdater:
         with self._order:
             self._abort_if_asked(body)
             try:
-                count = self._engine.call(lambda: self._engine.store.load_directory(path, version)).result(
-                    _COPY_DEADLINE
-                )
-            except (UserError, OSError) as error:  # a name that is longer than a file system takes, say
+                count = self._engine.call(
+                    lambda: self._engine.store.load_directory(path, version)
+                ).result(_COPY_DEADLINE)
+            except (
+                UserError,
+                OSError,
+            ) as error:  # a name that is longer than a file system takes, say
                 raise WeightError(str(error)) from error
             self._flush_if_asked(body)
         return f"{count} tensors from {path}"
 
     def join_group(self, body: Mapping[str, Any]) -> str:
-        """``/init_weights_update_group``: become rank ``rank_offset`` of a group that the trainer opened."""
+        """``/init_weights_update_group``: become rank ``rank_offset`` of a group that the trainer
+        opened."""
         name = _group_name(body)
         backend = optional(body, "backend", _BACKEND, "nccl")
         if backend == "nccl" and self._engine.device.type != "cuda":
-            raise WeightError("this engine runs on CPU and cannot join a group with backend nccl; use gloo")
+            raise WeightError(
+                "this engine runs on CPU and cannot join a group with backend nccl; use gloo"
+            )
         if name in self._groups:
             raise WeightError(f"the group '{name}' exists already; destroy it first")
         world_size = required(body, "world_size", _WORLD_SIZE)
         rank = required(body, "rank_offset", _RANK)
         if rank >= world_size:
-            raise BadRequest(f"rank_offset must be below world_size ({world_size}), got {rank}", "rank_offset")
+            raise BadRequest(
+                f"rank_offset must be below world_size ({world_size}), got {rank}", "rank_offset"
+            )
         address = required(body, "master_address", _NAME)
         port = required(body, "master_port", _PORT)
         try:
-            self._groups[name] = ExternalGroup.join(address, port, name, backend, rank, world_size, _JOIN_DEADLINE)
+            self._groups[name] = ExternalGroup.join(
+                address, port, name, backend, rank, world_size, _JOIN_DEADLINE
+            )
         except RuntimeError as error:
-            raise WeightError(f"rank {rank} of {world_size} could not join {address}:{port}: {error}") from error
+            raise WeightError(
+                f"rank {rank} of {world_size} could not join {address}:{port}: {error}"
+            ) from error
         return f"joined '{name}' as rank {rank} of {world_size}"
 
     def leave_group(self, body: Mapping[str, Any]) -> str:
@@ -167,7 +205,9 @@ def _read_segment(segment: Any) -> list[tuple[str, torch.Tensor]]:
     try:
         buffer = attach(name.removeprefix("/dev/shm/"), nbytes)
     except FileNotFoundError as error:
-        raise WeightError(f"there is no segment {name} in /dev/shm; engine and trainer must be on one host") from error
+        raise WeightError(
+            f"there is no segment {name} in /dev/shm; engine and trainer must be on one host"
+        ) from error
     except (ValueError, OSError) as error:
         raise WeightError(str(error)) from error
     try:

@@ -1,7 +1,8 @@
 """The weights of the engine, addressed by Hugging Face names although some of them are fused.
 
-``…q_proj.weight`` is a view of the fused qkv matrix, and so on: writing to a name writes into place. Names that share a
-fused matrix are updated independently; the blocked copies that the CPU multiplies with are made anew afterwards.
+``…q_proj.weight`` is a view of the fused qkv matrix, and so on: writing to a name writes into
+place. Names that share a fused matrix are updated independently; the blocked copies that the CPU
+multiplies with are made anew afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from slime.models.quantised import Quantisation
 
 
 class WeightError(Exception):
-    """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was changed by it."""
+    """An update that cannot be applied: unknown name, wrong shape, missing tensor. Nothing was
+    changed by it."""
 
 
 class WeightStore:
@@ -35,10 +37,12 @@ class WeightStore:
         named: Hugging Face name → view of the parameter; writing goes through `update`.
         form: of quantised weights, as updates bring them; None for plain ones.
         version: weight version that requests report, as a string.
-        epoch: counts updates; keys and values computed under different epochs are never mixed into one prefix.
+        epoch: counts updates; keys and values computed under different epochs are never mixed into
+            one prefix.
         pushed: names updated under the current version.
         linears: all weights that multiply.
-        broken: why the weights are not one consistent version, or ""; mended by an update that brings all of them.
+        broken: why the weights are not one consistent version, or ""; mended by an update that
+            brings all of them.
     """
 
     def __init__(
@@ -67,13 +71,17 @@ class WeightStore:
         self.pushed: set[str] = set()
         self.broken = ""
 
-    # -- updates ---------------------------------------------------------------------------------------
+    # -- updates
+    # ---------------------------------------------------------------------------------------
 
-    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> int:
+    def update(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: str | None = None
+    ) -> int:
         """Write tensors into place, all of them or none; returns how many.
 
         Args:
-            tensors: (Hugging Face name, tensor of the parameter's shape); cast to the engine's dtype.
+            tensors: (Hugging Face name, tensor of the parameter's shape); cast to the engine's
+                dtype.
             version: the version they belong to; None keeps the current one.
         Raises:
             WeightError: a name or shape that the model does not have, or a tensor that comes twice.
@@ -86,7 +94,11 @@ class WeightStore:
             if self.form is not None:
                 self.form.begin()
         for name, tensor in table:
-            whole = (name, tensor) if self.form is None or name not in self.form else self.form.take(name, tensor)
+            whole = (
+                (name, tensor)
+                if self.form is None or name not in self.form
+                else self.form.take(name, tensor)
+            )
             if whole is not None and whole[0] in self.named:  # else it is a tied head
                 self._write(*whole)
         self.pushed.update(name for name, _ in table)
@@ -102,7 +114,11 @@ class WeightStore:
 
     def _check_parts(self, table: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in table:
-            problem = self.form.problem(name, dtype_name(tensor.dtype)) if self.form and name in self.form else ""
+            problem = (
+                self.form.problem(name, dtype_name(tensor.dtype))
+                if self.form and name in self.form
+                else ""
+            )
             if problem:
                 raise WeightError(problem)
 
@@ -126,7 +142,9 @@ class WeightStore:
             else:
                 raise WeightError(f"the model has no parameter {name}{self._nearest(name)}")
             if shape != expected:
-                raise WeightError(f"{name} has shape {list(shape)}, the model's is {list(expected)}")
+                raise WeightError(
+                    f"{name} has shape {list(shape)}, the model's is {list(expected)}"
+                )
 
     def missing(self) -> list[str]:
         """Parameters that no update under the current version has brought."""
@@ -143,7 +161,8 @@ class WeightStore:
         return self.named if self.form is None else self.form.held(self.named)
 
     def load_directory(self, path: str | Path, version: str | None = None) -> int:
-        """Read a Hugging Face directory: every parameter, no other, checked before anything is written.
+        """Read a Hugging Face directory: every parameter, no other, checked before anything is
+        written.
 
         Raises:
             UserError: no safetensors there, a shard missing or damaged.
@@ -168,7 +187,8 @@ class WeightStore:
                 self.update(((name, content.get_tensor(name)) for name in names), version)
         return len(shapes)
 
-    # -- checks ----------------------------------------------------------------------------------------
+    # -- checks
+    # ----------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> torch.Tensor:
         """The parameter of a Hugging Face name; a tied head is the embedding.
@@ -190,14 +210,20 @@ class WeightStore:
         """
         held = self.held
         chosen = list(names if names is not None else held)
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
+        tied = (
+            {"lm_head.weight": "model.embed_tokens.weight"} if self.arch.tie_word_embeddings else {}
+        )
         unknown = [name for name in chosen if tied.get(name, name) not in held]
         if unknown:
-            raise WeightError(f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}")
+            raise WeightError(
+                f"the model has no parameter {_few(unknown)}{self._nearest(unknown[0])}"
+            )
         return {name: fingerprint(held[tied.get(name, name)]) for name in chosen}
 
     def take_snapshot(self) -> None:
-        self._snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.held.items()}
+        self._snapshot = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in self.held.items()
+        }
 
     def reset(self) -> None:
         """Overwrite every parameter with noise, so that a push that leaves one out is seen."""
@@ -216,11 +242,16 @@ class WeightStore:
         if self._snapshot is None:
             raise WeightError("compare needs a snapshot: send the action snapshot first")
         expected = self._snapshot
-        differing = [name for name, tensor in self.held.items() if not _same(tensor.cpu(), expected[name])]
+        differing = [
+            name for name, tensor in self.held.items() if not _same(tensor.cpu(), expected[name])
+        ]
         if differing:
-            raise WeightError(f"{len(differing)} parameters differ from the snapshot: {_few(differing)}")
+            raise WeightError(
+                f"{len(differing)} parameters differ from the snapshot: {_few(differing)}"
+            )
 
-    # -- memory ----------------------------------------------------------------------------------------
+    # -- memory
+    # ----------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -228,7 +259,8 @@ class WeightStore:
         return unpacked + sum(linear.packed_nbytes for linear in self.linears)
 
     def release(self) -> None:
-        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked copies go."""
+        """Give memory back: on a GPU the parameters move to the host; on CPU only the blocked
+        copies go."""
         for linear in self.linears:
             linear.invalidate()
         if self.device.type != "cpu":
@@ -243,15 +275,20 @@ class WeightStore:
             storage.data = storage.data.to(device)
         self._bind()
 
-    # -- construction ----------------------------------------------------------------------------------
+    # -- construction
+    # ----------------------------------------------------------------------------------
 
     def _build(self, num_positions: int) -> Decoder:
-        """By Megatron's names of the parameters; the family's table says which there are and what they are made of."""
+        """By Megatron's names of the parameters; the family's table says which there are and what
+        they are made of."""
         arch = self.arch
         self._owners: list[torch.Tensor] = []
         self._bindings: list[tuple[str, torch.Tensor, int, int]] = []
         embedding = self._tensor("embedding.word_embeddings.weight")
-        layers = [self._build_layer(f"decoder.layers.{number}.", number) for number in range(arch.num_layers)]
+        layers = [
+            self._build_layer(f"decoder.layers.{number}.", number)
+            for number in range(arch.num_layers)
+        ]
         norm = self._tensor("decoder.final_layernorm.weight")
         if arch.tie_word_embeddings:
             match = arch.family.match_megatron("output_layer.weight", arch.spec)
@@ -268,11 +305,15 @@ class WeightStore:
         experts = self.arch.experts
         return DecoderLayer(
             input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
-            attention=self._latent_attention(attention) if self.arch.latent else self._grouped_attention(attention),
+            attention=self._latent_attention(attention)
+            if self.arch.latent
+            else self._grouped_attention(attention),
             output=self._linear(f"{attention}linear_proj"),
             post_attention_norm=self._if_there(f"{prefix}post_self_attn_layernorm.weight"),
             mlp_norm=self._tensor(f"{prefix}pre_mlp_layernorm.weight"),
-            mlp=self._experts(mlp, experts) if experts and experts.in_layer[number] else self._mlp(mlp),
+            mlp=self._experts(mlp, experts)
+            if experts and experts.in_layer[number]
+            else self._mlp(mlp),
             post_mlp_norm=self._if_there(f"{prefix}post_mlp_layernorm.weight"),
         )
 
@@ -287,14 +328,18 @@ class WeightStore:
             self.arch,
             query_down=self._linear(f"{prefix}linear_q_down_proj") if low_rank else None,
             query_norm=self._if_there(f"{prefix}q_layernorm.weight"),
-            query=self._linear(f"{prefix}linear_q_up_proj" if low_rank else f"{prefix}linear_q_proj"),
+            query=self._linear(
+                f"{prefix}linear_q_up_proj" if low_rank else f"{prefix}linear_q_proj"
+            ),
             key_down=self._linear(f"{prefix}linear_kv_down_proj"),
             key_norm=self._tensor(f"{prefix}kv_layernorm.weight"),
             key_value=self._linear(f"{prefix}linear_kv_up_proj"),
         )
 
     def _mlp(self, prefix: str, expert: str = "") -> Mlp:
-        return Mlp(self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert))
+        return Mlp(
+            self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert)
+        )
 
     def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
         has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
@@ -307,7 +352,8 @@ class WeightStore:
         )
 
     def _made_of(self, name: str) -> tuple[str, ...] | None:
-        """Hugging Face names of a Megatron parameter; None where the model has no such parameter."""
+        """Hugging Face names of a Megatron parameter; None where the model has no such
+        parameter."""
         match = self.arch.family.match_megatron(name, self.arch.spec)
         return None if match is None else match.sources
 
@@ -334,10 +380,13 @@ class WeightStore:
         return None if names is None else self._allocate(names)
 
     def _allocate(self, names: tuple[str, ...]) -> torch.Tensor:
-        """One tensor that holds these parameters below each other; their views are made by `_bind`."""
+        """One tensor that holds these parameters below each other; their views are made by
+        `_bind`."""
         rows = [self._shapes[name][0] for name in names]
         dtype = dtype_in(self.dtype, names[0], self.dtype)
-        owner = torch.zeros((sum(rows), *self._shapes[names[0]][1:]), dtype=dtype, device=self.device)
+        owner = torch.zeros(
+            (sum(rows), *self._shapes[names[0]][1:]), dtype=dtype, device=self.device
+        )
         self._owners.append(owner)
         first = 0
         for name, count in zip(names, rows):
@@ -371,14 +420,20 @@ def make_store(
         UserError: the directory is not a complete checkpoint of this model.
     """
     name = arch.dtype if dtype_or_auto == "auto" else dtype_or_auto
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(name)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(
+        name
+    )
     if dtype is None:
         raise UserError(f"--dtype {name} is not known", fix="use auto, bfloat16 or float32")
-    store = WeightStore(arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path)))
+    store = WeightStore(
+        arch, dtype, device, num_positions, fixed, Quantisation.read(read_hf_config(model_path))
+    )
     try:
         store.load_directory(model_path)
     except WeightError as error:
-        raise UserError(f"{model_path} is not a complete {arch.model_type} checkpoint", why=str(error)) from error
+        raise UserError(
+            f"{model_path} is not a complete {arch.model_type} checkpoint", why=str(error)
+        ) from error
     store.pushed = set()
     return store
 

@@ -3,7 +3,8 @@
 Two servers speak it: stock SGLang and the embedded engine (`slime.embedded`). One contract
 test suite (`tests/contracts/test_engine.py`) runs against both.
 
-    rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue ──► each engine
+    rollout ── /generate ──► router ──► engine 0..n        weights ── pause, update, flush, continue
+    ──► each engine
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     import aiohttp
 
 #: Routes that every engine answers. `GET` unless listed in POST_ROUTES.
-GET_ROUTES = ("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/v1/loads")
+GET_ROUTES = (
+    "/health",
+    "/health_generate",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/v1/loads",
+)
 POST_ROUTES = (
     "/generate",
     "/abort_request",
@@ -64,7 +72,8 @@ def is_embedded(info: Mapping[str, Any]) -> bool:
 
 
 class EngineError(Exception):
-    """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with success=false."""
+    """An engine (or the router) did not do what was asked: HTTP status, time-out or a body with
+    success=false."""
 
     def __init__(self, url: str, what: str, status: int | None = None) -> None:
         super().__init__(url, what, status)
@@ -103,7 +112,8 @@ class GenerateResult:
     def from_json(body: dict[str, Any]) -> GenerateResult:
         """
         Raises:
-            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for NaN).
+            EngineError: no answer of ``/generate``, or tokens without a log-prob (null stands for
+                NaN).
         """
         if "meta_info" not in body:
             raise EngineError("/generate", f"the answer has no meta_info: {body!r:.200}")
@@ -113,7 +123,9 @@ class GenerateResult:
         num_tokens = max(len(pairs), len(token_ids))
         num_log_probs = sum(pair[0] is not None for pair in pairs)
         if pairs and num_log_probs < num_tokens:
-            raise EngineError("/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens")
+            raise EngineError(
+                "/generate", f"the answer has {num_log_probs} log-probs for {num_tokens} tokens"
+            )
         reason = meta.get("finish_reason") or {}
         return GenerateResult(
             token_ids=[int(pair[1]) for pair in pairs] if pairs else token_ids,
@@ -125,7 +137,8 @@ class GenerateResult:
 
 
 def is_ready(url: str, timeout: float) -> bool:
-    """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without an event loop."""
+    """Whether a GET of ``url`` is answered with 200 within ``timeout`` seconds; for callers without
+    an event loop."""
     try:
         with WITHOUT_PROXIES.open(url, timeout=timeout) as answer:
             return answer.status == 200
@@ -134,10 +147,11 @@ def is_ready(url: str, timeout: float) -> bool:
 
 
 class EngineClient:
-    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline, and carries the key that
-    this process knows for the URL (`slime.engines.keys`).
+    """Async HTTP client for one base URL (an engine or the router). Every call has a deadline, and
+    carries the key that this process knows for the URL (`slime.engines.keys`).
 
-    Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one event loop.
+    Use as ``async with EngineClient(url) as engine``. Safe to share by any number of tasks of one
+    event loop.
 
     Args:
         url: base URL, e.g. "http://127.0.0.1:30000".
@@ -145,7 +159,9 @@ class EngineClient:
         max_connections: concurrent connections, 0 for no limit.
     """
 
-    def __init__(self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0) -> None:
+    def __init__(
+        self, url: str, timeout: float = _ANSWER_SECONDS, max_connections: int = 0
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._max_connections = max_connections
@@ -181,7 +197,8 @@ class EngineClient:
         """One call; returns the decoded JSON body ({} when the answer has none).
 
         Raises:
-            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it refuses the key.
+            EngineError: connection failed, deadline passed, or HTTP status >= 400; 401 when it
+                refuses the key.
         """
         import aiohttp
 
@@ -197,14 +214,24 @@ class EngineClient:
             ) as response:
                 raw = await response.read()
                 if response.status >= 400:
-                    said = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+                    said = (
+                        f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+                    )
                     if response.status == 401:
-                        said = ("refuses the run's key: " if key else "asks for a key, and none is known: ") + said
+                        said = (
+                            "refuses the run's key: "
+                            if key
+                            else "asks for a key, and none is known: "
+                        ) + said
                     raise EngineError(self.url, said, response.status)
         except TimeoutError as error:
-            raise EngineError(self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s") from error
+            raise EngineError(
+                self.url, f"{path} gave no answer within {timeout or self.timeout:.0f} s"
+            ) from error
         except aiohttp.ClientError as error:
-            raise EngineError(self.url, f"{path} failed: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                self.url, f"{path} failed: {type(error).__name__}: {error}"
+            ) from error
         try:
             decoded = orjson.loads(raw) if raw else {}
         except orjson.JSONDecodeError:  # /health and /flush_cache answer plain text
@@ -214,7 +241,9 @@ class EngineClient:
     async def get(self, path: str, timeout: float | None = None) -> dict[str, Any]:
         return await self.request("GET", path, timeout=timeout)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
         """Like `request`; a body that says ``success: false`` is an EngineError too."""
         answer = await self.request("POST", path, body if body is not None else {}, timeout=timeout)
         if answer.get("success") is False:
@@ -230,9 +259,17 @@ class EngineClient:
         headers: dict[str, str] | None = None,
         **extra: Any,
     ) -> GenerateResult:
-        """Token-in, token-out generation with log-probs. ``extra`` goes into the request body (``rid``, …)."""
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **extra}
-        return GenerateResult.from_json(await self.request("POST", "/generate", body, timeout=timeout, headers=headers))
+        """Token-in, token-out generation with log-probs. ``extra`` goes into the request body
+        (``rid``, …)."""
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+            **extra,
+        }
+        return GenerateResult.from_json(
+            await self.request("POST", "/generate", body, timeout=timeout, headers=headers)
+        )
 
     async def wait_healthy(self, deadline: float, path: str = "/health") -> None:
         """Poll until the server answers 200, at most ``deadline`` seconds."""
@@ -244,6 +281,8 @@ class EngineClient:
                 return
             except EngineError as error:
                 if time.monotonic() + delay > end:
-                    raise EngineError(self.url, f"not healthy within {deadline:.0f} s (last: {error.what})") from error
+                    raise EngineError(
+                        self.url, f"not healthy within {deadline:.0f} s (last: {error.what})"
+                    ) from error
             await asyncio.sleep(delay)
             delay = min(delay * 1.5, 1.0)

@@ -1,5 +1,5 @@
-"""The shapes of OpenAI's chat completions: whole answers, chunks of a stream, and server-sent events. For every server
-here that speaks them."""
+"""The shapes of OpenAI's chat completions: whole answers, chunks of a stream, and server-sent
+events. For every server here that speaks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import orjson
 from slime.engines.tool_calls import Call
 
 #: Of a response that is a stream of events.
-EVENT_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+EVENT_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 #: The last event of OpenAI's streams.
 DONE = b"data: [DONE]\n\n"
 #: What a chunk says of an end that has not come.
@@ -33,7 +37,8 @@ def event(body: Any, name: str = "") -> bytes:
 
 
 def new_call_id() -> str:
-    """Of a call of a tool: nine letters and digits, since chat templates of Mistral's refuse any other."""
+    """Of a call of a tool: nine letters and digits, since chat templates of Mistral's refuse any
+    other."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
@@ -42,22 +47,35 @@ def tool_call(call: Call, call_id: str = "") -> dict[str, Any]:
     return {"id": call_id or new_call_id(), "type": "function", "function": function}
 
 
-def message(text: str, calls: Sequence[dict[str, Any]], reasoning: str | None = None) -> dict[str, Any]:
+def message(
+    text: str, calls: Sequence[dict[str, Any]], reasoning: str | None = None
+) -> dict[str, Any]:
     """What the assistant says. SGLang's field for reasoning is there only where there is some."""
-    said = {"role": "assistant", "content": text or (None if calls else ""), "tool_calls": list(calls) or None}
+    said = {
+        "role": "assistant",
+        "content": text or (None if calls else ""),
+        "tool_calls": list(calls) or None,
+    }
     return said | ({"reasoning_content": reasoning} if reasoning is not None else {})
 
 
 def ending(kind: str | None, matched: Any = None, *, calls_tools: bool = False) -> dict[str, Any]:
     """How a choice ended, in OpenAI's word, and SGLang's field for what stopped it."""
-    return {"finish_reason": "tool_calls" if calls_tools and kind == "stop" else kind, "matched_stop": matched}
+    return {
+        "finish_reason": "tool_calls" if calls_tools and kind == "stop" else kind,
+        "matched_stop": matched,
+    }
 
 
-def choice(index: int, said: dict[str, Any], end: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
+def choice(
+    index: int, said: dict[str, Any], end: dict[str, Any], logprobs: Any = None
+) -> dict[str, Any]:
     return {"index": index, "message": said, "logprobs": logprobs} | end
 
 
-def piece(index: int, delta: dict[str, Any], end: dict[str, Any] | None = None, logprobs: Any = None) -> dict[str, Any]:
+def piece(
+    index: int, delta: dict[str, Any], end: dict[str, Any] | None = None, logprobs: Any = None
+) -> dict[str, Any]:
     """A choice in a chunk."""
     return {"index": index, "delta": delta, "logprobs": logprobs} | (end or GOING_ON)
 

@@ -1,5 +1,5 @@
-"""Messages and tools of OpenAI's chat completions: checked, and read by `slime.prompts.conversation`. For every server
-here that speaks chat completions."""
+"""Messages and tools of OpenAI's chat completions: checked, and read by
+`slime.prompts.conversation`. For every server here that speaks chat completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _SAYS_SOMETHING = ("content", "tool_calls", "function_call", *conversation.REASO
 
 @contextlib.contextmanager
 def refused(field: str) -> Iterator[None]:
-    """What cannot be understood of a conversation inside is a `BadRequest` that blames ``field``."""
+    """What cannot be understood of a conversation inside is a `BadRequest` that blames
+    ``field``."""
     try:
         yield
     except ConversationError as error:
@@ -40,7 +41,9 @@ def read_messages(body: Mapping[str, Any]) -> Messages:
             raise BadRequest(f"{where} must be an object with a role and content", "messages")
         role = message.get("role")
         if role not in _ROLES:
-            raise BadRequest(f"the role of {where} must be one of {', '.join(_ROLES)}, not {role!r}", "messages")
+            raise BadRequest(
+                f"the role of {where} must be one of {', '.join(_ROLES)}, not {role!r}", "messages"
+            )
         says = _SAYS_SOMETHING if role == "assistant" else ("content",)
         if not any(message.get(key) is not None for key in says):
             raise BadRequest(f"{where} has no content", "messages")
@@ -75,7 +78,8 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
-            f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs constrained decoding, which "
+            f"tool_choice must be 'auto' or 'none', got {choice!r}: a forced call needs "
+            "constrained decoding, which "
             "is not done here",
             "tool_choice",
         )

@@ -1,15 +1,18 @@
-"""The rollout's HTTP client: every request of a rollout goes through here, to the router or straight to an engine.
+"""The rollout's HTTP client: every request of a rollout goes through here, to the router or
+straight to an engine.
 
     generate function ──► RolloutClient ──► router ──► engine
                            slots     at most concurrency × engines samples at once
-                           retries   lost connections and 5xx, with backoff, until ``retry_seconds`` have passed; at
+                           retries   lost connections and 5xx, with backoff, until ``retry_seconds``
+                           have passed; at
                                      least every second or so while some engine serves
                            deadline  one for each request, retries included
-                           abort     of everything on every engine; requests made meanwhile come back as aborted
-                           beside    a second client for what goes on at the same time, with requests of its own
+                           abort     of everything on every engine; requests made meanwhile come
+                           back as aborted beside    a second client for what goes on at the same
+                           time, with requests of its own
 
-A request may be sent again after a failure: nothing but the answer comes out of it, and in deterministic mode its
-seed makes the answer the same.
+A request may be sent again after a failure: nothing but the answer comes out of it, and in
+deterministic mode its seed makes the answer the same.
 """
 
 from __future__ import annotations
@@ -35,23 +38,29 @@ logger = get_logger(__name__)
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 5.0
-#: While some engine serves: what a dead one has lost goes to another as soon as the router has taken that one out.
+#: While some engine serves: what a dead one has lost goes to another as soon as the router has
+#: taken that one out.
 _LONGEST_WHILE_SERVED = 1.0
 _LOOK_SECONDS = 1.0
 _FIRST_POLL = 0.02
 _LONGEST_POLL = 1.0
 _ABORT_SECONDS = 10.0
 _LOADS_SECONDS = 5.0
-#: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests into a fixed form).
+#: Fields of a request that sglang-router 0.3.2 leaves out of what it forwards (it reads requests
+#: into a fixed form).
 _NOT_FORWARDED = ("return_routed_experts", "routed_experts_start_len")
-#: Sampling parameters that it forwards; of others, which it leaves out as well, the engine is to say if it knows them.
-_FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"} | {
+#: Sampling parameters that it forwards; of others, which it leaves out as well, the engine is to
+#: say if it knows them.
+_FORWARDED_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)} - {
+    "logit_bias"
+} | {
     *("regex", "json_schema", "ebnf"),
 }
 
 
 class RequestRefused(EngineError):
-    """The engine understood the request and refused it (HTTP 4xx): sending it again would not help."""
+    """The engine understood the request and refused it (HTTP 4xx): sending it again would not
+    help."""
 
 
 @dataclass
@@ -69,7 +78,8 @@ class InFlight:
 
 
 class Slots(asyncio.Semaphore):
-    """A semaphore whose number of slots follows the number of engines; taking some away waits for nobody."""
+    """A semaphore whose number of slots follows the number of engines; taking some away waits for
+    nobody."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -77,7 +87,8 @@ class Slots(asyncio.Semaphore):
         self._owed = 0
 
     async def resize(self, size: int) -> None:
-        """Slots in use stay so when there are to be fewer: they are gone once they are given back."""
+        """Slots in use stay so when there are to be fewer: they are gone once they are given
+        back."""
         self._owed += self.size - size
         self.size = size
         while self._owed > 0 and not self.locked():
@@ -96,7 +107,8 @@ class Slots(asyncio.Semaphore):
 
 @dataclass
 class Served:
-    """Whether anybody serves, as the router said when it was asked last; of all clients beside each other."""
+    """Whether anybody serves, as the router said when it was asked last; of all clients beside each
+    other."""
 
     at: float = -math.inf
     by_some: bool = True
@@ -107,11 +119,12 @@ class RolloutClient:
 
     Args:
         base_url: the router (or a single engine).
-        max_concurrency: samples being generated at once per engine, of the engines that the router names; whoever
-            generates holds one of `slots`.
+        max_concurrency: samples being generated at once per engine, of the engines that the router
+            names; whoever generates holds one of `slots`.
         request_timeout: seconds until a request is given up, retries included.
         retry_seconds: seconds after its first failure during which a request is sent again.
-        send_routing_key: pass the session id in the header that the router's ``manual`` policy reads.
+        send_routing_key: pass the session id in the header that the router's ``manual`` policy
+            reads.
         engine_urls: of the engines behind the router, as far as they are known; none: one.
 
     Attributes:
@@ -163,10 +176,11 @@ class RolloutClient:
 
     @contextlib.contextmanager
     def beside(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
-        """A client for another rollout at the same time: with counters, requests and aborts of its own.
+        """A client for another rollout at the same time: with counters, requests and aborts of its
+        own.
 
-        Since engines can only abort everything, an abort of one cuts the others' requests short, too; whoever sent
-        them sends them again, from where they were (`slime.rollout.generate`).
+        Since engines can only abort everything, an abort of one cuts the others' requests short,
+        too; whoever sent them sends them again, from where they were (`slime.rollout.generate`).
 
         Args:
             own_slots: as many again, for what shall not queue behind the others' samples.
@@ -198,7 +212,8 @@ class RolloutClient:
                 await slots.resize(self.max_concurrency * len(workers))
         return workers
 
-    # -- requests ------------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -209,25 +224,42 @@ class RolloutClient:
         routing_key: str = "",
         **extra: Any,
     ) -> GenerateResult:
-        """Token-in, token-out generation; returns an empty "abort" result while an abort is under way.
+        """Token-in, token-out generation; returns an empty "abort" result while an abort is under
+        way.
 
         Args:
-            rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since the engine may
-                still know the first one.
+            rid: names the request on the engine; a retry gets ``-r1``, ``-r2``, … appended, since
+                the engine may still know the first one.
             routing_key: the session, for policies with affinity.
-            extra: further fields of the request body. With one that the router would leave out, a sampling parameter
-                included, the request goes straight to the engine that has the fewest of our requests.
+            extra: further fields of the request body. With one that the router would leave out, a
+                sampling parameter included, the request goes straight to the engine that has the
+                fewest of our requests.
         Raises:
             RequestRefused: HTTP 4xx; carries the engine's message.
             EngineError: still failing after the retries, or no answer within the deadline.
         """
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **extra}
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+            **extra,
+        }
         if rid:
             body["rid"] = rid
-        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
-        past_router = any(extra.get(name) for name in _NOT_FORWARDED) or not sampling_params.keys() <= _FORWARDED_PARAMS
+        headers = (
+            {ROUTING_KEY_HEADER: routing_key} if routing_key and self.send_routing_key else None
+        )
+        past_router = (
+            any(extra.get(name) for name in _NOT_FORWARDED)
+            or not sampling_params.keys() <= _FORWARDED_PARAMS
+        )
         answer = await self.post(
-            "/generate", body, headers=headers, name=rid, num_input_tokens=len(input_ids), past_router=past_router
+            "/generate",
+            body,
+            headers=headers,
+            name=rid,
+            num_input_tokens=len(input_ids),
+            past_router=past_router,
         )
         return _aborted_result() if answer is None else GenerateResult.from_json(answer)
 
@@ -243,14 +275,18 @@ class RolloutClient:
         retry: bool = True,
         past_router: bool = False,
     ) -> dict[str, Any] | None:
-        """POST with retries, counted as in flight; None when it was not sent because of an abort under way.
+        """POST with retries, counted as in flight; None when it was not sent because of an abort
+        under way.
 
         Args:
-            url: whom to ask instead of the router. An abort concerns only the router and the engines behind it.
+            url: whom to ask instead of the router. An abort concerns only the router and the
+                engines behind it.
             past_router: each try goes to an engine that is chosen here.
         """
         ends_with_rollout = not url or url in self._policy_urls
-        request = InFlight(name or path, time.monotonic(), num_input_tokens, ends_with_rollout=ends_with_rollout)
+        request = InFlight(
+            name or path, time.monotonic(), num_input_tokens, ends_with_rollout=ends_with_rollout
+        )
         end = request.started + self.request_timeout
         first_failure: float | None = None
         backoff = _FIRST_BACKOFF
@@ -276,15 +312,19 @@ class RolloutClient:
                 self.counters.retries += 1
                 request.attempt += 1
                 sleep = self._sleep_unless_aborting if ends_with_rollout else asyncio.sleep
-                if backoff > _LONGEST_WHILE_SERVED and ends_with_rollout and await self._some_engine_serves():
+                if (
+                    backoff > _LONGEST_WHILE_SERVED
+                    and ends_with_rollout
+                    and await self._some_engine_serves()
+                ):
                     backoff = _LONGEST_WHILE_SERVED
                 await sleep(backoff * random.uniform(0.8, 1.2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
             return None
 
     async def _some_engine_serves(self) -> bool:
-        """By the router's list, looked at now and then; true as well where the router does not tell, since it may come
-        back any moment."""
+        """By the router's list, looked at now and then; true as well where the router does not
+        tell, since it may come back any moment."""
         served = self._served
         now = time.monotonic()
         if now - served.at >= _LOOK_SECONDS:
@@ -327,7 +367,8 @@ class RolloutClient:
                 self.busy.ended()
             self.last_progress = time.monotonic()
 
-    # -- abort ---------------------------------------------------------------------------------------------
+    # -- abort
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def aborting(self) -> bool:
@@ -358,14 +399,16 @@ class RolloutClient:
             self._aborting.clear()
 
     async def abort_all(self, timeout: float) -> None:
-        """Stop every request on every engine; return when all of them are idle, or, beside others' requests, when our
-        own have come back. Call inside `abort_scope`.
+        """Stop every request on every engine; return when all of them are idle, or, beside others'
+        requests, when our own have come back. Call inside `abort_scope`.
 
-        The order to abort is repeated until then, since a request may still be on its way when the first arrives.
-        An engine that does not answer does not hold up the end, as long as our own requests have all come back.
+        The order to abort is repeated until then, since a request may still be on its way when the
+        first arrives. An engine that does not answer does not hold up the end, as long as our own
+        requests have all come back.
 
         Raises:
-            EngineError: requests are still there after ``timeout`` seconds; names the engines and what they said.
+            EngineError: requests are still there after ``timeout`` seconds; names the engines and
+                what they said.
         """
         end = time.monotonic() + timeout
         workers = await self._workers_or_known()
@@ -378,9 +421,17 @@ class RolloutClient:
                 break
             if time.monotonic() > end:
                 said = [f"{unanswered} requests unanswered"]
-                said += [f"{w.url} has {count} requests" for w, (count, _) in zip(workers, states) if count]
-                said += [f"{w.url} {problem}" for w, (_, problem) in zip(workers, states) if problem]
-                raise EngineError(self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}")
+                said += [
+                    f"{w.url} has {count} requests"
+                    for w, (count, _) in zip(workers, states)
+                    if count
+                ]
+                said += [
+                    f"{w.url} {problem}" for w, (_, problem) in zip(workers, states) if problem
+                ]
+                raise EngineError(
+                    self.base_url, f"abort is not finished after {timeout:.0f} s: {'; '.join(said)}"
+                )
             await asyncio.sleep(poll)
             poll = min(2 * poll, _LONGEST_POLL)
         for worker, (_, problem) in zip(workers, states):
@@ -399,13 +450,17 @@ class RolloutClient:
             return known
 
     def _known_workers(self) -> list[Worker]:
-        return [Worker("", url, healthy=True) for url in sorted(self._policy_urls - {self.base_url})]
+        return [
+            Worker("", url, healthy=True) for url in sorted(self._policy_urls - {self.base_url})
+        ]
 
     async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
         """Order an abort; the number of requests that the worker still has, and what went wrong."""
         try:
             engine = await self.engine(worker.url)
-            await engine.request("POST", "/abort_request", {"abort_all": True}, timeout=_ABORT_SECONDS)
+            await engine.request(
+                "POST", "/abort_request", {"abort_all": True}, timeout=_ABORT_SECONDS
+            )
             return num_requests(await engine.get(LOADS_PATH, timeout=_ABORT_SECONDS)), ""
         except EngineError as error:
             return 0, error.what
@@ -414,11 +469,12 @@ class RolloutClient:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._aborting.wait(), timeout=seconds)
 
-    # -- load ----------------------------------------------------------------------------------------------
+    # -- load
+    # ----------------------------------------------------------------------------------------------
 
     async def worker_loads(self) -> dict[str, tuple[int, int]]:
-        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1). Where the router
-        does not, of those that it has named so far."""
+        """(requests, tokens held) of every engine by URL; engines that do not answer are (-1, -1).
+        Where the router does not, of those that it has named so far."""
         try:
             workers = await self._workers()
         except EngineError:
@@ -426,10 +482,14 @@ class RolloutClient:
 
         async def load(worker: Worker) -> tuple[int, int]:
             try:
-                answer = await (await self.engine(worker.url)).get(LOADS_PATH, timeout=_LOADS_SECONDS)
+                answer = await (await self.engine(worker.url)).get(
+                    LOADS_PATH, timeout=_LOADS_SECONDS
+                )
             except EngineError:
                 return -1, -1
-            return num_requests(answer), sum(item.get("num_used_tokens", 0) for item in answer.get("loads", []))
+            return num_requests(answer), sum(
+                item.get("num_used_tokens", 0) for item in answer.get("loads", [])
+            )
 
         loads = await asyncio.gather(*(load(worker) for worker in workers))
         return {worker.url: load for worker, load in zip(workers, loads)}
@@ -446,4 +506,6 @@ def num_requests(loads: dict[str, Any]) -> int:
 
 
 def _aborted_result() -> GenerateResult:
-    return GenerateResult([], [], "", "abort", {"finish_reason": {"type": "abort"}, "completion_tokens": 0})
+    return GenerateResult(
+        [], [], "", "abort", {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
+    )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ClientCounters:
-    """Sums over the client's life, apart from `take`, which gives the difference since its last call."""
+    """Sums over the client's life, apart from `take`, which gives the difference since its last
+    call."""
 
     requests: int = 0
     retries: int = 0
@@ -56,7 +57,8 @@ class BusyClock:
         self._since = now
 
     def take_idle_ratio(self) -> float:
-        """Share of the time since the last call, or the beginning, in which no request was under way."""
+        """Share of the time since the last call, or the beginning, in which no request was under
+        way."""
         self._turn()
         seconds = self._since - self._taken
         busy = self._busy

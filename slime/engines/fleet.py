@@ -1,7 +1,8 @@
-"""All engines of a run as seen from weight sync: the same request to each, at once, with one deadline.
+"""All engines of a run as seen from weight sync: the same request to each, at once, with one
+deadline.
 
-Requests run on an event loop in a thread of their own. The calling thread keeps the collectives and the copies: while
-it packs a bucket, answers to the previous one arrive.
+Requests run on an event loop in a thread of their own. The calling thread keeps the collectives and
+the copies: while it packs a bucket, answers to the previous one arrive.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class EngineFleet:
     """Connections to ``urls``. Use `close` when done.
 
     Args:
-        patience: seconds after which an engine that `post_to` or `flush_cache` still waits for is asked for a sign of
-            life, and as many again for that; one that gives none is not waited for. None: until the deadline.
+        patience: seconds after which an engine that `post_to` or `flush_cache` still waits for is
+            asked for a sign of life, and as many again for that; one that gives none is not waited
+            for. None: until the deadline.
     """
 
     def __init__(self, urls: Sequence[str], patience: float | None = None) -> None:
@@ -40,7 +42,9 @@ class EngineFleet:
         self._patience = patience
         self.urls = tuple(url.rstrip("/") for url in urls)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="weight-sync-http", daemon=True
+        )
         self._thread.start()
         self._clients = [EngineClient(url) for url in self.urls]
         self._run(self._enter(), _LOOP_SECONDS)
@@ -50,20 +54,30 @@ class EngineFleet:
             await client.__aenter__()
 
     def start(
-        self, path: str, body: Body | Callable[[int], Body] | None, timeout: float, grace: float | None = None
+        self,
+        path: str,
+        body: Body | Callable[[int], Body] | None,
+        timeout: float,
+        grace: float | None = None,
     ) -> Future[list[Body]]:
         """Send to all engines; the future holds their answers in order.
 
         Args:
             body: the same for all, or a function of the engine's number.
             timeout: seconds until an engine that has not answered is an error.
-            grace: seconds that the others are waited for once an engine has failed, where they cannot go on without it;
-                None waits for all.
+            grace: seconds that the others are waited for once an engine has failed, where they
+                cannot go on without it; None waits for all.
         """
-        bodies = [body(number) if callable(body) else (body or {}) for number in range(len(self.urls))]
-        return asyncio.run_coroutine_threadsafe(self._post_all(path, bodies, timeout, grace), self._loop)
+        bodies = [
+            body(number) if callable(body) else (body or {}) for number in range(len(self.urls))
+        ]
+        return asyncio.run_coroutine_threadsafe(
+            self._post_all(path, bodies, timeout, grace), self._loop
+        )
 
-    def post(self, path: str, body: Body | Callable[[int], Body] | None, timeout: float) -> list[Body]:
+    def post(
+        self, path: str, body: Body | Callable[[int], Body] | None, timeout: float
+    ) -> list[Body]:
         """Send to all engines and wait for every answer.
 
         Raises:
@@ -71,8 +85,11 @@ class EngineFleet:
         """
         return self.wait(self.start(path, body, timeout), timeout)
 
-    def post_to(self, path: str, bodies: Mapping[str, Body], timeout: float) -> dict[str, Body | EngineError]:
-        """Send to some of the engines, by URL, and wait for what comes of each: its answer, or the error."""
+    def post_to(
+        self, path: str, bodies: Mapping[str, Body], timeout: float
+    ) -> dict[str, Body | EngineError]:
+        """Send to some of the engines, by URL, and wait for what comes of each: its answer, or the
+        error."""
         clients = dict(zip(self.urls, self._clients, strict=True))
 
         async def post_all() -> list[Any]:
@@ -103,17 +120,23 @@ class EngineFleet:
 
     def get(self, path: str, timeout: float) -> list[Body]:
         async def get_all() -> list[Body]:
-            return answers(await asyncio.gather(*(c.get(path, timeout) for c in self._clients), return_exceptions=True))
+            return answers(
+                await asyncio.gather(
+                    *(c.get(path, timeout) for c in self._clients), return_exceptions=True
+                )
+            )
 
         return self._run(get_all(), timeout)
 
     def start_get(self, url: str, path: str, timeout: float) -> Future[Body]:
-        """Ask one of the engines; the future holds its answer, or the EngineError that came instead."""
+        """Ask one of the engines; the future holds its answer, or the EngineError that came
+        instead."""
         client = self._clients[self.urls.index(url.rstrip("/"))]
         return asyncio.run_coroutine_threadsafe(client.get(path, timeout), self._loop)
 
     def flush_cache(self, timeout: float, urls: Collection[str] | None = None) -> None:
-        """Empty every engine's prefix cache. An engine that still ends requests says no for a moment: ask again.
+        """Empty every engine's prefix cache. An engine that still ends requests says no for a
+        moment: ask again.
 
         Args:
             urls: of the engines that are asked; by default all.
@@ -145,7 +168,8 @@ class EngineFleet:
         self._run(flush_all(), timeout)
 
     def wait(self, future: Future[list[Body]], timeout: float) -> list[Body]:
-        """The answers of `start`. The requests' own deadline comes first; this one guards the loop itself."""
+        """The answers of `start`. The requests' own deadline comes first; this one guards the loop
+        itself."""
         return future.result(timeout + _LOOP_SECONDS)
 
     def close(self) -> None:
@@ -154,7 +178,9 @@ class EngineFleet:
 
         async def leave() -> None:
             unanswered = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in unanswered:  # nobody waits for them; left alone they would fail of the closed connections
+            for task in (
+                unanswered
+            ):  # nobody waits for them; left alone they would fail of the closed connections
                 task.cancel()
             await asyncio.gather(*unanswered, return_exceptions=True)
             for client in self._clients:
@@ -168,7 +194,9 @@ class EngineFleet:
             if not self._thread.is_alive():
                 self._loop.close()
 
-    async def _post_all(self, path: str, bodies: list[Body], timeout: float, grace: float | None) -> list[Body]:
+    async def _post_all(
+        self, path: str, bodies: list[Body], timeout: float, grace: float | None
+    ) -> list[Body]:
         posts = zip(self._clients, bodies, strict=True)
         calls = [asyncio.ensure_future(client.post(path, body, timeout)) for client, body in posts]
         if grace is not None:
@@ -178,7 +206,9 @@ class EngineFleet:
                 for call in late:
                     call.cancel()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        return answers([result for result in results if not isinstance(result, asyncio.CancelledError)])
+        return answers(
+            [result for result in results if not isinstance(result, asyncio.CancelledError)]
+        )
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -197,7 +227,9 @@ class Fleets:
         groups: that there are; when one is new, those that are there no more are closed.
     """
 
-    def __init__(self, patience: float | None, groups: Callable[[], Iterable[Sequence[str]]]) -> None:
+    def __init__(
+        self, patience: float | None, groups: Callable[[], Iterable[Sequence[str]]]
+    ) -> None:
         self._patience = patience
         self._groups = groups
         self._fleets: dict[tuple[str, ...], EngineFleet] = {}
@@ -224,7 +256,11 @@ def answers(results: Sequence[Any]) -> list[Any]:
     if len(failed) == 1:
         raise failed[0]
     if failed:
-        raise EngineError(failed[0].url, f"{failed[0].what}; also " + "; ".join(map(str, failed[1:])), failed[0].status)
+        raise EngineError(
+            failed[0].url,
+            f"{failed[0].what}; also " + "; ".join(map(str, failed[1:])),
+            failed[0].status,
+        )
     return list(results)
 
 

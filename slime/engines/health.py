@@ -1,4 +1,5 @@
-"""Which engines hang: alive, but without a good answer for too long. Part of --use-fault-tolerance."""
+"""Which engines hang: alive, but without a good answer for too long. Part of
+--use-fault-tolerance."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from slime.engines.kinds import engine_of
 
 _ASK_AGAIN_SECONDS = 0.1
 _LOOK_SECONDS = 0.5
-_ARRIVED_SECONDS = 0.2  # after which a question has reached the engine, and is among what it must end to be idle
+_ARRIVED_SECONDS = (
+    0.2  # after which a question has reached the engine, and is among what it must end to be idle
+)
 _IDLE_SECONDS = 1.0
 
 
 class HealthChecks:
     """Finds engines that gave no good answer for ``timeout`` seconds after they were asked.
 
-    Only engines that are awake may be asked: SGLang's answer is a token. So no question may be under way either when
-    they give their memory up (`end`).
+    Only engines that are awake may be asked: SGLang's answer is a token. So no question may be
+    under way either when they give their memory up (`end`).
 
     Args:
         path: that answers 200 while all is well.
@@ -67,7 +70,9 @@ class HealthChecks:
     def silent(self, fleet: EngineFleet) -> list[str]:
         """Ask when it is time, and hear who has answered; never waits. URLs of those that hang."""
         now = self._clock()
-        if fleet is not self._fleet:  # other engines; those that closed connections carried will not be answered
+        if (
+            fleet is not self._fleet
+        ):  # other engines; those that closed connections carried will not be answered
             self._fleet = fleet
             self._open = {}
         if not self._open:
@@ -90,16 +95,22 @@ class HealthChecks:
         return hanging
 
     def end(self, fleet: EngineFleet) -> list[str]:
-        """Have no question under way any more; `begin` is to come before the next ones. URLs of those that hang.
+        """Have no question under way any more; `begin` is to come before the next ones. URLs of
+        those that hang.
 
-        SGLang's answer takes a whole second, in which it sleeps. An engine that empties its cache meanwhile, which
-        takes milliseconds, is well and has no request left: its answer is not waited for.
+        SGLang's answer takes a whole second, in which it sleeps. An engine that empties its cache
+        meanwhile, which takes milliseconds, is well and has no request left: its answer is not
+        waited for.
         """
         if fleet is not self._fleet:  # its questions were dropped with its connections
             self._open = {}
-        wait(self._open.values(), timeout=max(0.0, self._asked_at + _ARRIVED_SECONDS - self._clock()))
+        wait(
+            self._open.values(), timeout=max(0.0, self._asked_at + _ARRIVED_SECONDS - self._clock())
+        )
         if any(not answer.done() for answer in self._open.values()):
-            for url, outcome in fleet.post_to("/flush_cache", {url: {} for url in self._open}, _IDLE_SECONDS).items():
+            for url, outcome in fleet.post_to(
+                "/flush_cache", {url: {} for url in self._open}, _IDLE_SECONDS
+            ).items():
                 if not isinstance(outcome, EngineError):
                     self._open.pop(url).cancel()
         hanging: list[str] = []

@@ -1,13 +1,17 @@
-"""Whose requests engines and routers answer: those that carry the run's key, ``Authorization: Bearer KEY``.
+"""Whose requests engines and routers answer: those that carry the run's key, ``Authorization:
+Bearer KEY``.
 
-    driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (Ray's messages, sealed by its token)
-                          └─► engines, routers (`VARIABLE` in their environment, see `take`)
+    driver: RunKeys.new() ──► rollout actor, owners of servers, trainers (Ray's messages, sealed by
+                          its token) └─► engines, routers (`VARIABLE` in their environment, see
+                          `take`)
 
-Every run makes a key of its own, and each engine or router that it starts again gets the same. Engines that somebody
-else has started ask for theirs, if any; the run's is never sent to them. A process knows a key by the URL that it
-belongs to, and so nobody else is sent one: judges, tools, models on other servers.
+Every run makes a key of its own, and each engine or router that it starts again gets the same.
+Engines that somebody else has started ask for theirs, if any; the run's is never sent to them. A
+process knows a key by the URL that it belongs to, and so nobody else is sent one: judges, tools,
+models on other servers.
 
-What wants no key, as in SGLang: ``/health…`` and ``/metrics…`` of an engine, and of the router what says that it lives.
+What wants no key, as in SGLang: ``/health…`` and ``/metrics…`` of an engine, and of the router what
+says that it lives.
 """
 
 from __future__ import annotations
@@ -19,22 +23,26 @@ from dataclasses import dataclass
 
 from slime.redact import HIDDEN
 
-#: The key that a server of this environment asks for; in a driver's, the one that external engines ask for.
+#: The key that a server of this environment asks for; in a driver's, the one that external engines
+#: ask for.
 VARIABLE = "SLIME_ENGINE_KEY"
 
-#: In the environment of a server that `slime serve` starts: whether the routes that steer it are closed.
+#: In the environment of a server that `slime serve` starts: whether the routes that steer it are
+#: closed.
 ACCESS = "SLIME_ENGINE_ACCESS"
 ONLY_INFERENCE = "inference"
 EVERYTHING = "everything"
 
-#: What the router sends to an engine that asks for no key; without any it would pass on what it was sent: the run's.
+#: What the router sends to an engine that asks for no key; without any it would pass on what it was
+#: sent: the run's.
 NO_KEY = "none"
 
 _OPEN = ("/health", "/metrics")
 
 
 class Key(str):
-    """A key that shows itself nowhere by accident: not in a log's repr of what holds it, nor in a traceback."""
+    """A key that shows itself nowhere by accident: not in a log's repr of what holds it, nor in a
+    traceback."""
 
     __slots__ = ()
 
@@ -44,7 +52,8 @@ class Key(str):
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Of the run's own servers, and of engines that somebody else has started ("": they ask for none)."""
+    """Of the run's own servers, and of engines that somebody else has started ("": they ask for
+    none)."""
 
     own: Key
     external: Key
@@ -54,7 +63,9 @@ class RunKeys:
         return RunKeys(Key(secrets.token_urlsafe(32)), Key(os.environ.get(VARIABLE, "")))
 
 
-_run = RunKeys(Key(), Key(os.environ.get(VARIABLE, "")))  # before there is one, engines of others may be asked
+_run = RunKeys(
+    Key(), Key(os.environ.get(VARIABLE, ""))
+)  # before there is one, engines of others may be asked
 _key_of: dict[str, Key] = {}
 _external: set[str] = set()
 
@@ -103,16 +114,19 @@ def header_of(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key!s}"} if key else {}
 
 
-# -- in a server ---------------------------------------------------------------------------------------------
+# -- in a server
+# ---------------------------------------------------------------------------------------------
 
 
 def take() -> Key:
-    """The key that this server is to ask for ("": none), which its children do not find in their environment."""
+    """The key that this server is to ask for ("": none), which its children do not find in their
+    environment."""
     return Key(os.environ.pop(VARIABLE, ""))
 
 
 def take_access() -> str:
-    """What this server is open for beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" where nobody said."""
+    """What this server is open for beside its key: `ONLY_INFERENCE`, `EVERYTHING`, or "" where
+    nobody said."""
     return os.environ.pop(ACCESS, "")
 
 
@@ -129,4 +143,6 @@ def admits(key: str, method: str, path: str, authorization: str) -> bool:
     if not key or method == "OPTIONS" or path.startswith(_OPEN):
         return True
     scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        given.encode(errors="surrogateescape"), key.encode()
+    )

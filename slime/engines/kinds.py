@@ -1,13 +1,16 @@
-"""The engines that generate for a run, one record each: everything that is asked of an engine for what it is.
+"""The engines that generate for a run, one record each: everything that is asked of an engine for
+what it is.
 
 To add an engine, whose server speaks the protocol of `slime.engines.api`:
 
-1. A package with its command line (`EngineKind.command`), what it holds (`EngineFootprint`), and its record ``KIND``.
-2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the values of the field
-   (`slime.config.groups_rollout`) and in `ENGINE_OPTIONS` (`slime.config.engine_flags`); a test compares them.
+1. A package with its command line (`EngineKind.command`), what it holds (`EngineFootprint`), and
+   its record ``KIND``.
+2. Here: its row in `ENGINES`. The flag ``--rollout-engine`` takes it once its name is among the
+   values of the field (`slime.config.groups_rollout`) and in `ENGINE_OPTIONS`
+   (`slime.config.engine_flags`); a test compares them.
 
-Placement, launch, health checks, the router, memory hand-over and the memory plan read the record and ask no further;
-``tests/contracts`` shows whether its server keeps the protocol.
+Placement, launch, health checks, the router, memory hand-over and the memory plan read the record
+and ask no further; ``tests/contracts`` shows whether its server keeps the protocol.
 """
 
 from __future__ import annotations
@@ -17,20 +20,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.engines.launch import EngineFootprint, EnginePlace, LaunchSpec, ServedModel, only_the_policy
+from slime.engines.launch import (
+    EngineFootprint,
+    EnginePlace,
+    LaunchSpec,
+    ServedModel,
+    only_the_policy,
+)
 
 if TYPE_CHECKING:
     from slime.config.config import Config
 
 
 class Command(Protocol):
-    """How to start one server of an engine, or one node's part of it; its first node answers the requests.
+    """How to start one server of an engine, or one node's part of it; its first node answers the
+    requests.
 
     Raises:
         UserError: the engine is not there, or cannot do what a flag asks for.
     """
 
-    def __call__(self, config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> LaunchSpec: ...
+    def __call__(
+        self, config: Config, model_path: str, host: str, port: int, place: EnginePlace
+    ) -> LaunchSpec: ...
 
 
 @dataclass(frozen=True)
@@ -41,22 +53,26 @@ class EngineKind:
         command: starts a server.
         footprint: what a server holds on each of its GPUs.
         startup_seconds: until it answers, at most.
-        health_path: answers 200 while an engine works whose memory is not released. ``/health``, which the router asks,
-            must answer at any time.
+        health_path: answers 200 while an engine works whose memory is not released. ``/health``,
+            which the router asks, must answer at any time.
         served_models: which models a run's engines serve, on which groups of GPUs.
-        check_flags: refuses what an engine could not do for this run; looks at flags and environment variables only.
+        check_flags: refuses what an engine could not do for this run; looks at flags and
+            environment variables only.
         check_installed: refuses an environment that cannot start it.
         weights_dtype: of the policy's weights, in its own words.
-        computed_here: its model can be computed in another process of this system, part by part (`slime align`), and
-            takes the trainer's library for quantised weights. What pushes bring to others of such weights is checked
-            before they start (`slime.weights.quantised_launch`).
-        reads_generation_config: sampling settings that a request leaves out are those of generation_config.json.
-        tool_call_words: of its command line, for calls of tools in a format that SGLang calls so ("qwen25").
+        computed_here: its model can be computed in another process of this system, part by part
+            (`slime align`), and takes the trainer's library for quantised weights. What pushes
+            bring to others of such weights is checked before they start
+            (`slime.weights.quantised_launch`).
+        reads_generation_config: sampling settings that a request leaves out are those of
+            generation_config.json.
+        tool_call_words: of its command line, for calls of tools in a format that SGLang calls so
+            ("qwen25").
         releases_without_gpu: it has memory to give to the trainer on hosts without GPUs, too.
-        trainer_environment: what trainer ranks need in their environment to send it weights, where that does not say
-            otherwise.
-        if_out_of_memory, if_killed: what helps a server that ran out of its GPU's memory, and one that ended without a
-            word, whose host may have run out of memory; each names its flag.
+        trainer_environment: what trainer ranks need in their environment to send it weights, where
+            that does not say otherwise.
+        if_out_of_memory, if_killed: what helps a server that ran out of its GPU's memory, and one
+            that ended without a word, whose host may have run out of memory; each names its flag.
         memory_fraction: the flag of its share of a GPU's memory; "" where it has none.
         to_find_the_cause: of any death.
     """
@@ -86,7 +102,8 @@ class EngineKind:
         return self.to_find_the_cause if exception else (*self.if_killed, *self.to_find_the_cause)
 
 
-#: Name of ``--rollout-engine`` → the module whose ``KIND`` is its record, imported when a run uses it.
+#: Name of ``--rollout-engine`` → the module whose ``KIND`` is its record, imported when a run uses
+#: it.
 ENGINES = {"embedded": "slime.embedded.kind", "sglang": "slime.engines.sglang.kind"}
 
 

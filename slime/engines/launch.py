@@ -1,7 +1,8 @@
 """What the rest of the system knows of engines and their servers, whichever engine it is.
 
-    ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by `slime.cluster`
-    EngineFootprint                                             planned with by `slime.memory`
+    ServedModel ─► ServerGroup ─► EnginePlace ─► LaunchSpec     placed, started, watched, stopped by
+    `slime.cluster` EngineFootprint                                             planned with by
+    `slime.memory`
 
 Nothing in this file starts a process.
 """
@@ -43,12 +44,14 @@ class EnginePlace:
 
     Attributes:
         number: of the engine in the run; its seed follows from it.
-        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the environment alone.
+        gpus: ids of the GPUs on this node, as CUDA_VISIBLE_DEVICES spells them; () leaves the
+            environment alone.
         num_gpus: of the whole engine, over all its nodes.
         nccl_port: reserved for the engine's own process group; None lets the engine choose.
         num_nodes, node_rank: of an engine that reaches over nodes.
         dist_init_addr: host:port on its first node; needed then.
-        overrides: the engine's options of the server group (--sglang-config), over those of the command line.
+        overrides: the engine's options of the server group (--sglang-config), over those of the
+            command line.
         model_path: of a model other than the policy: it keeps its weights.
     """
 
@@ -94,7 +97,8 @@ class ServedModel:
 
     Attributes:
         path: of its Hugging Face directory.
-        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep their weights.
+        is_policy: rollouts ask it, and pushes go to it. One model of a run is; the others keep
+            their weights.
     """
 
     name: str
@@ -104,15 +108,23 @@ class ServedModel:
 
 
 def only_the_policy(config: Config) -> list[ServedModel]:
-    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike, or with
-    ``--prefill-num-servers`` so many prefill and the others decode."""
+    """The policy's servers on all GPUs of the rollout; no model where it has none. They are alike,
+    or with ``--prefill-num-servers`` so many prefill and the others decode."""
     total = config.cluster.rollout_num_gpus
     per_engine = config.cluster.rollout_num_gpus_per_engine
     groups: tuple[ServerGroup, ...] = (ServerGroup("regular", total, per_engine),)
-    if config.engine.prefill_num_servers and ENGINE_OPTIONS[config.engine.rollout_engine].splits_prefill:
+    if (
+        config.engine.prefill_num_servers
+        and ENGINE_OPTIONS[config.engine.rollout_engine].splits_prefill
+    ):
         prefill = config.engine.prefill_num_servers * per_engine
-        groups = (ServerGroup("prefill", prefill, per_engine), ServerGroup("decode", total - prefill, per_engine))
-    return [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, groups)] if total else []
+        groups = (
+            ServerGroup("prefill", prefill, per_engine),
+            ServerGroup("decode", total - prefill, per_engine),
+        )
+    return (
+        [ServedModel("policy", str(config.checkpoint.hf_checkpoint), True, groups)] if total else []
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +133,12 @@ class EngineFootprint:
 
     Attributes:
         tensor, pipeline: how the engine's GPUs divide the model.
-        attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel attention.
+        attention: ranks that divide the attention: fewer than ``tensor`` with data-parallel
+            attention.
         element, kv_element: bytes of a weight and of an entry of the KV cache.
         vocabulary_unit: the vocabulary is padded to a multiple of it.
-        keeps_latents: of latent attention the cache has the latents, not the keys and values made of them.
+        keeps_latents: of latent attention the cache has the latents, not the keys and values made
+            of them.
         sequences: requests that the cache is made for; None: it takes what ``fraction`` leaves.
         fraction: of the GPU's memory for weights and KV cache together; None: the engine chooses.
         automatic_fraction: what it then about chooses on a device of so many bytes.

@@ -1,13 +1,11 @@
 """``--sglang-config``: which servers a run has, when they are not all alike; of whichever engine.
 
 sglang:
-  - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the pushes
-    num_gpus_per_engine: 2
-    server_groups:               # also spelt engine_groups
+  - name: policy                 # its model is --hf-checkpoint: rollouts ask it, and it gets the
+    pushes num_gpus_per_engine: 2 server_groups:               # also spelt engine_groups
       - {worker_type: regular, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
-  - name: judge                  # any other model, with a router of its own: for custom generate and reward functions
-    model_path: models/judge
-    server_groups:
+  - name: judge                  # any other model, with a router of its own: for custom generate
+    and reward functions model_path: models/judge server_groups:
       - {worker_type: regular, num_gpus: 2}
 """
 
@@ -27,7 +25,14 @@ from slime.errors import UserError
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-_MODEL_KEYS = ("name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups")
+_MODEL_KEYS = (
+    "name",
+    "model_path",
+    "num_gpus_per_engine",
+    "update_weights",
+    "server_groups",
+    "engine_groups",
+)
 _MODEL_NAME = re.compile(r"[\w-]+")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
@@ -38,17 +43,22 @@ class GroupRules:
 
     Attributes:
         worker_types: kinds of servers that there are.
-        check_override: (name, value) of an option, with underscores; raises `UserError`, which gets the place.
-        check_policy: (config, overrides, the place) of a group of the policy, which gets the pushes; raises it as well.
+        check_override: (name, value) of an option, with underscores; raises `UserError`, which gets
+            the place.
+        check_policy: (config, overrides, the place) of a group of the policy, which gets the
+            pushes; raises it as well.
     """
 
     worker_types: tuple[str, ...]
     check_override: Callable[[str, Any], None]
-    check_policy: Callable[[Config, Mapping[str, Any], str], None] = lambda config, overrides, where: None
+    check_policy: Callable[[Config, Mapping[str, Any], str], None] = (
+        lambda config, overrides, where: None
+    )
 
 
 def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
-    """The models of ``--sglang-config`` in its order; without it the policy, with one group of all GPUs.
+    """The models of ``--sglang-config`` in its order; without it the policy, with one group of all
+    GPUs.
 
     Raises:
         UserError: the file cannot be read, or asks for what is not there; names file and key.
@@ -68,9 +78,15 @@ def served_models(config: Config, rules: GroupRules) -> list[ServedModel]:
         groups = tuple(_groups_of(path, row, per_engine, rules))
         if number == policy:
             for place, group in enumerate(groups):
-                rules.check_policy(config, group.overrides, f"{path}: server group {place} of {_name(row)}")
+                rules.check_policy(
+                    config, group.overrides, f"{path}: server group {place} of {_name(row)}"
+                )
         _check_kinds(path, _name(row), groups)
-        models.append(ServedModel(_name(row), str(row.get("model_path") or checkpoint), number == policy, groups))
+        models.append(
+            ServedModel(
+                _name(row), str(row.get("model_path") or checkpoint), number == policy, groups
+            )
+        )
     given = sum(group.num_gpus for model in models for group in model.groups)
     if given != total:
         raise UserError(
@@ -86,8 +102,14 @@ def _models_of(path: Path) -> list[Mapping[str, Any]]:
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"--sglang-config {path} cannot be read", why=str(error)) from error
     models = content.get("sglang") if isinstance(content, dict) else None
-    if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
-        raise UserError(f"{path} must have a list of models under the key 'sglang'", fix=__doc__ or "")
+    if (
+        not isinstance(models, list)
+        or not models
+        or not all(isinstance(model, dict) for model in models)
+    ):
+        raise UserError(
+            f"{path} must have a list of models under the key 'sglang'", fix=__doc__ or ""
+        )
     for model in models:
         _check_keys(path, f"model {_name(model)}", model, _MODEL_KEYS)
     names = [_name(model) for model in models]
@@ -106,13 +128,15 @@ def _name(model: Mapping[str, Any]) -> str:
 
 
 def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> int:
-    """Number of the model that gets the pushes: the one whose ``model_path`` is the checkpoint, or is left out."""
+    """Number of the model that gets the pushes: the one whose ``model_path`` is the checkpoint, or
+    is left out."""
     updated = []
     for number, model in enumerate(models):
         fits = model.get("model_path") is None or str(model["model_path"]) == checkpoint
         if model.get("update_weights") and not fits:
             raise UserError(
-                f"{path}: model {_name(model)} has update_weights, and its model_path {model['model_path']} is not"
+                f"{path}: model {_name(model)} has update_weights, and its model_path "
+                f"{model['model_path']} is not"
                 f" --hf-checkpoint {checkpoint}",
                 why="pushed weights would not fit it",
                 fix="leave model_path or update_weights out",
@@ -124,11 +148,13 @@ def _policy_of(path: Path, models: list[Mapping[str, Any]], checkpoint: str) -> 
     if not updated:
         raise UserError(
             f"{path} has no model that gets the policy's weights",
-            why="its model_path is --hf-checkpoint or left out, and it has no update_weights: false",
+            why="its model_path is --hf-checkpoint or left out, and it has no update_weights: "
+            "false",
             fix="add one, or leave its model_path and update_weights out",
         )
     raise UserError(
-        f"{path} has {len(updated)} models of --hf-checkpoint: {', '.join(_name(models[n]) for n in updated)}",
+        f"{path} has {len(updated)} models of --hf-checkpoint: "
+        f"{', '.join(_name(models[n]) for n in updated)}",
         why="one of them is the policy, which rollouts ask and which gets the pushes",
         fix="say update_weights: false for those that keep the weights of the checkpoint",
     )
@@ -148,10 +174,14 @@ def _check_kinds(path: Path, model: str, groups: Sequence[ServerGroup]) -> None:
             why="the router sends every request either to one server or to a pair",
         )
     if not kinds - {"placeholder"}:
-        raise UserError(f"{path}: model {model} has no servers", fix="add a group with worker_type: regular")
+        raise UserError(
+            f"{path}: model {model} has no servers", fix="add a group with worker_type: regular"
+        )
 
 
-def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int, rules: GroupRules) -> Iterator[ServerGroup]:
+def _groups_of(
+    path: Path, model: Mapping[str, Any], per_engine: int, rules: GroupRules
+) -> Iterator[ServerGroup]:
     rows = model.get("server_groups") or model.get("engine_groups")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: model {_name(model)} must have a list of server_groups")
@@ -161,12 +191,19 @@ def _groups_of(path: Path, model: Mapping[str, Any], per_engine: int, rules: Gro
         kind = row.get("worker_type", "regular")
         if kind not in rules.worker_types:
             known = ", ".join(rules.worker_types)
-            raise UserError(f"{path}: {where} has worker_type {kind}", fix=f"choose one of: {known}")
+            raise UserError(
+                f"{path}: {where} has worker_type {kind}", fix=f"choose one of: {known}"
+            )
         each = row.get("num_gpus_per_engine", model.get("num_gpus_per_engine", per_engine))
         count = row.get("num_gpus")
         if not _is_count(count) or not _is_count(each) or count % each:
-            raise UserError(f"{path}: {where} has num_gpus {count} in servers of {each}", why="it must be a multiple")
-        yield ServerGroup(kind, count, each, _overrides(path, where, row.get("overrides") or {}, rules))
+            raise UserError(
+                f"{path}: {where} has num_gpus {count} in servers of {each}",
+                why="it must be a multiple",
+            )
+        yield ServerGroup(
+            kind, count, each, _overrides(path, where, row.get("overrides") or {}, rules)
+        )
 
 
 def _overrides(path: Path, where: str, given: Any, rules: GroupRules) -> Mapping[str, Any]:
@@ -184,7 +221,10 @@ def _overrides(path: Path, where: str, given: Any, rules: GroupRules) -> Mapping
 def _check_keys(path: Path, where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            raise UserError(f"{path}: {where} has the unknown key '{key}'", fix=f"the keys are: {', '.join(known)}")
+            raise UserError(
+                f"{path}: {where} has the unknown key '{key}'",
+                fix=f"the keys are: {', '.join(known)}",
+            )
 
 
 def _is_count(value: Any) -> bool:

@@ -52,5 +52,6 @@ FORMATS = (THINK, ReasoningFormat("[THINK]", "[/THINK]"))
 
 
 def reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """How a model with this chat template marks its reasoning; None where the template knows of none."""
+    """How a model with this chat template marks its reasoning; None where the template knows of
+    none."""
     return next((found for found in FORMATS if template and found.end in template), None)

@@ -46,7 +46,8 @@ class Kind:
 
     Attributes:
         accepts: in words, to follow "must be".
-        convert: gives the value; anything that it raises of TypeError, ValueError and OverflowError is a refusal.
+        convert: gives the value; anything that it raises of TypeError, ValueError and OverflowError
+            is a refusal.
     """
 
     accepts: str
@@ -64,8 +65,11 @@ class Kind:
             raise BadRequest(f"{name} must be {self.accepts}, got {shown}", name) from error
 
 
-def integer(low: int | None = None, high: int | None = None, also: int | None = None, words: str = "") -> Kind:
-    """An integer from ``low`` to ``high``, or the value ``also``; ``words`` replace the description of the range."""
+def integer(
+    low: int | None = None, high: int | None = None, also: int | None = None, words: str = ""
+) -> Kind:
+    """An integer from ``low`` to ``high``, or the value ``also``; ``words`` replace the description
+    of the range."""
 
     def convert(value: Any) -> int:
         whole = int(_instance(value, int))
@@ -111,7 +115,9 @@ def tokens(vocab_size: int) -> Kind:
     one = token(vocab_size)
 
     def convert(value: Any) -> frozenset[int]:
-        return frozenset(one.convert(item) for item in _instance(value, list, tuple) if item is not None)
+        return frozenset(
+            one.convert(item) for item in _instance(value, list, tuple) if item is not None
+        )
 
     return Kind(f"a list of token ids from 0 to {vocab_size - 1}", convert)
 
@@ -155,7 +161,8 @@ def required(body: Mapping[str, Any], name: str, kind: Kind) -> Any:
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Whether a field that is not supported may be let through: empty, off, or a list of such values."""
+    """Whether a field that is not supported may be let through: empty, off, or a list of such
+    values."""
     return value is None or value is False or value in ("", 0) or value == {} or _all_nothing(value)
 
 
@@ -176,12 +183,21 @@ def _range(low: int | None, high: int | None) -> str:
     return "" if low is None else f" of at least {low}"
 
 
-# -- sampling parameters -------------------------------------------------------------------------------
+# -- sampling parameters
+# -------------------------------------------------------------------------------
 
 #: Below this a temperature means greedy, as in SGLang.
 GREEDY_BELOW = 1e-6
 #: Parameters that SGLang knows and the embedded engine does not; allowed when they ask for nothing.
-_UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "stream_interval")
+_UNSUPPORTED = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "custom_params",
+    "stream_interval",
+)
 _MOST_SAMPLES = 4096  # of one prompt: more is a slip, and would be queued at once
 _ANY_VOCABULARY = 1 << 31
 
@@ -195,9 +211,9 @@ def _row(default: Any, kind: Kind | Callable[[int], Kind]) -> Any:
 class SamplingParams:
     """How to sample: every parameter of a request with SGLang's name, range and default.
 
-    ``temperature`` 0 is greedy, ``top_k`` -1 the whole vocabulary, ``max_new_tokens`` None all room.
-    ``sampling_seed`` makes the sampled tokens a function of seed, prompt and weights; sample i of ``n`` uses
-    ``sampling_seed + i``.
+    ``temperature`` 0 is greedy, ``top_k`` -1 the whole vocabulary, ``max_new_tokens`` None all
+    room. ``sampling_seed`` makes the sampled tokens a function of seed, prompt and weights; sample
+    i of ``n`` uses ``sampling_seed + i``.
     """
 
     max_new_tokens: int | None = _row(128, integer(0))
@@ -235,7 +251,11 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        penalised = self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+        penalised = (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+        )
         return penalised or bool(self.logit_bias) or self.min_new_tokens > 0
 
 
@@ -253,24 +273,34 @@ def parse_params(raw: Any, vocab_size: int = _ANY_VOCABULARY) -> SamplingParams:
     """Check ``sampling_params``; None values mean the default.
 
     Raises:
-        BadRequest: unknown name, wrong type, value out of range, or a feature this engine does not have.
+        BadRequest: unknown name, wrong type, value out of range, or a feature this engine does not
+            have.
     """
     values: dict[str, Any] = {}
     for name, value in OBJECT.read("sampling_params", {} if raw is None else raw).items():
         if name in _UNSUPPORTED:
             if not asks_for_nothing(value):
-                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine", name)
+                raise BadRequest(
+                    f"sampling_params.{name} is not supported by the embedded engine", name
+                )
             continue
         name = "sampling_seed" if name == "seed" else name  # OpenAI's word
         if name not in SAMPLING_NAMES:
             near = difflib.get_close_matches(name, SAMPLING_NAMES, n=1)
-            raise BadRequest(f"unknown sampling parameter '{name}'" + (f"; nearest: '{near[0]}'" if near else ""), name)
+            raise BadRequest(
+                f"unknown sampling parameter '{name}'"
+                + (f"; nearest: '{near[0]}'" if near else ""),
+                name,
+            )
         if value is None:
             values |= {"max_new_tokens": None} if name == "max_new_tokens" else {}
         else:
             values[name] = _kinds(vocab_size)[name].read(name, value)
     params = SamplingParams(**values)
     if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
-        said = f"min_new_tokens must be at most max_new_tokens ({params.max_new_tokens}), got {params.min_new_tokens}"
+        said = (
+            f"min_new_tokens must be at most max_new_tokens ({params.max_new_tokens}), got "
+            f"{params.min_new_tokens}"
+        )
         raise BadRequest(said, "min_new_tokens")
     return params

@@ -1,13 +1,15 @@
-"""The router (`sglang-router` 0.3.2) seen from outside: its command line, its workers, and which policy does what.
+"""The router (`sglang-router` 0.3.2) seen from outside: its command line, its workers, and which
+policy does what.
 
-    POST /workers {"url", "api_key", "labels"}   answers 202 at once; the router then asks the worker for /health, …
-    GET  /workers           lists those that passed, with health, current load and labels
-    DELETE /workers/{id}    answers 202 at once
+    POST /workers {"url", "api_key", "labels"}   answers 202 at once; the router then asks the
+    worker for /health, … GET  /workers           lists those that passed, with health, current load
+    and labels DELETE /workers/{id}    answers 202 at once
 
-All of these and what generates want the router's key. What it passes on carries that of the worker instead.
+All of these and what generates want the router's key. What it passes on carries that of the worker
+instead.
 
-Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would answer 503 for a
-minute after an engine has come back.
+Its own retries and circuit breaker are off: `RolloutClient` owns retries, and an open circuit would
+answer 503 for a minute after an engine has come back.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from slime.processes.host import free_port, python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt on one engine,
-#: also for requests that come as token ids. ``consistent_hashing`` is the reference system's word for affinity of a
-#: session to an engine, which this router calls ``manual``.
+#: Name on the command line → policy of the router. ``cache_aware`` keeps the samples of one prompt
+#: on one engine, also for requests that come as token ids. ``consistent_hashing`` is the reference
+#: system's word for affinity of a session to an engine, which this router calls ``manual``.
 POLICIES = {
     "cache_aware": "cache_aware",
     "round_robin": "round_robin",
@@ -43,20 +45,24 @@ POLICIES = {
 #: Answers 200 as long as the router itself is well, whatever its workers are.
 LIVENESS_PATH = "/liveness"
 
-_LARGEST_PAYLOAD = 4 << 30  # the router's own limit of 512 MiB is too small for requests with many images
+_LARGEST_PAYLOAD = (
+    4 << 30
+)  # the router's own limit of 512 MiB is too small for requests with many images
 
 STARTUP_SECONDS = 60.0
 
 
 def router_policy(name: str) -> str:
-    """The router's own name of a policy given as ``--router-policy`` or ``--sglang-router-strategy``.
+    """The router's own name of a policy given as ``--router-policy`` or
+    ``--sglang-router-strategy``.
 
     Raises:
         UserError: no such policy.
     """
     if name not in POLICIES:
         raise UserError(
-            f"--router-policy {name}: there is no such policy", fix=f"choose one of: {', '.join(sorted(POLICIES))}"
+            f"--router-policy {name}: there is no such policy",
+            fix=f"choose one of: {', '.join(sorted(POLICIES))}",
         )
     return POLICIES[name]
 
@@ -64,9 +70,10 @@ def router_policy(name: str) -> str:
 def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
     """What the router is started with for a policy and the workers that it will have.
 
-    ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets them there, while
-    under other policies they register (`register_workers`). It asks them for their load (``/get_load``) as often as it
-    looks for workers that start: every second instead of every half minute. With one worker there is nothing to choose.
+    ``power_of_two`` refuses to start unless it is given two workers on its command line; so it gets
+    them there, while under other policies they register (`register_workers`). It asks them for
+    their load (``/get_load``) as often as it looks for workers that start: every second instead of
+    every half minute. With one worker there is nothing to choose.
     """
     policy = router_policy(name)
     given = started_with(name, worker_urls)
@@ -76,8 +83,8 @@ def router_flags(name: str, worker_urls: list[str]) -> dict[str, Any]:
 
 
 def started_with(name: str, worker_urls: list[str]) -> list[str]:
-    """Those of its workers that the router is given on its command line under this policy. They get its own key, and so
-    they are the run's own."""
+    """Those of its workers that the router is given on its command line under this policy. They get
+    its own key, and so they are the run's own."""
     own = [url for url in worker_urls if not keys.is_external(url)]
     return own if router_policy(name) == "power_of_two" and len(own) > 1 else []
 
@@ -87,17 +94,21 @@ def wants_routing_key(name: str) -> bool:
     return router_policy(name) == "manual"
 
 
-# -- its command line --------------------------------------------------------------------------------------
+# -- its command line
+# --------------------------------------------------------------------------------------
 
 
-def router_command(config: Config, host: str, port: int, worker_urls: list[str] | None = None) -> LaunchSpec:
+def router_command(
+    config: Config, host: str, port: int, worker_urls: list[str] | None = None
+) -> LaunchSpec:
     """The router; its workers are registered once it answers (`register_workers`).
 
     Under a policy that wants to be started with them, it is: hence ``worker_urls``.
 
-    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a port of their own
-    (a fixed default would let only one router live on a host); it is free at this moment, and should it be taken
-    before the router binds it, the router dies of "Address already in use" and is started again.
+    Its retries and circuit breaker are off, because our client owns retries. Its metrics need a
+    port of their own (a fixed default would let only one router live on a host); it is free at this
+    moment, and should it be taken before the router binds it, the router dies of "Address already
+    in use" and is started again.
     """
     flags: dict[str, Any] = {
         "policy": "cache_aware",
@@ -112,8 +123,12 @@ def router_command(config: Config, host: str, port: int, worker_urls: list[str] 
     }
     flags = {**router_flags(flags.pop("policy"), worker_urls or []), **flags}
     argv = [*python_module("slime.engines.router_process"), "--host", host, "--port", str(port)]
-    given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    return LaunchSpec([*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS)
+    given = {
+        name: value for name, value in flags.items() if value is not None and value is not False
+    }
+    return LaunchSpec(
+        [*argv, *to_argv(given)], health_path=LIVENESS_PATH, startup_timeout=STARTUP_SECONDS
+    )
 
 
 def disaggregated_router_command(
@@ -133,9 +148,11 @@ def disaggregated_router_command(
     return dataclasses.replace(spec, argv=[*spec.argv, *pairs])
 
 
-# -- its workers -------------------------------------------------------------------------------------------
+# -- its workers
+# -------------------------------------------------------------------------------------------
 
-#: What the router calls the model. It tells everybody who asks for /v1/models, without the key, and would tell a path.
+#: What the router calls the model. It tells everybody who asks for /v1/models, without the key, and
+#: would tell a path.
 _MODEL = "policy"
 
 
@@ -159,7 +176,12 @@ async def register_workers(
         for url in worker_urls:
             if url not in known:
                 labels = EXTERNAL if keys.is_external(url) else {}
-                body = {"url": url, "api_key": keys.key_of(url) or keys.NO_KEY, "labels": labels, "model_id": _MODEL}
+                body = {
+                    "url": url,
+                    "api_key": keys.key_of(url) or keys.NO_KEY,
+                    "labels": labels,
+                    "model_id": _MODEL,
+                }
                 await router.request("POST", "/workers", body)
         while True:
             healthy = {worker.url for worker in await list_workers(router) if worker.healthy}
@@ -167,7 +189,10 @@ async def register_workers(
             if not missing:
                 return
             if time.monotonic() > end:
-                raise EngineError(router_url, f"not healthy behind the router in {timeout:.0f} s: {', '.join(missing)}")
+                raise EngineError(
+                    router_url,
+                    f"not healthy behind the router in {timeout:.0f} s: {', '.join(missing)}",
+                )
             await asyncio.sleep(0.1)
 
 
@@ -184,7 +209,9 @@ async def remove_worker(router_url: str, worker_url: str, timeout: float) -> Non
             if not ids:
                 return
             if time.monotonic() > end:
-                raise EngineError(router_url, f"worker {worker_url} is still registered after {timeout:.0f} s")
+                raise EngineError(
+                    router_url, f"worker {worker_url} is still registered after {timeout:.0f} s"
+                )
             try:
                 await router.request("DELETE", f"/workers/{ids[0]}")
             except EngineError as error:

@@ -1,10 +1,11 @@
 """The router's process: sglang-router's own launcher without its debugging router.
 
-That one, which nobody starts here, imports FastAPI, half of this process's start, and SGLang where it is installed, and
-with it torch: 14 s on a host with GPUs, at every launch and every restart of a router. In its place is an empty name.
+That one, which nobody starts here, imports FastAPI, half of this process's start, and SGLang where
+it is installed, and with it torch: 14 s on a host with GPUs, at every launch and every restart of a
+router. In its place is an empty name.
 
-The key that it asks for, and sends to the workers of its command line, comes by the environment: a command line can be
-read by every user of the host.
+The key that it asks for, and sends to the workers of its command line, comes by the environment: a
+command line can be read by every user of the host.
 """
 
 from __future__ import annotations

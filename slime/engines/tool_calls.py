@@ -1,11 +1,12 @@
-"""Calls of tools in what a model writes: one row per way of writing them, and what is text and what is a call.
+"""Calls of tools in what a model writes: one row per way of writing them, and what is text and what
+is a call.
 
 >>> text = 'Let me look.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 >>> FORMATS["hermes"].read(text, {"f": {}}, ended=True)
 Reply(text='Let me look.', calls=(Call(name='f', arguments='{"x": 1}'),))
 
-`ToolFormat.read` is a function of the text so far: as that grows, the reply's text only grows and its calls are only
-added to, which is all that streaming needs.
+`ToolFormat.read` is a function of the text so far: as that grows, the reply's text only grows and
+its calls are only added to, which is all that streaming needs.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Reply:
     calls: tuple[Call, ...] = ()
 
 
-#: What may be called: the JSON schemas of the arguments, by the tools' names. {} where a client gave none.
+#: What may be called: the JSON schemas of the arguments, by the tools' names. {} where a client
+#: gave none.
 Tools = Mapping[str, Mapping[str, Any]]
-#: The calls in a text that begins where the first of them does; ends with a ValueError where one is not complete.
+#: The calls in a text that begins where the first of them does; ends with a ValueError where one is
+#: not complete.
 Parse = Callable[[str, Tools], Iterator[Call]]
 
 
@@ -66,13 +69,15 @@ class ToolFormat:
     special_marks: bool = False
 
     def read(self, text: str, tools: Tools, *, ended: bool) -> Reply:
-        """Text and complete calls of an answer, or of its beginning. What follows the first call is calls.
+        """Text and complete calls of an answer, or of its beginning. What follows the first call is
+        calls.
 
         Args:
-            tools: that may be called. Without marks only an answer that begins with one of their names is a call;
-                and where values are written without quotes, the schemas tell which of them are text.
-            ended: nothing will follow; until then, what may become a call is held back. What looked like a call and
-                cannot be read is text then.
+            tools: that may be called. Without marks only an answer that begins with one of their
+                names is a call; and where values are written without quotes, the schemas tell which
+                of them are text.
+            ended: nothing will follow; until then, what may become a call is held back. What looked
+                like a call and cannot be read is text then.
         """
         marks = self.begins or tuple(f"{name}\n" for name in tools)
         start = self._start(text, marks)
@@ -92,7 +97,8 @@ class ToolFormat:
         return min(found, default=None)
 
     def _held(self, text: str, marks: tuple[str, ...]) -> int:
-        """Characters at the end that a call may begin with, and blanks before them, which a call takes away."""
+        """Characters at the end that a call may begin with, and blanks before them, which a call
+        takes away."""
         if self.at_start:
             start = text.lstrip()
             return len(text) if any(mark.startswith(start) for mark in marks) else 0
@@ -105,13 +111,18 @@ class ToolFormat:
 def _until_broken(calls: Iterator[Call]) -> Iterator[Call]:
     try:
         for call in calls:
-            orjson.dumps([[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]])  # within an answer, as objects
+            orjson.dumps(
+                [[[[[[[[call.name, orjson.loads(call.arguments)]]]]]]]]
+            )  # within an answer, as objects
             yield call
     except (ValueError, orjson.JSONEncodeError, RecursionError):
-        return  # cut short, no JSON, half a character (\ud83d), or brackets without end: what came before it counts
+        # cut short, no JSON, half a character (\ud83d), or brackets without end: what came before
+        # it counts
+        return
 
 
-# -- the ways ------------------------------------------------------------------------------------------------------
+# -- the ways
+# ------------------------------------------------------------------------------------------------------
 
 
 def _finite(number: str) -> float:
@@ -156,10 +167,12 @@ def _arguments(value: Any) -> str:
 
 
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """What stands between each pair of marks. A model that repeats the first one to its limit costs no more than any
-    other."""
+    """What stands between each pair of marks. A model that repeats the first one to its limit costs
+    no more than any other."""
     at = 0
-    while (start := text.find(begin, at)) >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
+    while (start := text.find(begin, at)) >= 0 and (
+        stop := text.find(end, start + len(begin))
+    ) >= 0:
         yield text[start + len(begin) : stop]
         at = stop + len(end)
 
@@ -183,7 +196,8 @@ def _glm45(text: str, tools: Tools) -> Iterator[Call]:
 
 
 def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
-    """<function=name> <parameter=k>, the value on lines of its own, </parameter> … </function>; see `_value`."""
+    """<function=name> <parameter=k>, the value on lines of its own, </parameter> … </function>; see
+    `_value`."""
     for inner in _between(text, "<tool_call>", "</tool_call>"):
         functions = list(_between(inner, "<function=", "</function>"))
         if not functions:
@@ -193,7 +207,9 @@ def _qwen3_coder(text: str, tools: Tools) -> Iterator[Call]:
             values: dict[str, Any] = {}
             for pair in _between(body, "<parameter=", "</parameter>"):
                 key, _, value = pair.partition(">")
-                value = value.removeprefix("\n").removesuffix("\n")  # the template's; further ones are the value's
+                value = value.removeprefix("\n").removesuffix(
+                    "\n"
+                )  # the template's; further ones are the value's
                 values[key.strip()] = _value(value, tools.get(name.strip(), {}), key.strip())
             if not closed:
                 raise ValueError("a call without the end of its name")
@@ -205,8 +221,8 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(written: str, schema: Mapping[str, Any], key: str) -> Any:
-    """An argument that is written without quotes: text where the tool wants text alone, even if it is JSON, too; else
-    JSON, or text where it is none.
+    """An argument that is written without quotes: text where the tool wants text alone, even if it
+    is JSON, too; else JSON, or text where it is none.
 
     >>> [_value("42", {"properties": {"x": {"type": kind}}}, "x") for kind in ("string", "integer")]
     ['42', 42]
@@ -260,7 +276,9 @@ def _glm4(text: str, tools: Tools) -> Iterator[Call]:
     """The tool's name on a line of its own, its arguments below it."""
     name, found, rest = text.strip().partition("\n")
     if found and rest.strip():
-        value, _ = _object(rest, 0)  # a call that was streamed cannot be taken back for what follows it
+        value, _ = _object(
+            rest, 0
+        )  # a call that was streamed cannot be taken back for what follows it
         yield Call(name.strip(), _arguments(value))
 
 
@@ -276,7 +294,8 @@ def _deepseek(text: str, tools: Tools) -> Iterator[Call]:
 
 
 def _mistral(text: str, tools: Tools) -> Iterator[Call]:
-    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name{…} for each, also with [ARGS] between."""
+    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name{…} for each, also with
+    [ARGS] between."""
     for part in text.split("[TOOL_CALLS]")[1:]:
         name = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?", part)
         value, _ = _object(part, name.end() if name else 0)
@@ -298,7 +317,8 @@ FORMATS: dict[str, ToolFormat] = {
         _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>", "```json"), ("deepseek_v3",),
         "deepseekv3", special_marks=True,
     ),
-    "deepseek31": ToolFormat(  # of the same family and other templates; SGLang reads each with a parser of its own
+    # of the same family and other templates; SGLang reads each with a parser of its own
+    "deepseek31": ToolFormat(
         _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>",), (),
         "deepseekv31", special_marks=True,
     ),
@@ -322,22 +342,35 @@ def tool_format(template: str | None, family: str) -> ToolFormat | None:
     """
     if template is None:
         return None
-    taught = (found for found in FORMATS.values() if all(mark in template for mark in found.in_template))
-    return next(taught, None) or next((found for found in FORMATS.values() if family in found.families), None)
+    taught = (
+        found for found in FORMATS.values() if all(mark in template for mark in found.in_template)
+    )
+    return next(taught, None) or next(
+        (found for found in FORMATS.values() if family in found.families), None
+    )
 
 
 def chat_template(directory: Path) -> str | None:
-    """The text of a model's chat template (all of them, where it has several), read without transformers."""
+    """The text of a model's chat template (all of them, where it has several), read without
+    transformers."""
     for file in (directory / "chat_template.jinja", directory / "chat_template.json"):
         if file.is_file():
             return file.read_text(encoding="utf-8")
     file = directory / "tokenizer_config.json"
     found = orjson.loads(file.read_bytes()).get("chat_template") if file.is_file() else None
-    return None if not found else found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    return (
+        None
+        if not found
+        else found
+        if isinstance(found, str)
+        else json.dumps(found, ensure_ascii=False)
+    )
 
 
 def tool_schemas(tools: list[Any]) -> dict[str, Mapping[str, Any]]:
     """``tools`` of a request, of OpenAI's form or bare, as `ToolFormat.read` wants them."""
     functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
-    found = ((one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping))
+    found = (
+        (one.get("name"), one.get("parameters")) for one in functions if isinstance(one, Mapping)
+    )
     return {str(name): schema if isinstance(schema, Mapping) else {} for name, schema in found}

@@ -1,4 +1,5 @@
-"""The engines behind a router, as the router knows them: what those who generate ask it, beside answers."""
+"""The engines behind a router, as the router knows them: what those who generate ask it, beside
+answers."""
 
 from __future__ import annotations
 
@@ -7,19 +8,22 @@ from dataclasses import dataclass
 from slime.engines import keys
 from slime.engines.api import EngineClient, EngineError
 
-#: Requests of one session carry the same value; the ``manual`` policy sends them to the same engine.
+#: Requests of one session carry the same value; the ``manual`` policy sends them to the same
+#: engine.
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 #: What the router is told, and tells, of an engine that somebody else has started.
 EXTERNAL = {"slime": "external"}
 
-#: Seconds in which the router says which workers it has: generation has hours, this must not hang with it.
+#: Seconds in which the router says which workers it has: generation has hours, this must not hang
+#: with it.
 LIST_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine behind the router. (The router's own count of its load is 0 under most policies: ask the engine.)
+    """One engine behind the router. (The router's own count of its load is 0 under most policies:
+    ask the engine.)
 
     Attributes:
         is_external: somebody else has started it.
@@ -32,8 +36,8 @@ class Worker:
 
 
 async def list_workers(router: EngineClient) -> list[Worker]:
-    """The workers that the router knows, whose keys are known from then on; a bare engine in the router's place counts
-    as its own only worker.
+    """The workers that the router knows, whose keys are known from then on; a bare engine in the
+    router's place counts as its own only worker.
 
     Raises:
         EngineError: no answer.
@@ -45,7 +49,12 @@ async def list_workers(router: EngineClient) -> list[Worker]:
             raise
         return [Worker("", router.url, healthy=True)]
     workers = [
-        Worker(item["id"], item["url"], bool(item["is_healthy"]), EXTERNAL.items() <= item.get("metadata", {}).items())
+        Worker(
+            item["id"],
+            item["url"],
+            bool(item["is_healthy"]),
+            EXTERNAL.items() <= item.get("metadata", {}).items(),
+        )
         for item in body["workers"]
     ]
     for worker in workers if keys.key_of(router.url) else ():

@@ -1,4 +1,5 @@
-"""The simplest agent that works in a box: bash that the model writes is run, and it is shown what came of it."""
+"""The simplest agent that works in a box: bash that the model writes is run, and it is shown what
+came of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import aiohttp
 from slime.agents.endpoint import AgentEndpoint, AgentError
 from slime.sandbox.sandbox import Ran
 
-HOW = "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write no block."
+HOW = (
+    "\nWrite one block of ```bash at a time; you are shown its output. When you are done, write "
+    "no block."
+)
 #: Ends of a conversation that are no failures: no room, no turns.
 _NO_MORE = ("context_length_exceeded", "max_turns")
 _BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
@@ -33,13 +37,19 @@ async def bash_agent(endpoint: AgentEndpoint, box: Workplace) -> None:
     """Blocks of bash in the model's answers are run one by one, until an answer has none."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": box.instruction + HOW}]
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
         while True:
             body = {"model": "policy", "messages": messages}
             async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
                 said = await response.json()
-            if response.status == 503 or (response.status != 200 and said["error"]["code"] in _NO_MORE):
-                return  # what there is, is scored; where an engine or the rollout ended it, the endpoint says so
+            if response.status == 503 or (
+                response.status != 200 and said["error"]["code"] in _NO_MORE
+            ):
+                # what there is, is scored; where an engine or the rollout ended it, the endpoint
+                # says so
+                return
             if response.status != 200:
                 raise AgentError(f"the model was not asked: {said['error']['message']}")
             message = said["choices"][0]["message"]

@@ -1,10 +1,12 @@
-"""Tasks of Harbor's format, without Harbor and without containers: an agent works in a sandbox, the task's tests score.
+"""Tasks of Harbor's format, without Harbor and without containers: an agent works in a sandbox, the
+task's tests score.
 
     tasks = HarborTasks()
     generate = tasks.generate           # --custom-generate-function-path my_file.py:generate
     tasks.write_prompts("tasks", "tasks.jsonl")
 
-    task.toml  instruction.md  environment/  tests/test.sh ──► /logs/verifier/reward.json, or reward.txt
+    task.toml  instruction.md  environment/  tests/test.sh ──► /logs/verifier/reward.json, or
+    reward.txt
 
 docs/environments.md says which tasks need more than that.
 """
@@ -51,11 +53,19 @@ class Box:
         lines = dockerfile_lines(task)
         self._refuse_what_needs_more(lines)
         workdirs = [words for word, words in lines if word == "WORKDIR"]
-        workdir = posixpath.join("/", *workdirs) if workdirs else "/app"  # one that is relative is below the last
-        self.workdir = posixpath.normpath(str(self._section("environment").get("workdir") or workdir))
-        shutil.copytree(task / "environment", place / "app", ignore=shutil.ignore_patterns("Dockerfile"))
+        workdir = (
+            posixpath.join("/", *workdirs) if workdirs else "/app"
+        )  # one that is relative is below the last
+        self.workdir = posixpath.normpath(
+            str(self._section("environment").get("workdir") or workdir)
+        )
+        shutil.copytree(
+            task / "environment", place / "app", ignore=shutil.ignore_patterns("Dockerfile")
+        )
         self._folders = {self.workdir: place / "app"}
-        self._environ = {name: str(value) for name, value in self._section("environment").get("env", {}).items()}
+        self._environ = {
+            name: str(value) for name, value in self._section("environment").get("env", {}).items()
+        }
 
     def _section(self, name: str) -> dict[str, Any]:
         return dict(self.config.get(name, {}))
@@ -65,12 +75,22 @@ class Box:
             return
         environment = self._section("environment")
         verifier = self._section("verifier")
-        more = [name for name in ("docker_image", "mcp_servers", "gpus", "healthcheck") if environment.get(name)]
+        more = [
+            name
+            for name in ("docker_image", "mcp_servers", "gpus", "healthcheck")
+            if environment.get(name)
+        ]
         more += ["steps"] * bool(self.config.get("steps"))
         more += ["a separate verifier"] * (verifier.get("environment_mode") == "separate")
-        more += ["docker-compose.yaml"] * (self.task / "environment" / "docker-compose.yaml").exists()
+        more += ["docker-compose.yaml"] * (
+            self.task / "environment" / "docker-compose.yaml"
+        ).exists()
         known = ("FROM", "WORKDIR", "LABEL", "ARG")
-        more += [f"{w} {rest}" for w, rest in dockerfile if w not in known and (w, rest) != ("COPY", ". .")]
+        more += [
+            f"{w} {rest}"
+            for w, rest in dockerfile
+            if w not in known and (w, rest) != ("COPY", ". .")
+        ]
         more += [f"WORKDIR {rest}" for w, rest in dockerfile if w == "WORKDIR" and "$" in rest]
         if more:
             raise UserError(
@@ -83,24 +103,33 @@ class Box:
     async def run(self, command: Sequence[str], *, seconds: float | None = None) -> Ran:
         """Run a command in the task's folder; it ends with all that it started."""
         limits = replace(self._runner.limits, seconds=seconds or self._runner.limits.seconds)
-        asked: dict[str, Any] = {"folders": self._folders, "folder": self.workdir, "environ": self._environ}
+        asked: dict[str, Any] = {
+            "folders": self._folders,
+            "folder": self.workdir,
+            "environ": self._environ,
+        }
         return await self._runner.run(command, **asked, limits=limits)
 
     async def score(self, reward_key: str) -> tuple[float, dict[str, Any]]:
-        """What the task's tests say, and all their values; 0 where they say nothing. Tests and their folder of logs
-        come after the agent, which has never seen them."""
+        """What the task's tests say, and all their values; 0 where they say nothing. Tests and
+        their folder of logs come after the agent, which has never seen them."""
         shutil.copytree(self.task / "tests", self._place / "tests")
         logs = self._place / "logs"
         (logs / "verifier").mkdir(parents=True)
         self._folders = {**self._folders, "/tests": self._place / "tests", "/logs": logs}
-        self._environ |= {name: str(value) for name, value in self._section("verifier").get("env", {}).items()}
+        self._environ |= {
+            name: str(value) for name, value in self._section("verifier").get("env", {}).items()
+        }
         ran = await self.run(
-            ["bash", "/tests/test.sh"], seconds=float(self._section("verifier").get("timeout_sec", 600))
+            ["bash", "/tests/test.sh"],
+            seconds=float(self._section("verifier").get("timeout_sec", 600)),
         )
         try:
             if os.path.lexists(told := logs / "verifier" / "reward.json"):
                 values = dict(json.loads(text_left_in(told)))
-                return float(values[reward_key] if len(values) != 1 else next(iter(values.values()))), values
+                return float(
+                    values[reward_key] if len(values) != 1 else next(iter(values.values()))
+                ), values
             return float(text_left_in(logs / "verifier" / "reward.txt")), {}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return 0.0, {"failure": f"{type(error).__name__}: {error}", "output": ran.text[-2000:]}
@@ -111,13 +140,18 @@ class HarborTasks:
 
     Args:
         agent: solves a task with the model of the endpoint and commands in the box.
-        runner: runs its commands, and the tests: a `Sandbox`, or what has its ``limits`` and its ``run``.
+        runner: runs its commands, and the tests: a `Sandbox`, or what has its ``limits`` and its
+            ``run``.
         max_turns: of the model, for one task.
         reward_key: which value of a reward.json is trained on, where there are several.
     """
 
     def __init__(
-        self, agent: Agent = bash_agent, runner: Any = None, max_turns: int = 20, reward_key: str = "reward"
+        self,
+        agent: Agent = bash_agent,
+        runner: Any = None,
+        max_turns: int = 20,
+        reward_key: str = "reward",
     ) -> None:
         self._agent = agent
         self._max_turns = max_turns
@@ -128,15 +162,23 @@ class HarborTasks:
     def write_prompts(folder: str | Path, path: str | Path) -> int:
         """A row for each task below the folder; returns how many there are."""
         tasks = sorted(file.parent.resolve() for file in Path(folder).rglob("task.toml"))
-        return write_rows(path, (((task / "instruction.md").read_text(encoding="utf-8"), str(task)) for task in tasks))
+        return write_rows(
+            path,
+            (((task / "instruction.md").read_text(encoding="utf-8"), str(task)) for task in tasks),
+        )
 
-    async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-        """A generate function: one sample for each branch of the agent's conversation, with the reward of the tests."""
+    async def generate(
+        self, args: Any, sample: Sample, sampling_params: dict[str, Any]
+    ) -> list[Sample]:
+        """A generate function: one sample for each branch of the agent's conversation, with the
+        reward of the tests."""
         task = Path(task_of(sample))
         async with temporary_folder(TASK) as place:
             box = Box(task, Path(place), self._runner)
             limit = asyncio.timeout(box.config.get("agent", {}).get("timeout_sec"))
-            async with agent_endpoint(args, sample, sampling_params, max_turns=self._max_turns) as endpoint:
+            async with agent_endpoint(
+                args, sample, sampling_params, max_turns=self._max_turns
+            ) as endpoint:
                 try:
                     async with limit:
                         await self._agent(endpoint, box)

@@ -17,12 +17,14 @@ def read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{file} cannot be read", why=str(error), fix="mend it, or leave the task out") from error
+        raise UserError(
+            f"{file} cannot be read", why=str(error), fix="mend it, or leave the task out"
+        ) from error
 
 
 def text_left_in(file: Path) -> str:
-    """What a program left in a file, unless it is a link that leads elsewhere on this host, or waits for who opens it
-    (a pipe).
+    """What a program left in a file, unless it is a link that leads elsewhere on this host, or
+    waits for who opens it (a pipe).
 
     Raises:
         OSError: it is, or it is not there.
@@ -35,8 +37,15 @@ def text_left_in(file: Path) -> str:
 
 
 def dockerfile_lines(task: Path) -> list[tuple[str, str]]:
-    """The lines of a task's Dockerfile, each as its word and the rest; none where there is no Dockerfile."""
+    """The lines of a task's Dockerfile, each as its word and the rest; none where there is no
+    Dockerfile."""
     file = task / "environment" / "Dockerfile"
-    lines = file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if file.is_file() else []
-    pairs = [line.strip().partition(" ") for line in lines if line.strip() and not line.strip().startswith("#")]
+    lines = (
+        file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if file.is_file() else []
+    )
+    pairs = [
+        line.strip().partition(" ")
+        for line in lines
+        if line.strip() and not line.strip().startswith("#")
+    ]
     return [(word.upper(), " ".join(rest.split())) for word, _, rest in pairs]

@@ -1,10 +1,13 @@
-"""Environments behind OpenEnv's servers: the model's text becomes an action, the observation the next message.
+"""Environments behind OpenEnv's servers: the model's text becomes an action, the observation the
+next message.
 
-    world = OpenEnvEnvironment("http://127.0.0.1:8000", act=lambda text: {"message": text}, observe=lambda seen: …)
-    generate = world.generate           # --custom-generate-function-path my_file.py:generate
-    world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in range(100)])
+    world = OpenEnvEnvironment("http://127.0.0.1:8000", act=lambda text: {"message": text},
+    observe=lambda seen: …) generate = world.generate           # --custom-generate-function-path
+    my_file.py:generate world.write_prompts("episodes.jsonl", [{"seed": seed} for seed in
+    range(100)])
 
-Written for version 0.10 of the package, which is imported when it is needed; any client with its methods will do.
+Written for version 0.10 of the package, which is imported when it is needed; any client with its
+methods will do.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ class OpenEnvEnvironment:
     """An environment's server, with what lies between its actions and a model's text.
 
     Args:
-        base_url: of the server; each sample has a session of its own there. So it must allow as many at once as there
-            are samples (``--rollout-max-concurrency``, or less with ``at_once`` of the server).
+        base_url: of the server; each sample has a session of its own there. So it must allow as
+            many at once as there are samples (``--rollout-max-concurrency``, or less with
+            ``at_once`` of the server).
         act: the model's answer → the action, as the server expects it.
         observe: an observation → the text that the model is shown.
         system: the system's message, if there is one.
@@ -69,21 +73,27 @@ class OpenEnvEnvironment:
 
     def _generic_client(self) -> Any:
         made = optional_package("openenv.core", "openenv").GenericEnvClient
-        return made(self.base_url, connect_timeout_s=_CONNECT_SECONDS, message_timeout_s=self._step_seconds)
+        return made(
+            self.base_url, connect_timeout_s=_CONNECT_SECONDS, message_timeout_s=self._step_seconds
+        )
 
     @staticmethod
     def write_prompts(path: str | PathLike[str], episodes: Iterable[Mapping[str, Any]]) -> int:
         """A row for each episode: what its ``reset`` is called with. Returns how many there are."""
-        return write_rows(str(path), ((json.dumps(dict(episode)), dict(episode)) for episode in episodes))
+        return write_rows(
+            str(path), ((json.dumps(dict(episode)), dict(episode)) for episode in episodes)
+        )
 
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        """A generate function: one episode as one sample; what the model is shown is not trained on.
+        """A generate function: one episode as one sample; what the model is shown is not trained
+        on.
 
         Raises:
             UserError: the package is missing, or an action or an observation cannot be made.
             ConnectionError, RuntimeError, TimeoutError: of the client; the sample fails.
         """
-        sample.reset_response()  # an episode cannot be gone on with: its session ended with the last try
+        # an episode cannot be gone on with: its session ended with the last try
+        sample.reset_response()
         rewards: list[float] = []
         async with self._client() as world:
             result = await world.reset(**task_of(sample))
@@ -95,18 +105,29 @@ class OpenEnvEnvironment:
                 sample = await one_turn(args, sample, sampling_params)
                 if sample.status is not SampleStatus.COMPLETED:
                     break
-                result = await world.step(self._call("act", self._act, sample.response[began:].strip()))
+                result = await world.step(
+                    self._call("act", self._act, sample.response[began:].strip())
+                )
                 rewards.append(float(result.reward or 0.0))
                 if result.done or step + 1 == self._most_steps:
                     break
                 append_message(sample, self._message(result))
         if sample.status is not SampleStatus.ABORTED:
-            sample.reward = (sum(rewards) if self._reward == "sum" else rewards[-1]) if rewards else 0.0
-            sample.metadata["openenv"] = {"steps": len(rewards), "rewards": rewards, "done": bool(result.done)}
+            sample.reward = (
+                (sum(rewards) if self._reward == "sum" else rewards[-1]) if rewards else 0.0
+            )
+            sample.metadata["openenv"] = {
+                "steps": len(rewards),
+                "rewards": rewards,
+                "done": bool(result.done),
+            }
         return sample
 
     def _message(self, result: Any) -> dict[str, Any]:
-        return {"role": self._role, "content": self._call("observe", self._observe, result.observation)}
+        return {
+            "role": self._role,
+            "content": self._call("observe", self._observe, result.observation),
+        }
 
     @staticmethod
     def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
@@ -116,5 +137,6 @@ class OpenEnvEnvironment:
             raise UserError(
                 f"{name}= of OpenEnvEnvironment failed: {type(error).__name__}: {error}",
                 why=f"it was given {str(value)[:200]!r}",
-                fix="return an action for whatever the model writes, and a text for each observation",
+                fix="return an action for whatever the model writes, and a text for each "
+                "observation",
             ) from error

@@ -12,7 +12,8 @@ from slime.samples.types import Sample
 
 
 def write_rows(path: str | Path, prompts: Iterable[tuple[str, Any]]) -> int:
-    """Write a row for each task: its prompt, and what finds it again (`task_of`). Returns how many there are.
+    """Write a row for each task: its prompt, and what finds it again (`task_of`). Returns how many
+    there are.
 
     For ``--prompt-data PATH --input-key prompt --metadata-key metadata``.
     """
@@ -31,6 +32,7 @@ def task_of(sample: Sample) -> Any:
         raise UserError(
             f"sample {sample.index} names no task",
             why=f"its metadata has: {', '.join(sample.metadata) or 'nothing'}",
-            fix="make the data with write_prompts() of the adapter, and pass --metadata-key metadata",
+            fix="make the data with write_prompts() of the adapter, and pass --metadata-key "
+            "metadata",
         )
     return sample.metadata["task"]

@@ -1,4 +1,5 @@
-"""Tasksets of verifiers: its environment runs the task, and its agent speaks with the model that is trained.
+"""Tasksets of verifiers: its environment runs the task, and its agent speaks with the model that is
+trained.
 
     taskset = VerifiersTaskset("my_taskset", agent={"max_turns": 8})
     generate = taskset.generate         # --custom-generate-function-path my_file.py:generate
@@ -31,10 +32,11 @@ class VerifiersTaskset:
     """A taskset of verifiers, with its one agent.
 
     Args:
-        name: of an installed package, or of a module in the working directory: verifiers' ``taskset.id``.
+        name: of an installed package, or of a module in the working directory: verifiers'
+            ``taskset.id``.
         taskset: more of its configuration.
-        agent: configuration of the agent: ``harness``, ``max_turns``, ``timeout``, ``runtime``. Without a runtime its
-            program is a process of this host, not one of the package's cloud.
+        agent: configuration of the agent: ``harness``, ``max_turns``, ``timeout``, ``runtime``.
+            Without a runtime its program is a process of this host, not one of the package's cloud.
         config: the rest of the environment's configuration.
         most_tasks: that are read, of tasksets without end.
     """
@@ -69,7 +71,9 @@ class VerifiersTaskset:
 
     def write_prompts(self, path: str | os.PathLike[str]) -> int:
         """A row for each task, with its number; returns how many there are."""
-        return write_rows(os.fspath(path), ((task.data.prompt_text, i) for i, task in enumerate(self._read())))
+        return write_rows(
+            os.fspath(path), ((task.data.prompt_text, i) for i, task in enumerate(self._read()))
+        )
 
     async def _task(self, number: int) -> Any:
         async with self._reading:  # a download, maybe: once, and beside the rollout
@@ -82,8 +86,11 @@ class VerifiersTaskset:
             )
         return tasks[number]
 
-    async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-        """A generate function: one sample for each branch of the agent's conversation, with the trace's reward.
+    async def generate(
+        self, args: Any, sample: Sample, sampling_params: dict[str, Any]
+    ) -> list[Sample]:
+        """A generate function: one sample for each branch of the agent's conversation, with the
+        trace's reward.
 
         Raises:
             UserError: the package is missing, or the environment has several agents.
@@ -94,23 +101,32 @@ class VerifiersTaskset:
         async with agent_endpoint(args, sample, sampling_params) as endpoint:
             os.environ.update(past_proxies([]))  # the package's clients read proxies there
             client = vf.EvalClientConfig(base_url=endpoint.keyed_base_url, api_key_var=_NO_KEY)
-            environment = self._environment()  # one for each sample: what it serves is then closed with it
+            environment = (
+                self._environment()
+            )  # one for each sample: what it serves is then closed with it
             async with environment.serving():
-                episode = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
+                episode = await environment.run_episode(
+                    task, vf.ModelContext(model="policy", client=client)
+                )
         if len(episode.traces) > 1:
             raise UserError(
                 f"an episode of {self.name} has {len(episode.traces)} agents",
                 why="their rewards differ, and one endpoint speaks for all of them",
-                fix="give each agent an endpoint in a generate function of your own: " + doc_url("agents.md"),
+                fix="give each agent an endpoint in a generate function of your own: "
+                + doc_url("agents.md"),
             )
         trace = episode.traces[0] if episode.traces else None
         samples = endpoint.samples(reward=trace.reward if trace is not None else 0.0)
         if not episode.ok and all(one.status is not SampleStatus.TRUNCATED for one in samples):
             error = episode.last_error or (trace.last_error if trace is not None else None)
-            raise AgentError(f"{self.name}: {error.type}: {error.message}" if error else f"{self.name} failed")
+            raise AgentError(
+                f"{self.name}: {error.type}: {error.message}" if error else f"{self.name} failed"
+            )
         if trace is not None:
             said = {
-                "rewards": {name: one.value for name, one in trace.rewards.items() if one is not None},
+                "rewards": {
+                    name: one.value for name, one in trace.rewards.items() if one is not None
+                },
                 "metrics": dict(trace.metrics),
                 "stop": trace.stop_condition,
             }

@@ -1,10 +1,13 @@
-"""What the forward pass keeps for the backward pass, per token of a rank's micro-batch, layer by layer.
+"""What the forward pass keeps for the backward pass, per token of a rank's micro-batch, layer by
+layer.
 
-Each layer type has a formula: the tensors that autograd saves, with their widths (`saved_by_layer`). A test counts the
-saved tensors of the real layers and demands agreement. ``T`` is the rank's share of the micro-batch under context
-parallelism, whole under tensor parallelism; with sequence parallelism what is not inside attention or MLP is divided.
+Each layer type has a formula: the tensors that autograd saves, with their widths
+(`saved_by_layer`). A test counts the saved tensors of the real layers and demands agreement. ``T``
+is the rank's share of the micro-batch under context parallelism, whole under tensor parallelism;
+with sequence parallelism what is not inside attention or MLP is divided.
 
-    dense layer     norm ► qkv ► (norms of q and k) ► rotate ► attention ► projection ► norm ► [gate|up] ► product
+    dense layer     norm ► qkv ► (norms of q and k) ► rotate ► attention ► projection ► norm ►
+    [gate|up] ► product
                              └─ on GPUs one kernel ───────┘
     latent layer    norm ► compressed ► norm ► expanded ► attention ► projection ► …
     expert layer    … ► norm ► router ► rows, k per token ► [gate|up] ► product ► sum
@@ -28,8 +31,9 @@ class Recompute:
 
     Attributes:
         granularity: "full": whole layers; "selective": ``modules`` of each layer; None: nothing.
-        method: with "full": "uniform" keeps the input of every block of ``num_layers`` layers, "block" recomputes the
-            first ``num_layers`` layers of each stage one by one and keeps the rest.
+        method: with "full": "uniform" keeps the input of every block of ``num_layers`` layers,
+            "block" recomputes the first ``num_layers`` layers of each stage one by one and keeps
+            the rest.
     """
 
     granularity: str | None = None
@@ -41,7 +45,12 @@ class Recompute:
     def of(config: Config) -> Recompute:
         flags = config.megatron
         modules = flags.recompute_modules or ("core_attn",)
-        return Recompute(flags.recompute_granularity, flags.recompute_method, flags.recompute_num_layers or 1, modules)
+        return Recompute(
+            flags.recompute_granularity,
+            flags.recompute_method,
+            flags.recompute_num_layers or 1,
+            modules,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class Saved:
 
     Attributes:
         parts: by what they are.
-        per_row: of them, those that grow with the rows that arrive at this rank's experts: more than the average where
-            the router prefers some.
+        per_row: of them, those that grow with the rows that arrive at this rank's experts: more
+            than the average where the router prefers some.
     """
 
     parts: dict[str, float]
@@ -68,11 +77,12 @@ class Kernels:
 
     Attributes:
         element: bytes of one activation: 2 in half precision, else 4.
-        fused: as on GPUs (`slime.trainer.kernels`): norms keep their input alone, queries, keys and values come from
-            one kernel, and expert outputs are weighted where the gate is applied; else norms also keep the normalised
-            rows in float32, and queries and keys are copied by each part of the way.
-        grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are repeated for every
-            query head first, as for torch's kernel before 2.13.
+        fused: as on GPUs (`slime.trainer.kernels`): norms keep their input alone, queries, keys and
+            values come from one kernel, and expert outputs are weighted where the gate is applied;
+            else norms also keep the normalised rows in float32, and queries and keys are copied by
+            each part of the way.
+        grouped: attention takes keys and values as they are, as flash-attn-4 does; else they are
+            repeated for every query head first, as for torch's kernel before 2.13.
     """
 
     element: int
@@ -84,8 +94,11 @@ class Kernels:
         return 0.0 if self.fused else rows * _FLOAT32 + width * (2 * _FLOAT32 - self.element)
 
 
-def saved_by_layer(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute) -> Saved:
-    """What layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here, see `saved_by_stage`."""
+def saved_by_layer(
+    spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels, recompute: Recompute
+) -> Saved:
+    """What layer ``layer`` keeps per token. Of ``recompute`` only the modules matter here, see
+    `saved_by_stage`."""
     drop = set(recompute.modules) if recompute.granularity == "selective" else set()
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     width = spec.hidden_size * share
@@ -93,7 +106,9 @@ def saved_by_layer(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels
     if "layernorm" not in drop:
         parts["norms"] = 2 * (width * kernels.element + kernels.norm(width, share))
     if spec.post_norms:
-        parts["norms behind attention and MLP"] = 2 * (width * kernels.element + kernels.norm(width, share))
+        parts["norms behind attention and MLP"] = 2 * (
+            width * kernels.element + kernels.norm(width, share)
+        )
     attention = _latent_attention if spec.is_mla else _attention
     parts |= attention(spec, layout, kernels, drop)
     if spec.is_moe_layer(layer):
@@ -102,7 +117,9 @@ def saved_by_layer(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels
     return Saved({**parts, **_mlp(spec, layout, kernels, drop)})
 
 
-def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
+def _attention(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
+) -> dict[str, float]:
     width = int(spec.transformer["kv_channels"])
     element = kernels.element
     heads = spec.num_heads / layout.tensor
@@ -110,7 +127,8 @@ def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
     query = heads * width * element
     key_value = 2 * groups * width * element
     has_norms = bool(spec.transformer.get("qk_layernorm"))
-    # the kernel reads the mixed product, and keeps it for the norms alone; it wants whole groups on a rank
+    # the kernel reads the mixed product, and keeps it for the norms alone; it wants whole groups on
+    # a rank
     one_pass = kernels.fused and spec.num_query_groups >= layout.tensor
     parts = {"mixed product": query + key_value} if has_norms or not one_pass else {}
     if layout.context > 1:
@@ -124,17 +142,25 @@ def _attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
     elif one_pass:
         parts["query, key, value"] = query + key_value
     else:
-        parts["rotated query and key"] = query + key_value / 2  # the value is a view of the mixed product
+        parts["rotated query and key"] = (
+            query + key_value / 2
+        )  # the value is a view of the mixed product
     if has_norms and not one_pass:
-        copied = query if groups > 1 else 0.0  # the queries of several groups do not lie side by side
-        parts["norms of query and key"] = copied + kernels.norm((heads + groups) * width, heads + groups)
+        copied = (
+            query if groups > 1 else 0.0
+        )  # the queries of several groups do not lie side by side
+        parts["norms of query and key"] = copied + kernels.norm(
+            (heads + groups) * width, heads + groups
+        )
     parts["attention output"] = query
     if "core_attn" not in drop:
         parts["attention statistics"] = heads * _FLOAT32
     return parts
 
 
-def _latent_attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> dict[str, float]:
+def _latent_attention(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
+) -> dict[str, float]:
     facts = spec.transformer
     element = kernels.element
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
@@ -146,10 +172,16 @@ def _latent_attention(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: s
     rank = facts["kv_lora_rank"]
     query_rank = facts["q_lora_rank"] or 0
     position = facts["qk_pos_emb_head_dim"]
-    latents = 2 * query_rank * share + (rank * share if layout.sequence_parallel else rank + position) + rank * share
+    latents = (
+        2 * query_rank * share
+        + (rank * share if layout.sequence_parallel else rank + position)
+        + rank * share
+    )
     parts = {
         "latents": latents * element,
-        "norms of latents": kernels.norm((rank + query_rank) * share, (2 if query_rank else 1) * share),
+        "norms of latents": kernels.norm(
+            (rank + query_rank) * share, (2 if query_rank else 1) * share
+        ),
         "attention output": heads * (common + (value_width if again else 0)) * element,
     }
     if "mla_up_proj" not in drop:
@@ -168,14 +200,18 @@ def _mlp(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> d
 
 
 def rows_per_token(spec: ModelSpec, layout: Layout) -> float:
-    """Rows that arrive at a rank's experts per token of its micro-batch, when the router is balanced.
+    """Rows that arrive at a rank's experts per token of its micro-batch, when the router is
+    balanced.
 
-    Each tensor-parallel rank sends its part of the tokens to ``k`` experts, each of which may be cut over several.
+    Each tensor-parallel rank sends its part of the tokens to ``k`` experts, each of which may be
+    cut over several.
     """
     return int(spec.transformer["moe_router_topk"]) * layout.expert_tensor / layout.tensor
 
 
-def _experts(spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]) -> tuple[dict[str, float], float]:
+def _experts(
+    spec: ModelSpec, layout: Layout, kernels: Kernels, drop: set[str]
+) -> tuple[dict[str, float], float]:
     facts = spec.transformer
     element = kernels.element
     if "moe" in drop:
@@ -234,8 +270,13 @@ def saved_by_stage(
         block = recompute.num_layers
         if recompute.method == "uniform":
             kept = -(-len(layers) // block) * checkpoint
-            rebuilt = max(sum(one.total for one in saved[i : i + block]) for i in range(0, len(saved), block))
-            uneven = max(sum(one.per_row for one in saved[i : i + block]) for i in range(0, len(saved), block))
+            rebuilt = max(
+                sum(one.total for one in saved[i : i + block]) for i in range(0, len(saved), block)
+            )
+            uneven = max(
+                sum(one.per_row for one in saved[i : i + block])
+                for i in range(0, len(saved), block)
+            )
         else:
             again = saved[:block]
             rest = saved[block:]
@@ -247,20 +288,24 @@ def saved_by_stage(
 
 
 def _working(spec: ModelSpec, layout: Layout, layer: int, kernels: Kernels) -> float:
-    """Entries of one layer's temporaries on the way back: gradients of its widest parts, and what they are made of.
+    """Entries of one layer's temporaries on the way back: gradients of its widest parts, and what
+    they are made of.
 
-    An estimate from above, not a count: what is alive at once depends on kernels. Gradients of weights are none of
-    them on GPUs, where the product adds to the buffer.
+    An estimate from above, not a count: what is alive at once depends on kernels. Gradients of
+    weights are none of them on GPUs, where the product adds to the buffer.
     """
     facts = spec.transformer
     hidden = spec.hidden_size
     query = spec.num_heads / layout.tensor * spec.head_dim
-    # gradients of output, query, key and value, none wider than the query, and on GPUs the query's sum in float32
+    # gradients of output, query, key and value, none wider than the query, and on GPUs the query's
+    # sum in float32
     attention = (4 + (_FLOAT32 / kernels.element if kernels.fused else 0)) * query
     if spec.is_moe_layer(layer):
         rows = rows_per_token(spec, layout)
         width = int(facts["moe_ffn_hidden_size"]) / layout.expert_tensor
         mlp = rows * (2 * hidden + 4 * width)
-    else:  # gradients of the product and of gate and up, and without a kernel the parts that the latter is made of
+    # gradients of the product and of gate and up, and without a kernel the parts that the latter is
+    # made of
+    else:
         mlp = (3 if kernels.fused else 5) * int(facts["ffn_hidden_size"]) / layout.tensor
     return 4 * hidden + max(attention, mlp)

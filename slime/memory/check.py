@@ -1,4 +1,5 @@
-"""The memory plan at launch: shown in a few lines, and refused when it cannot fit, with what to change.
+"""The memory plan at launch: shown in a few lines, and refused when it cannot fit, with what to
+change.
 
 Each change is tried out on the plan, and told with its result.
 """
@@ -41,7 +42,8 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
     """Log the plan.
 
     Args:
-        device: what the ranks run on, where the Ray cluster told; default: as the flags and this host say.
+        device: what the ranks run on, where the Ray cluster told; default: as the flags and this
+            host say.
     Raises:
         UserError: on GPUs, the plan does not fit and ``--memory-plan`` is not ``warn``.
     """
@@ -53,8 +55,8 @@ def check_memory(config: Config, device: DeviceMemory | None = None) -> MemoryPl
 
 
 def check_memory_of_cluster(config: Config, gpu_memory: float | None, *, on_gpu: bool) -> None:
-    """`check_memory` with what the nodes of a Ray cluster tell; nothing where they have no GPUs, as several hosts share
-    the work then and this one's memory says nothing.
+    """`check_memory` with what the nodes of a Ray cluster tell; nothing where they have no GPUs, as
+    several hosts share the work then and this one's memory says nothing.
 
     Args:
         gpu_memory: bytes of the smallest GPU of the run; None: no driver told.
@@ -66,7 +68,8 @@ def check_memory_of_cluster(config: Config, gpu_memory: float | None, *, on_gpu:
 
 
 def judge(config: Config, plan: MemoryPlan) -> None:
-    """Refuse a plan that does not fit, or warn; without GPUs, where the host can swap and much is a guess, only warn.
+    """Refuse a plan that does not fit, or warn; without GPUs, where the host can swap and much is a
+    guess, only warn.
 
     Raises:
         UserError: as `check_memory`.
@@ -117,7 +120,8 @@ def refuse(plan: MemoryPlan) -> UserError:
         for text, peak in remedies(plan, name)[: _SHOWN if rank == 0 else 1]:
             lines.append(f"{text}: {name} {gb(peak)} GB")
     return UserError(
-        f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on {phase.devices}, limit "
+        f"the memory plan does not fit: {phase.name} needs {gb(phase.total)} GB on "
+        f"{phase.devices}, limit "
         f"{gb(plan.limit)} GB (of {gb(plan.device.nbytes)} GB)",
         why=f"the largest parts: {largest}{also}; --dry-run shows all",
         fix="\n       ".join([*lines, goes_on]),
@@ -135,12 +139,17 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
         raised = math.ceil(wanted * 100 + 1) / 100
         ways.append(f"{other_fraction(fraction, raised)}: room for four sequences")
     size = engine.tensor * engine.pipeline
-    ways.append(f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU")
+    ways.append(
+        f"--rollout-num-gpus-per-engine {size} → {2 * size}: half of the weights on each GPU"
+    )
     return UserError(
-        f"the memory plan does not fit: the KV cache of an engine holds {engine.kv_tokens(memory):,} tokens, less than "
+        "the memory plan does not fit: the KV cache of an engine holds "
+        f"{engine.kv_tokens(memory):,} tokens, less than "
         f"one sequence of {engine.longest:,}",
-        why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} GB,"
-        f" of which the weights take {gb(engine.weights)} GB; a token takes {engine.kv_per_token / 1e3:.0f} kB",
+        why=f"{engine.fraction_option} {fraction:g} of {gb(memory)} GB is {gb(fraction * memory)} "
+        "GB,"
+        f" of which the weights take {gb(engine.weights)} GB; a token takes "
+        f"{engine.kv_per_token / 1e3:.0f} kB",
         fix="\n       ".join([*ways, goes_on]),
     )
 
@@ -148,11 +157,17 @@ def _starved(plan: MemoryPlan, goes_on: str) -> UserError:
 def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
     """For the phase ``name`` that does not fit: (change of the flags, the phase's bytes with it).
 
-    The changes that suffice alone; where none does, as many together as it takes, and then each that helps.
+    The changes that suffice alone; where none does, as many together as it takes, and then each
+    that helps.
     """
     worst = _total(plan, plan.facts, name)
-    tried = [(change.text, _total(plan, change.facts, name)) for change in changes(plan, plan.facts, name)]
-    useful = [(text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes]
+    tried = [
+        (change.text, _total(plan, change.facts, name))
+        for change in changes(plan, plan.facts, name)
+    ]
+    useful = [
+        (text, total) for text, total in tried if worst - total > _WORTH_IT * plan.device.nbytes
+    ]
     enough = [(text, total) for text, total in useful if total <= plan.limit]
     if enough:
         return enough
@@ -161,14 +176,17 @@ def remedies(plan: MemoryPlan, name: str) -> list[tuple[str, float]]:
 
 
 def _together(plan: MemoryPlan, name: str) -> tuple[str, float] | None:
-    """The changes on top of each other, the cheapest first, each where it helps, until the phase fits."""
+    """The changes on top of each other, the cheapest first, each where it helps, until the phase
+    fits."""
     facts = plan.facts
     total = _total(plan, plan.facts, name)
     texts = list[str]()
     for _ in range(_MOST_TOGETHER):
         for change in changes(plan, facts, name):
             lower = _total(plan, change.facts, name)
-            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(_flag, texts):
+            if total - lower > _WORTH_IT * plan.device.nbytes and _flag(change.text) not in map(
+                _flag, texts
+            ):
                 facts = change.facts
                 total = lower
                 texts.append(change.text)
@@ -206,7 +224,9 @@ def _with_trainers(facts: Facts, count: int) -> PlacementPlan:
     old = facts.placement
     if facts.colocate:
         return dataclasses.replace(old, num_train=count, total=max(count, old.num_rollout))
-    return dataclasses.replace(old, num_train=count, total=count + old.num_rollout, rollout_offset=count)
+    return dataclasses.replace(
+        old, num_train=count, total=count + old.num_rollout, rollout_offset=count
+    )
 
 
 def _trainer_changes(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSettings]]:
@@ -258,7 +278,9 @@ def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSetti
         experts = new.expert_tensor * new.expert * new.pipeline
         return new.world % model == 0 and new.world % experts == 0
 
-    def divided(text: str, tokens: int = trainer.tokens, **sizes: int | bool) -> Iterator[tuple[str, TrainerSettings]]:
+    def divided(
+        text: str, tokens: int = trainer.tokens, **sizes: int | bool
+    ) -> Iterator[tuple[str, TrainerSettings]]:
         new = dataclasses.replace(layout, **sizes)  # type: ignore[arg-type]
         if fits(new):
             padded = spec.padded(new.tensor)
@@ -282,8 +304,12 @@ def _wider_layouts(trainer: TrainerSettings) -> Iterator[tuple[str, TrainerSetti
         text = f"{wider_context_parallel(context)}, and half of --max-tokens-per-gpu"
         yield from divided(text, tokens=tokens, context=2 * context)
     if spec.num_layers % (2 * pipeline * layout.virtual) == 0:
-        yield from divided(f"--pipeline-model-parallel-size {pipeline} → {2 * pipeline}", pipeline=2 * pipeline)
-    yield from divided(f"twice the trainer GPUs ({layout.world} → {2 * layout.world})", world=2 * layout.world)
+        yield from divided(
+            f"--pipeline-model-parallel-size {pipeline} → {2 * pipeline}", pipeline=2 * pipeline
+        )
+    yield from divided(
+        f"twice the trainer GPUs ({layout.world} → {2 * layout.world})", world=2 * layout.world
+    )
 
 
 def _sleeping(facts: Facts) -> Iterator[Change]:
@@ -303,10 +329,14 @@ def _engine_changes(plan: MemoryPlan, facts: Facts, name: str) -> Iterator[Chang
         lower = math.floor((fraction - over) * 100) / 100
         smaller = dataclasses.replace(engine, fraction=lower)
         if over > 0 and lower >= _SMALLEST_FRACTION and smaller.kv_tokens(memory) >= engine.longest:
-            yield Change(other_fraction(fraction, lower), dataclasses.replace(facts, engine=smaller))
+            yield Change(
+                other_fraction(fraction, lower), dataclasses.replace(facts, engine=smaller)
+            )
     size = engine.tensor * engine.pipeline
     if facts.placement.num_rollout % (2 * size) == 0:
-        wider = dataclasses.replace(engine, tensor=2 * engine.tensor, attention=2 * engine.attention)
+        wider = dataclasses.replace(
+            engine, tensor=2 * engine.tensor, attention=2 * engine.attention
+        )
         text = f"--rollout-num-gpus-per-engine {size} → {2 * size}"
         yield Change(text, dataclasses.replace(facts, engine=wider))
 

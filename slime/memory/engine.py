@@ -1,4 +1,5 @@
-"""What one engine rank holds: its part of the weights, and keys and values of as many tokens as memory is left for."""
+"""What one engine rank holds: its part of the weights, and keys and values of as many tokens as
+memory is left for."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from slime.models.layouts import FusedQKV, Latent
 from slime.models.spec import ModelSpec
 from slime.models.table import ATTENTION, Parameter
 
-#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the engine sleeps (2.6
-#: GB on an H200).
+#: CUDA context, kernels, CUDA graphs and the workspace of a prefill; part of them stays while the
+#: engine sleeps (2.6 GB on an H200).
 AWAKE_BYTES = 3.5e9
 ASLEEP_BYTES = 2.7e9
 
@@ -50,22 +51,29 @@ class EngineSettings(EngineFootprint):
         layers = range(stage * size, min((stage + 1) * size, spec.num_layers))
         padded = spec.padded(1, self.vocabulary_unit)
         last = stage == self.pipeline - 1
-        return sum(map(self._held, table_of(spec).parameters(padded, layers, first=stage == 0, last=last)))
+        return sum(
+            map(self._held, table_of(spec).parameters(padded, layers, first=stage == 0, last=last))
+        )
 
     def _held(self, parameter: Parameter) -> float:
-        """Entries on a rank: keys and values are repeated when there are too few, norms, routers and what makes latents
-        are not cut at all."""
+        """Entries on a rank: keys and values are repeated when there are too few, norms, routers
+        and what makes latents are not cut at all."""
         rule = parameter.rule
         if rule.layout.tp_axis is None or isinstance(rule.layout, Latent):
             return float(parameter.numel)
         if isinstance(rule.layout, FusedQKV):
             query, *key_value = map(prod, parameter.shapes)
-            return query / self.attention + sum(key_value) / min(self.attention, self.spec.num_query_groups)
-        return parameter.numel / (self.attention if rule.megatron_names[0].startswith(ATTENTION) else self.tensor)
+            return query / self.attention + sum(key_value) / min(
+                self.attention, self.spec.num_query_groups
+            )
+        return parameter.numel / (
+            self.attention if rule.megatron_names[0].startswith(ATTENTION) else self.tensor
+        )
 
     @property
     def kv_per_token(self) -> float:
-        """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all heads."""
+        """Bytes of the KV cache per token and rank. Latent attention keeps one latent for all
+        heads."""
         layers = -(-self.spec.num_layers // self.pipeline)
         if self.spec.is_mla and self.keeps_latents:
             width = self.spec.width("key rank, position")
@@ -77,12 +85,13 @@ class EngineSettings(EngineFootprint):
         return layers * width * self.kv_element
 
     def static_fraction(self, memory: float) -> float:
-        """Of a device of ``memory`` bytes: as the user set it, or as the engine would about choose."""
+        """Of a device of ``memory`` bytes: as the user set it, or as the engine would about
+        choose."""
         return self.automatic_fraction(memory) if self.fraction is None else self.fraction
 
     def kv_cache(self, memory: float) -> float:
-        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or what its sequences need
-        at most."""
+        """Bytes of the KV cache on a device of ``memory`` bytes: what the fraction leaves, or what
+        its sequences need at most."""
         if self.sequences is not None:
             return self.sequences * self.longest * self.kv_per_token
         return max(0.0, self.static_fraction(memory) * memory - self.weights)

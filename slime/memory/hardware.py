@@ -9,7 +9,8 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.processes.host import free_host_memory, num_gpus
 
-#: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres), dimensions of a head.
+#: What flash-attn-4 is for: major compute capabilities (Hopper and Blackwell, of data centres),
+#: dimensions of a head.
 FLASH4_MAJORS = (9, 10)
 FLASH4_WIDEST = 128
 
@@ -37,11 +38,14 @@ class DeviceMemory:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Will trainer and engines have GPUs? This host has some, or the flag says how large they are."""
+    """Will trainer and engines have GPUs? This host has some, or the flag says how large they
+    are."""
     return num_gpus() > 0 or config.cluster.gpu_memory_gb is not None
 
 
-def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = False) -> DeviceMemory:
+def device_memory(
+    config: Config, seen: float | None = None, *, on_gpu: bool = False
+) -> DeviceMemory:
     """Of one GPU (the smallest), or of this host where there is none.
 
     Args:
@@ -54,7 +58,10 @@ def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = F
         return DeviceMemory(free_host_memory(), "free on this host", on_gpu=False)
     told = config.cluster.gpu_memory_gb
     if told is not None and not 0 < told < _LARGEST_GB:
-        raise UserError(f"--gpu-memory-gb is {told:g}", fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …")
+        raise UserError(
+            f"--gpu-memory-gb is {told:g}",
+            fix="pass the memory of one GPU in 10⁹ bytes: 80, 141, …",
+        )
     if told is not None:
         return DeviceMemory(told * 1e9, "--gpu-memory-gb", on_gpu=True)
     if seen is not None:
@@ -67,14 +74,18 @@ def device_memory(config: Config, seen: float | None = None, *, on_gpu: bool = F
 
 
 def seen_gpu_memory() -> float | None:
-    """Bytes of the smallest GPU of this host, as its driver reports; None where there is no driver to ask."""
+    """Bytes of the smallest GPU of this host, as its driver reports; None where there is no driver
+    to ask."""
     return min((size for size, _ in _seen_gpus()), default=None)
 
 
 def _seen_gpus() -> list[tuple[float, int | None]]:
-    """(bytes, major compute capability or None where the driver does not tell) of this host's GPUs."""
+    """(bytes, major compute capability or None where the driver does not tell) of this host's
+    GPUs."""
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+        done = subprocess.run(
+            _QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]

@@ -1,11 +1,12 @@
 """What was really needed, against the plan: said once, and again whenever it grows beyond.
 
-perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA context
-perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs
-perf/trainer_asleep_gb                 ◄─►   what a sleeping trainer may keep in tensors
+perf/forward_backward_peak_memory_gb   ◄─►   phase train, the trainer's part without its CUDA
+context perf/ref_log_probs_peak_memory_gb      ◄─►   phase log-probs perf/trainer_asleep_gb
+◄─►   what a sleeping trainer may keep in tensors
 
-Adam makes its moments in the first update, after the passes that were measured: unless a checkpoint brought them, they
-are in the peaks from the second update on. So the first one is looked at for what is above the plan already, no more.
+Adam makes its moments in the first update, after the passes that were measured: unless a checkpoint
+brought them, they are in the peaks from the second update on. So the first one is looked at for
+what is above the plan already, no more.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Measured:
         """Metrics that the first update, whose moments may not exist, has yet to bring."""
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
-        """Lines to be logged as warnings: 5 per cent more than planned, and told again when it has grown by as much.
-        What is within the plan is logged once, as information, when everything planned exists."""
+        """Lines to be logged as warnings: 5 per cent more than planned, and told again when it has
+        grown by as much. What is within the plan is logged once, as information, when everything
+        planned exists."""
         warnings = []
         for metric, planned in self.planned.items():
             if metric not in metrics or not planned:
@@ -57,9 +59,13 @@ class Measured:
             if before is not None and measured <= before * _TOLERANCE:
                 continue
             self._most[metric] = measured
-            line = f"memory of {_name(metric)}: {gb(measured)} GB measured, {gb(planned)} GB planned"
+            line = (
+                f"memory of {_name(metric)}: {gb(measured)} GB measured, {gb(planned)} GB planned"
+            )
             if measured > planned * _TOLERANCE:
-                warnings.append(line + (f", {gb(before)} GB in the steps before" if before is not None else ""))
+                warnings.append(
+                    line + (f", {gb(before)} GB in the steps before" if before is not None else "")
+                )
             elif before is None:
                 logger.info("%s", line)
         return warnings
@@ -74,7 +80,10 @@ def _has_moments(plan: MemoryPlan) -> bool:
 def _trainer_part(plan: MemoryPlan, name: str) -> float:
     """Bytes of tensors, on the pipeline stage that has most."""
     phases = [phase for phase in plan.phases if phase.name == name]
-    parts = [sum(u.nbytes for u in phase.uses if u.owner == "trainer" and u.what != CONTEXT) for phase in phases]
+    parts = [
+        sum(u.nbytes for u in phase.uses if u.owner == "trainer" and u.what != CONTEXT)
+        for phase in phases
+    ]
     return max(parts, default=0.0)
 
 

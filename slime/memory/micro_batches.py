@@ -9,20 +9,23 @@ from slime.memory.hardware import DeviceMemory, device_memory, is_on_gpu
 from slime.memory.plan import MemoryPlan, gb
 from slime.placement import joined_cluster
 
-#: Most tokens of a derived limit: GPUs are busy with the products of so many, and a CPU gains little from 1,024 on
-#: (docs/performance.md, "Micro-batches").
+#: Most tokens of a derived limit: GPUs are busy with the products of so many, and a CPU gains
+#: little from 1,024 on (docs/performance.md, "Micro-batches").
 LARGEST_ON_GPU = 16384
 LARGEST_ON_CPU = 4096
 SMALLEST = 512
 
-#: Share of a device that the chosen plan may fill: the plan is an estimate, and lengths of prompts may be a guess.
+#: Share of a device that the chosen plan may fill: the plan is an estimate, and lengths of prompts
+#: may be a guess.
 _SHARE = 0.9
 
 
 def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Config:
-    """Return the configuration with --max-tokens-per-gpu set if micro-batches are packed and the flag was left out.
+    """Return the configuration with --max-tokens-per-gpu set if micro-batches are packed and the
+    flag was left out.
 
-    The limit is a power of two, so that small changes of free memory do not change a run's micro-batches.
+    The limit is a power of two, so that small changes of free memory do not change a run's
+    micro-batches.
 
     Args:
         device: what a trainer rank runs on; default: as the flags and this host say.
@@ -40,24 +43,37 @@ def with_token_limit(config: Config, device: DeviceMemory | None = None) -> Conf
     while tokens > SMALLEST and not _fits(_with(config, tokens, ""), device):
         tokens //= 2
     kind = "GPU" if device.on_gpu else "host"
-    return _with(config, tokens, f"the memory plan: {gb(device.nbytes)} GB of the {kind} ({device.source})")
+    return _with(
+        config, tokens, f"the memory plan: {gb(device.nbytes)} GB of the {kind} ({device.source})"
+    )
 
 
 def packing_line(config: Config) -> str:
     """How samples become micro-batches, in one line for the launch."""
     train = config.train
     if not train.use_dynamic_batch_size or train.max_tokens_per_gpu is None:
-        return f"micro-batches: {train.micro_batch_size} samples each (--micro-batch-size), not packed"
+        return (
+            f"micro-batches: {train.micro_batch_size} samples each (--micro-batch-size), not packed"
+        )
     origin = config.origins.get("max_tokens_per_gpu", "").removeprefix("derived: ")
-    return f"micro-batches: packed up to {train.max_tokens_per_gpu:,} tokens per GPU (--max-tokens-per-gpu: {origin})"
+    return (
+        f"micro-batches: packed up to {train.max_tokens_per_gpu:,} tokens per GPU "
+        f"(--max-tokens-per-gpu: {origin})"
+    )
 
 
 def _with(config: Config, tokens: int, formula: str) -> Config:
     train = replace(config.train, max_tokens_per_gpu=tokens)
-    return replace(config, train=train, origins=config.origins | {"max_tokens_per_gpu": f"derived: {formula}"})
+    return replace(
+        config, train=train, origins=config.origins | {"max_tokens_per_gpu": f"derived: {formula}"}
+    )
 
 
 def _fits(config: Config, device: DeviceMemory) -> bool:
     """Whether training fits; what engines take in other phases does not depend on the limit."""
-    phases = [one for one in MemoryPlan.of(config, device).phases if one.name in ("log-probs", "train", "all")]
+    phases = [
+        one
+        for one in MemoryPlan.of(config, device).phases
+        if one.name in ("log-probs", "train", "all")
+    ]
     return all(phase.total <= _SHARE * device.nbytes for phase in phases)

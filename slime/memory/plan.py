@@ -1,4 +1,5 @@
-"""The memory plan of a run: what each GPU holds in each phase, whether that fits, and what to change when it does not.
+"""The memory plan of a run: what each GPU holds in each phase, whether that fits, and what to
+change when it does not.
 
 colocated                                            apart
 phase       trainer            engine                trainer GPUs: log-probs, train, push
@@ -29,7 +30,8 @@ USABLE = 0.96
 
 _SMALL = 0.05e9  # of what is used: what is less is added up in one row
 
-#: Resident size of a process that has imported torch, and of the processes beside trainers and engines.
+#: Resident size of a process that has imported torch, and of the processes beside trainers and
+#: engines.
 _PROCESS_BYTES = 0.6e9
 _OTHER_BYTES = 1.5e9
 
@@ -95,9 +97,8 @@ class MemoryPlan:
     """Attributes:
     device: a GPU, or this host.
     phases: every phase of every group of devices.
-    host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run on GPUs.
-    host_limit: bytes of this host.
-    notes: what was assumed.
+    host: bytes of pinned and ordinary memory that the trainer ranks of one node keep, for a run on
+    GPUs. host_limit: bytes of this host. notes: what was assumed.
     """
 
     facts: Facts
@@ -119,7 +120,9 @@ class MemoryPlan:
         device = device or device_memory(config)
         facts = facts_of(config, on_gpu=device.on_gpu, flash4=device.flash4)
         if not device.on_gpu:
-            return MemoryPlan(facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes))
+            return MemoryPlan(
+                facts, device, (host_phase(facts),), notes=_notes(facts, device.nbytes)
+            )
         return MemoryPlan(
             facts,
             device,
@@ -142,13 +145,19 @@ class MemoryPlan:
     @property
     def overfull(self) -> list[Phase]:
         """The phases that do not fit, worst first."""
-        return sorted((p for p in self.phases if p.total > self.limit), key=lambda phase: -phase.total)
+        return sorted(
+            (p for p in self.phases if p.total > self.limit), key=lambda phase: -phase.total
+        )
 
     @property
     def starved(self) -> bool:
         """Does the KV cache hold less than one sequence?"""
         engine = self.facts.engine
-        return engine is not None and self.device.on_gpu and engine.kv_tokens(self.device.nbytes) < engine.longest
+        return (
+            engine is not None
+            and self.device.on_gpu
+            and engine.kv_tokens(self.device.nbytes) < engine.longest
+        )
 
     @property
     def fits(self) -> bool:
@@ -161,7 +170,8 @@ def _host_limit(device: DeviceMemory) -> float:
 
 
 def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
-    """What the plan depends on, from the flags and the model's config.json; ``flash4`` as of `DeviceMemory`."""
+    """What the plan depends on, from the flags and the model's config.json; ``flash4`` as of
+    `DeviceMemory`."""
     placement = PlacementPlan.of(config)
     cluster = config.cluster
     path = config.checkpoint.hf_checkpoint
@@ -169,7 +179,9 @@ def facts_of(config: Config, *, on_gpu: bool, flash4: bool = True) -> Facts:
     spec = family_of(path, config.checkpoint.model_name).model_spec(path)
     longest = longest_sequence(config)[0]
     return Facts(
-        trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4) if placement.num_train else None,
+        trainer=TrainerSettings.of(config, spec, on_gpu=on_gpu, flash4=flash4)
+        if placement.num_train
+        else None,
         engine=EngineSettings.of(config, spec, longest) if placement.num_engines else None,
         placement=placement,
         colocate=cluster.colocate and bool(placement.num_train and placement.num_engines),
@@ -187,34 +199,45 @@ def _notes(facts: Facts, memory: float) -> tuple[str, ...]:
     engine = facts.engine
     if trainer is not None and trainer.assumed_length:
         found.append(
-            f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed (--rollout-max-context-len)"
+            f"no flag bounds the prompt: sequences of {trainer.longest} tokens are assumed "
+            "(--rollout-max-context-len)"
         )
     if engine is not None and engine.fraction_option and engine.fraction is None:
         fraction = engine.static_fraction(memory)
         found.append(f"{engine.fraction_option} is left to the engine; {fraction:g} is assumed")
     if facts.server_groups:
-        found.append("the server groups of --sglang-config are planned as if all served the policy without overrides")
+        found.append(
+            "the server groups of --sglang-config are planned as if all served the policy without "
+            "overrides"
+        )
     return tuple(found)
 
 
-# -- on GPUs -------------------------------------------------------------------------------------------------------
+# -- on GPUs
+# -------------------------------------------------------------------------------------------------------
 
 
 def gpu_phases(facts: Facts, memory: float) -> Iterator[Phase]:
     """Every phase of every group of GPUs that hold the same."""
     for devices, stage, has_engine in _groups(facts):
-        trainer = facts.trainer.stages[stage] if facts.trainer is not None and stage is not None else None
+        trainer = (
+            facts.trainer.stages[stage] if facts.trainer is not None and stage is not None else None
+        )
         engine = facts.engine if has_engine else None
         shared = trainer is not None and engine is not None
         if engine is not None:
             rest = _resting_trainer(facts, trainer)
-            kv_cache = Use("engine", f"KV cache ({engine.kv_tokens(memory):,} tokens)", engine.kv_cache(memory))
+            kv_cache = Use(
+                "engine", f"KV cache ({engine.kv_tokens(memory):,} tokens)", engine.kv_cache(memory)
+            )
             yield Phase(devices, "generate", (*_awake_engine(engine), kv_cache, *rest))
         if trainer is not None:
             idle = _resting_engine(facts, engine, memory)
             states = [Use("trainer", what, size) for what, size in trainer.states().items()]
             states.append(Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES))
-            if facts.engine is not None and not facts.colocate:  # broadcasts keep theirs between pushes
+            if (
+                facts.engine is not None and not facts.colocate
+            ):  # broadcasts keep theirs between pushes
                 states.append(Use("trainer", "two buckets", 2 * facts.bucket))
             if trainer.settings.reference:
                 more = [Use("trainer", what, size) for what, size in trainer.scoring().items()]
@@ -285,20 +308,28 @@ def _push(
     memory: float,
     shared: bool,
 ) -> Iterator[Use]:
-    """Weights on both sides and two buckets; a colocated trainer's optimizer and the KV cache sleep."""
+    """Weights on both sides and two buckets; a colocated trainer's optimizer and the KV cache
+    sleep."""
     if trainer is not None:
-        states = {"weights": trainer.weights} if shared and facts.trainer_sleeps else trainer.states()
+        states = (
+            {"weights": trainer.weights} if shared and facts.trainer_sleeps else trainer.states()
+        )
         yield from (Use("trainer", what, size) for what, size in states.items())
         yield Use("trainer", trainer_side.CONTEXT, trainer_side.AWAKE_BYTES)
     if engine is not None:
         yield from _awake_engine(engine)
         if not (shared and facts.engine_sleeps):
             yield Use("engine", "KV cache", engine.kv_cache(memory))
-    yield Use("both" if shared else "trainer" if trainer is not None else "engine", "two buckets", 2 * facts.bucket)
+    yield Use(
+        "both" if shared else "trainer" if trainer is not None else "engine",
+        "two buckets",
+        2 * facts.bucket,
+    )
 
 
 def pinned(facts: Facts) -> float:
-    """Host memory that the trainer ranks of one node keep; a node may hold ranks of one stage only."""
+    """Host memory that the trainer ranks of one node keep; a node may hold ranks of one stage
+    only."""
     trainer = facts.trainer
     if trainer is None:
         return 0.0
@@ -306,7 +337,8 @@ def pinned(facts: Facts) -> float:
     return facts.ranks_per_node * max(stage.on_host(sleeps=sleeps) for stage in trainer.stages)
 
 
-# -- on a host without GPUs ------------------------------------------------------------------------------------------
+# -- on a host without GPUs
+# ------------------------------------------------------------------------------------------
 
 
 def host_phase(facts: Facts) -> Phase:
@@ -321,7 +353,11 @@ def host_phase(facts: Facts) -> Phase:
         totals: dict[str, float] = {}
         for stage in trainer.stages:
             on_host = {"weights of the reference": stage.on_host(sleeps=False)}
-            for what, size in (*stage.states().items(), *stage.training().items(), *on_host.items()):
+            for what, size in (
+                *stage.states().items(),
+                *stage.training().items(),
+                *on_host.items(),
+            ):
                 totals[what] = totals.get(what, 0.0) + size * per_stage
         uses += [Use("trainer", what, size) for what, size in totals.items() if size]
     if engine is not None:
@@ -332,7 +368,8 @@ def host_phase(facts: Facts) -> Phase:
     return Phase("host", "all", tuple(uses))
 
 
-# -- as text ----------------------------------------------------------------------------------------------------------
+# -- as text
+# ----------------------------------------------------------------------------------------------------------
 
 
 def gb(nbytes: float) -> str:
@@ -409,5 +446,8 @@ def _remarks(plan: MemoryPlan) -> list[str]:
     lines = list(plan.notes)
     if plan.host:
         over = "; more than this host has" if plan.host > plan.host_limit else ""
-        lines.append(f"host memory of a trainer node: {gb(plan.host)} GB for copies and offloaded states{over}")
+        lines.append(
+            f"host memory of a trainer node: {gb(plan.host)} GB for copies and offloaded "
+            f"states{over}"
+        )
     return lines

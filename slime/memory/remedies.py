@@ -1,5 +1,6 @@
-"""Which flags let a trainer do with less memory, told once: `slime.memory.check` tries them out on a plan that does not
-fit, `remedies` names them with the values of a run whose rank ran out of memory.
+"""Which flags let a trainer do with less memory, told once: `slime.memory.check` tries them out on
+a plan that does not fit, `remedies` names them with the values of a run whose rank ran out of
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def more_recompute(now: Recompute) -> tuple[str, Recompute] | None:
     if now.granularity == "selective":
         return "--recompute-granularity selective → full", whole
     if now.method == "block":
-        return f"--recompute-method block (of {now.num_layers} layers) → uniform --recompute-num-layers 1", whole
+        return (
+            f"--recompute-method block (of {now.num_layers} layers) → uniform "
+            "--recompute-num-layers 1",
+            whole,
+        )
     return None
 
 
@@ -41,15 +46,19 @@ def wider_context_parallel(context: int) -> str:
     return f"--context-parallel-size {context} → {2 * context}"
 
 
-# -- after running out of memory -------------------------------------------------------------------------------------
+# -- after running out of memory
+# -------------------------------------------------------------------------------------
 
 
-def remedies(config: Config, phase: str, lengths: Sequence[int], *, whole_step: bool, on_gpu: bool) -> list[str]:
+def remedies(
+    config: Config, phase: str, lengths: Sequence[int], *, whole_step: bool, on_gpu: bool
+) -> list[str]:
     """What to change, most useful first, with the values of this run.
 
     Args:
         phase: of an update, in which an allocation failed.
-        lengths: tokens of the samples of the rank's largest micro-batch; empty where it is not known.
+        lengths: tokens of the samples of the rank's largest micro-batch; empty where it is not
+            known.
         whole_step: that is all that the rank has of a step.
     """
     training = phase == "forward_backward"
@@ -66,33 +75,53 @@ def remedies(config: Config, phase: str, lengths: Sequence[int], *, whole_step: 
         ways += _smaller_blocks_of_logits(config, on_gpu)
         ways += _smaller_steps(config, whole_step and len(lengths) > 1)
     if not on_gpu:
-        ways.append("other processes of this host compete for the same memory: engines, Ray's object store, page cache")
+        ways.append(
+            "other processes of this host compete for the same memory: engines, Ray's object "
+            "store, page cache"
+        )
     return ways
 
 
 def _smaller_blocks_of_logits(config: Config, on_gpu: bool) -> list[str]:
-    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the whole vocabulary."""
+    """Fewer rows make blocks of more columns (`slime.algorithms.logprobs`), until these are the
+    whole vocabulary."""
     rows = config.train.log_probs_chunk_size
     if not on_gpu or 0 < rows <= _FEW_ROWS:
         return []
-    return [f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and then about 0.1"]
+    return [
+        f"--log-probs-chunk-size {rows} → {_FEW_ROWS}: blocks of logits take 0.4 GB at most, and "
+        "then about 0.1"
+    ]
 
 
 def _smaller_steps(config: Config, of_one_micro_batch: bool) -> list[str]:
-    """Gradients of micro-batches are added up one after the other: how many a step has does not matter to the peak."""
+    """Gradients of micro-batches are added up one after the other: how many a step has does not
+    matter to the peak."""
     size = config.train.global_batch_size
     steps = config.train.num_steps_per_rollout
     if size % 2:
         return []
-    change = f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → {steps * 2})"
+    change = (
+        f"--global-batch-size {size} → {size // 2} (and --num-steps-per-rollout {steps} → "
+        f"{steps * 2})"
+    )
     if of_one_micro_batch:
-        return [f"{change}: the largest micro-batch is all that this rank has of a step, and becomes half of it"]
-    return [f"{change}: lowers the peak only once a rank's part of a step is less than one micro-batch"]
+        return [
+            f"{change}: the largest micro-batch is all that this rank has of a step, and becomes "
+            "half of it"
+        ]
+    return [
+        f"{change}: lowers the peak only once a rank's part of a step is less than one micro-batch"
+    ]
 
 
 def _recompute(config: Config) -> list[str]:
     found = more_recompute(Recompute.of(config))
-    return [] if found is None else [f"{found[0]}: keep one activation per layer, compute the rest again going back"]
+    return (
+        []
+        if found is None
+        else [f"{found[0]}: keep one activation per layer, compute the rest again going back"]
+    )
 
 
 def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
@@ -102,9 +131,11 @@ def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
     ways = []
     if single is not None:
         ways.append(
-            f"the largest micro-batch is one sample of {single} tokens, which no batch size can split: "
+            f"the largest micro-batch is one sample of {single} tokens, which no batch size can "
+            "split: "
             f"{wider_context_parallel(context)}, or shorter samples: --rollout-max-response-len "
-            f"{config.rollout.rollout_max_response_len} → {max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
+            f"{config.rollout.rollout_max_response_len} → "
+            f"{max(1, config.rollout.rollout_max_response_len * 3 // 4)}"
         )
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
         cap = train.max_tokens_per_gpu
@@ -114,13 +145,16 @@ def _smaller_micro_batches(config: Config, lengths: Sequence[int]) -> list[str]:
             ways.insert(
                 0,
                 f"--max-tokens-per-gpu {cap} → {lower} (a safe start is rollout_max_response_len ÷ "
-                f"context_parallel_size = {config.rollout.rollout_max_response_len} ÷ {context} = {start})",
+                f"context_parallel_size = {config.rollout.rollout_max_response_len} ÷ {context} = "
+                f"{start})",
             )
     elif train.micro_batch_size > 1:
         ways.insert(
             0,
-            f"--micro-batch-size {train.micro_batch_size} → {train.micro_batch_size // 2}, or pack by tokens: "
-            f"--use-dynamic-batch-size --max-tokens-per-gpu {sum(lengths) // 2 if lengths else 4096}",
+            f"--micro-batch-size {train.micro_batch_size} → {train.micro_batch_size // 2}, or "
+            "pack by tokens: "
+            "--use-dynamic-batch-size --max-tokens-per-gpu "
+            f"{sum(lengths) // 2 if lengths else 4096}",
         )
     if train.seq_length is not None:
         ways.append(f"--seq-length {train.seq_length} → {max(2, train.seq_length * 3 // 4)}")
@@ -131,7 +165,10 @@ def _parallel(config: Config) -> list[str]:
     megatron = config.megatron
     tensor = megatron.tensor_model_parallel_size
     if tensor > 1 and not megatron.sequence_parallel:
-        return [f"{SEQUENCE_PARALLEL}: splits over the {tensor} tensor-parallel ranks what each of them holds whole"]
+        return [
+            f"{SEQUENCE_PARALLEL}: splits over the {tensor} tensor-parallel ranks what each of "
+            "them holds whole"
+        ]
     if tensor == 1:
         return [f"{wider_tensor_parallel(1)} {SEQUENCE_PARALLEL}, with GPUs to spare"]
     return []
@@ -142,7 +179,10 @@ def _moments_on_host(config: Config, on_gpu: bool) -> list[str]:
     megatron = config.megatron
     if not on_gpu or megatron.offload_optimizer_states or megatron.optimizer_cpu_offload:
         return []
-    return [f"{OFFLOAD_MOMENTS}: Adam's moments live in host memory, 8 bytes per parameter and replica less here"]
+    return [
+        f"{OFFLOAD_MOMENTS}: Adam's moments live in host memory, 8 bytes per parameter and "
+        "replica less here"
+    ]
 
 
 def _states(config: Config, on_gpu: bool) -> list[str]:
@@ -151,7 +191,9 @@ def _states(config: Config, on_gpu: bool) -> list[str]:
     ways = _moments_on_host(config, on_gpu)
     if not megatron.use_distributed_optimizer:
         ways.append(f"{SHARD_STATES}: states are sharded over the data-parallel ranks")
-    ways.append(f"{wider_tensor_parallel(megatron.tensor_model_parallel_size)}, or more trainer GPUs")
+    ways.append(
+        f"{wider_tensor_parallel(megatron.tensor_model_parallel_size)}, or more trainer GPUs"
+    )
     return ways
 
 
@@ -166,5 +208,8 @@ def _sharing(config: Config, on_gpu: bool) -> list[str]:
         else "--sglang-mem-fraction-static 0.4 (now SGLang's own choice)"
     )
     if config.cluster.offload_rollout:
-        return [f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA contexts"]
+        return [
+            f"{change}: if the engines, which sleep now, hold more of this GPU than their CUDA "
+            "contexts"
+        ]
     return [f"{OFFLOAD_ROLLOUT}: the engines give their part of this GPU away meanwhile", change]

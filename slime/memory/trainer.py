@@ -1,7 +1,9 @@
-"""What one trainer rank holds: weights, gradients, optimizer states, and what a micro-batch adds while it is computed.
+"""What one trainer rank holds: weights, gradients, optimizer states, and what a micro-batch adds
+while it is computed.
 
-Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight + 8 Adam moments
-divided by the replicas (distributed optimizer). In float32 there is no master weight.
+Persistent bytes per trained parameter in half precision: 2 weight, 4 gradient, and 4 master weight
++ 8 Adam moments divided by the replicas (distributed optimizer). In float32 there is no master
+weight.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from slime.models.layout_rules import Layout
 from slime.models.spec import ModelSpec
 from slime.models.table import Parameter
 
-#: Adam's moments that are on the device at a time with --offload-optimizer-states; one larger parameter is a bucket of
-#: its own.
+#: Adam's moments that are on the device at a time with --offload-optimizer-states; one larger
+#: parameter is a bucket of its own.
 MOMENTS_BUCKET_BYTES = 512 * 1024 * 1024
 
-#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it sleeps (2.2 GB on an
-#: H200, with what the driver keeps for itself); of the latter, what may be torch's.
+#: CUDA context, kernels, NCCL's buffers: while the trainer runs, and what stays of it while it
+#: sleeps (2.2 GB on an H200, with what the driver keeps for itself); of the latter, what may be
+#: torch's.
 AWAKE_BYTES = 2.5e9
 ASLEEP_BYTES = 2.2e9
 ASLEEP_TENSORS = 0.7e9
@@ -41,8 +44,9 @@ _CPU_BLOCK_ENTRIES = 1 << 22
 _BLOCK_ROWS = 8192
 _MIN_COLUMNS = 512
 
-#: Of them that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and the gradient of the
-#: block before. Elsewhere, in bytes per entry: the product, float32 logits, their exponentials and a gradient.
+#: Of them that are alive at once on a GPU, in the dtype of the model: logits, their gradient, and
+#: the gradient of the block before. Elsewhere, in bytes per entry: the product, float32 logits,
+#: their exponentials and a gradient.
 _GPU_BLOCKS = 3
 _CPU_BLOCK_BYTES = 16
 
@@ -67,7 +71,8 @@ class TrainerSettings:
         sharded: master weights and moments are spread over the replicas.
         moments_on_host: share of the moments that lives in host memory.
         master_on_host: the same of the master weights.
-        staged: the moments come to the device in buckets for the step (else the step runs on the host).
+        staged: the moments come to the device in buckets for the step (else the step runs on the
+            host).
         reference: a second model's weights come to the device for its log-probs.
         tokens: of the largest micro-batch, on this rank.
         longest: tokens of the longest sequence.
@@ -76,8 +81,10 @@ class TrainerSettings:
         chunk_rows: --log-probs-chunk-size.
         with_logits: a custom loss gets whole logits.
         only, frozen: regular expressions of what is trained, or is not.
-        rounded: "experts" or "linears", of which a second copy is computed with (--fake-quantisation).
-        measured: log-probs are computed with a copy of all "linears" besides (--measure-quantisation).
+        rounded: "experts" or "linears", of which a second copy is computed with
+            (--fake-quantisation).
+        measured: log-probs are computed with a copy of all "linears" besides
+            (--measure-quantisation).
         on_gpu: kernels and sizes of blocks differ.
         grouped: attention takes keys and values as they are (`slime.memory.activations.Kernels`).
     """
@@ -108,7 +115,9 @@ class TrainerSettings:
     measured: bool = False
 
     @staticmethod
-    def of(config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True) -> TrainerSettings:
+    def of(
+        config: Config, spec: ModelSpec, *, on_gpu: bool, flash4: bool = True
+    ) -> TrainerSettings:
         """From the flags.
 
         Args:
@@ -120,7 +129,9 @@ class TrainerSettings:
         layout = Layout.of(config, spec)
         element = 4 if megatron.fp32 else 2
         longest, assumed = longest_sequence(config)
-        on_host = float(megatron.optimizer.get("optimizer_offload_fraction", 1.0)) if on_gpu else 0.0
+        on_host = (
+            float(megatron.optimizer.get("optimizer_offload_fraction", 1.0)) if on_gpu else 0.0
+        )
         cpu_offload = megatron.optimizer_cpu_offload and on_gpu
         staged = megatron.offload_optimizer_states and on_gpu and not cpu_offload
         return TrainerSettings(
@@ -151,11 +162,14 @@ class TrainerSettings:
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """By the expressions of the flags, as the trainer reads them: the experts of a layer by the name of each."""
+        """By the expressions of the flags, as the trainer reads them: the experts of a layer by the
+        name of each."""
         names = [parameter.name + "0" if parameter.is_expert else parameter.name]
         if parameter.is_output and self.spec.tie_embeddings:
             names = ["embedding.word_embeddings.weight"]
-        found = any(re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names)
+        found = any(
+            re.search(pattern, name) for pattern in (*self.only, *self.frozen) for name in names
+        )
         return found if self.only else not found
 
     @cached_property
@@ -177,10 +191,13 @@ class RankParameter:
 
 
 def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> list[RankParameter]:
-    """What each rank of pipeline stage ``stage`` holds. ``spec`` has the vocabulary padded for the layout. Exact."""
+    """What each rank of pipeline stage ``stage`` holds. ``spec`` has the vocabulary padded for the
+    layout. Exact."""
     cuts = {"none": 1, "tensor": layout.tensor, "expert": layout.expert * layout.expert_tensor}
     layers = layout.layers_of(stage, spec.num_layers)
-    whole = table_of(spec).parameters(spec, layers, first=stage == 0, last=stage == layout.pipeline - 1)
+    whole = table_of(spec).parameters(
+        spec, layers, first=stage == 0, last=stage == layout.pipeline - 1
+    )
     return [RankParameter(parameter, parameter.numel // cuts[parameter.cut]) for parameter in whole]
 
 
@@ -243,7 +260,8 @@ class StageMemory:
         return {name: size for name, size in found.items() if size}
 
     def on_host(self, *, sleeps: bool) -> float:
-        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping trainer."""
+        """Bytes in host memory: offloaded states, the reference's weights, the copies of a sleeping
+        trainer."""
         settings = self.settings
         held = self.moments * settings.moments_on_host + self.master * settings.master_on_host
         held += self.weights if settings.reference else 0.0
@@ -253,18 +271,30 @@ class StageMemory:
         return held
 
     def scoring(self) -> dict[str, float]:
-        """What log-probs without gradients add; the reference's weights come to the device for them."""
-        found = {"temporaries of a layer": self.saved.working * self.settings.tokens, **self._output()}
+        """What log-probs without gradients add; the reference's weights come to the device for
+        them."""
+        found = {
+            "temporaries of a layer": self.saved.working * self.settings.tokens,
+            **self._output(),
+        }
         if self.settings.reference:
             found["weights of the reference"] = self.weights
         return found | self._rounded("linears" if self.settings.measured else self.settings.rounded)
 
     def _rounded(self, kind: str | None) -> dict[str, float]:
-        """Weights as quantised engines have them, beside the plain ones. The ignore list, which is not known here, may
-        spare some; every recommended one spares the output layer."""
+        """Weights as quantised engines have them, beside the plain ones. The ignore list, which is
+        not known here, may spare some; every recommended one spares the output layer."""
         element = self.settings.element
-        chosen = [p for p in self.parameters if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)]
-        size = float(sum(p.numel for p in chosen if not p.parameter.is_output) * element) if kind else 0.0
+        chosen = [
+            p
+            for p in self.parameters
+            if p.is_expert or (kind == "linears" and p.parameter.rule.is_linear)
+        ]
+        size = (
+            float(sum(p.numel for p in chosen if not p.parameter.is_output) * element)
+            if kind
+            else 0.0
+        )
         return {"quantised weights": size} if size else {}
 
     def training(self) -> dict[str, float]:
@@ -288,22 +318,24 @@ class StageMemory:
     def _temporaries(self) -> float:
         """Of the backward pass through the widest layer.
 
-        On a GPU the measured peak is the output layer's backward pass (with all activations there, and
-        blocks of logits); a layer's temporaries come after it, and both are planned with: that is what the plan is
-        above the measured, beside fragmentation, which is not in it.
+        On a GPU the measured peak is the output layer's backward pass (with all activations there,
+        and blocks of logits); a layer's temporaries come after it, and both are planned with: that
+        is what the plan is above the measured, beside fragmentation, which is not in it.
         """
         settings = self.settings
         saved = self.saved
         working = saved.working * settings.tokens
         if not settings.on_gpu:
             return working + self._largest_gradient()
-        # the product adds a weight's gradient to the buffer; only the embedding's is made as a whole, at the very
-        # end of a backward pass, when the activations of its micro-batch are gone
+        # the product adds a weight's gradient to the buffer; only the embedding's is made as a
+        # whole, at the very end of a backward pass, when the activations of its micro-batch are
+        # gone
         return max(working, self._embedding_gradient() - saved.kept * settings.tokens)
 
     @property
     def micro_batches_under_way(self) -> float:
-        """Forward passes whose backward pass has yet to come: as a multiple of a whole stage's activations."""
+        """Forward passes whose backward pass has yet to come: as a multiple of a whole stage's
+        activations."""
         layout = self.settings.layout
         behind = layout.pipeline - self.number
         if layout.virtual == 1:
@@ -316,7 +348,9 @@ class StageMemory:
         """Bytes per token that autograd keeps."""
         settings = self.settings
         kernels = Kernels(settings.element, fused=settings.on_gpu, grouped=settings.grouped)
-        return saved_by_stage(settings.spec, settings.layout, self.number, kernels, settings.recompute)
+        return saved_by_stage(
+            settings.spec, settings.layout, self.number, kernels, settings.recompute
+        )
 
     def _output(self) -> dict[str, float]:
         """The last stage's log-probs: the rows that predict, and blocks of logits."""
@@ -328,7 +362,9 @@ class StageMemory:
         columns = spec.padded_vocab_size / settings.layout.tensor
         per_entry = _GPU_BLOCKS * settings.element if settings.on_gpu else _CPU_BLOCK_BYTES
         found = {  # the last layer's output, normalised, those that predict, and their gradient
-            "hidden states of predicted tokens": rows * spec.hidden_size * (3 * settings.element + 4),
+            "hidden states of predicted tokens": rows
+            * spec.hidden_size
+            * (3 * settings.element + 4),
             "blocks of logits": self._block(rows, columns) * per_entry,
         }
         if settings.with_logits:
@@ -344,21 +380,32 @@ class StageMemory:
 
     def _embedding_gradient(self) -> float:
         """Dense, as large as the embedding, before it is added to the buffer."""
-        sizes = (p.numel for p in self.parameters if p.parameter.is_embedding and self.settings.is_trained(p.parameter))
+        sizes = (
+            p.numel
+            for p in self.parameters
+            if p.parameter.is_embedding and self.settings.is_trained(p.parameter)
+        )
         return sum(sizes) * self.settings.element
 
     def _largest_gradient(self) -> float:
-        """A weight's gradient before it is added to the buffer; the embedding's is as large as the embedding."""
+        """A weight's gradient before it is added to the buffer; the embedding's is as large as the
+        embedding."""
         trained = [
-            p.numel for p in self.parameters if not p.parameter.is_output and self.settings.is_trained(p.parameter)
+            p.numel
+            for p in self.parameters
+            if not p.parameter.is_output and self.settings.is_trained(p.parameter)
         ]
         return max(trained, default=0) * self.settings.element
 
 
 def _takes_groups(config: Config, spec: ModelSpec, flash4: bool) -> bool:
-    """Will attention on GPUs take keys and values as they are (`slime.trainer.megatron.attention`)?"""
+    """Will attention on GPUs take keys and values as they are
+    (`slime.trainer.megatron.attention`)?"""
     wide = spec.head_dim > FLASH4_WIDEST
-    torch_only = config.megatron.transformer.get("deterministic_mode") or config.train.attention_backend == "flash"
+    torch_only = (
+        config.megatron.transformer.get("deterministic_mode")
+        or config.train.attention_backend == "flash"
+    )
     by_flash4 = flash4 and not wide and not torch_only
     return by_flash4 or spec.is_mla or _torch_version() >= _TORCH_TAKES_GROUPS
 
@@ -369,7 +416,8 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def longest_sequence(config: Config) -> tuple[int, bool]:
-    """(tokens of prompt and response at most, is that a guess because no flag bounds the prompt)."""
+    """(tokens of prompt and response at most, is that a guess because no flag bounds the
+    prompt)."""
     rollout = config.rollout
     cap = config.train.seq_length
     if rollout.rollout_max_context_len is not None:
@@ -381,7 +429,8 @@ def longest_sequence(config: Config) -> tuple[int, bool]:
 
 
 def largest_micro_batch(config: Config, layout: Layout, longest: int, *, on_gpu: bool) -> int:
-    """Tokens of a rank's largest micro-batch, padding included. A sequence above the limit is one of its own."""
+    """Tokens of a rank's largest micro-batch, padding included. A sequence above the limit is one
+    of its own."""
     train = config.train
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu:
         whole = max(train.max_tokens_per_gpu * layout.context, longest)
@@ -395,7 +444,9 @@ def _master_bytes(config: Config, element: int) -> float:
     if element == 4:
         return 0.0
     chosen = config.megatron.optimizer.get("main_params_dtype")
-    return _DTYPE_BYTES.get(str(chosen), 4.0) if config.megatron.use_precision_aware_optimizer else 4.0
+    return (
+        _DTYPE_BYTES.get(str(chosen), 4.0) if config.megatron.use_precision_aware_optimizer else 4.0
+    )
 
 
 def _moment_bytes(config: Config) -> float:

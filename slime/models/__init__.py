@@ -1,4 +1,5 @@
-"""Model families: which Hugging Face tensors make up which Megatron parameters. One table file per family.
+"""Model families: which Hugging Face tensors make up which Megatron parameters. One table file per
+family.
 
 family = family_of("path/to/model")         # or a config dict, or a transformers config
 spec = family.model_spec("path/to/model")   # what to build
@@ -62,13 +63,16 @@ def vocab_size_of(path: str | None, model_name: str | None = None) -> int | None
 
 
 def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily:
-    """The table for a model: by model_type, else by architecture, else by ``model_name``, which must not contradict.
+    """The table for a model: by model_type, else by architecture, else by ``model_name``, which
+    must not contradict.
 
     Args:
-        model_name: a family, or what begins with one, in any spelling ("qwen3-4B", "glm4.5-355B-A32B",
-            "Qwen3ForCausalLM"). Where it fits several families, config.json decides.
+        model_name: a family, or what begins with one, in any spelling ("qwen3-4B",
+            "glm4.5-355B-A32B", "Qwen3ForCausalLM"). Where it fits several families, config.json
+            decides.
     Raises:
-        UserError: no table for it; lists those there are. ``model_name`` is none, or config.json says otherwise.
+        UserError: no table for it; lists those there are. ``model_name`` is none, or config.json
+            says otherwise.
 
     Example:
         >>> family_of({"model_type": "qwen3_moe"}, "qwen3-30B-A3B").name
@@ -83,7 +87,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
         if told not in named:
             raise UserError(
                 f"--model-name {model_name} contradicts the model's config.json",
-                why=f"the name means {' or '.join(family.name for family in named)}, config.json has the model_type "
+                why=f"the name means {' or '.join(family.name for family in named)}, config.json "
+                "has the model_type "
                 f"{config.get('model_type')!r}, which is of the family {told.name}",
                 fix="leave --model-name out, or pass the model directory that it belongs to",
             )
@@ -92,7 +97,8 @@ def family_of(hf_config: HfConfig, model_name: str | None = None) -> ModelFamily
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     raise UserError(
-        f"no conversion table for model_type {model_type!r} ({', '.join(architectures) or 'no architectures'})",
+        f"no conversion table for model_type {model_type!r} "
+        f"({', '.join(architectures) or 'no architectures'})",
         why=f"the tables there are: {_supported()}",
         fix="choose such a model, or pass --model-name with the family whose layout it has",
     )
@@ -104,7 +110,9 @@ def _told_by(config: dict[str, Any]) -> ModelFamily | None:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    return next((family for family in FAMILIES if set(architectures) & set(family.architectures)), None)
+    return next(
+        (family for family in FAMILIES if set(architectures) & set(family.architectures)), None
+    )
 
 
 #: What may follow a family in a name: a size or version, or what classes are called.
@@ -112,7 +120,8 @@ _REST = re.compile(r"(\d.*|config|forcausallm|base.*|instruct.*|chat.*)?")
 
 
 def _named(model_name: str) -> list[ModelFamily]:
-    """The families that begin the name, the longest beginning alone; "qwen3" begins both the dense and the other one.
+    """The families that begin the name, the longest beginning alone; "qwen3" begins both the dense
+    and the other one.
 
     Raises:
         UserError: none does.
@@ -125,7 +134,9 @@ def _named(model_name: str) -> list[ModelFamily]:
             if wanted.startswith(stem) and _REST.fullmatch(wanted, len(stem)):
                 found.setdefault(stem, []).append(family)
     if not found:
-        raise UserError(f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}")
+        raise UserError(
+            f"--model-name {model_name} is not a model family", fix=f"one of: {_supported()}"
+        )
     return found[max(found, key=len)]
 
 

@@ -32,11 +32,12 @@ def decoder_spec(
 ) -> ModelSpec:
     """The spec of a decoder with RMS norms, rotary embedding and gated MLPs.
 
-    Absent fields take the defaults of transformers' config classes; ``extra`` goes into the transformer arguments.
+    Absent fields take the defaults of transformers' config classes; ``extra`` goes into the
+    transformer arguments.
 
     Args:
-        default_rotary_percent: rotated share of a head where config.json is silent; None for families whose heads are
-            rotated whole.
+        default_rotary_percent: rotated share of a head where config.json is silent; None for
+            families whose heads are rotated whole.
     Raises:
         UserError: a setting that neither trainer nor embedded engine can honour.
     """
@@ -45,7 +46,10 @@ def decoder_spec(
     heads = int(require(config, "num_attention_heads"))
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "gelu", "relu"):
-        raise UserError(f"activation {activation!r} of the model is not supported", fix="silu, gelu and relu are")
+        raise UserError(
+            f"activation {activation!r} of the model is not supported",
+            fix="silu, gelu and relu are",
+        )
     base, percent, scaling = rotary_settings(config, default_percent=default_rotary_percent or 1.0)
     if default_rotary_percent is None:
         percent = _whole_heads(percent, scaling)
@@ -87,8 +91,9 @@ def decoder_spec(
     )
 
 
-#: Fields by which other architectures change what is computed without any tensor of their own, and the values that
-#: change nothing. transformers' classes for the families here do not read them; other code that reads the file may.
+#: Fields by which other architectures change what is computed without any tensor of their own, and
+#: the values that change nothing. transformers' classes for the families here do not read them;
+#: other code that reads the file may.
 _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -100,15 +105,32 @@ _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "logit_softcap", "clip_qkv"),
-            *("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar"),
+            *(
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                "logits_soft_cap",
+                "logit_softcap",
+                "clip_qkv",
+            ),
+            *(
+                "attention_chunk_size",
+                "no_rope_layers",
+                "no_rope_layer_interval",
+                "query_pre_attn_scalar",
+            ),
             *("attention_multiplier", "attn_scale", "dim_model_base", "swiglu_limit"),
         ),
         (0, 0.0, []),
     ),
     **dict.fromkeys(
         (
-            *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"),
+            *(
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+                "logit_scale",
+                "lm_head_multiplier",
+            ),
             *("scale_emb", "embedding_scale", "rotary_pct"),
         ),
         (1, 1.0),
@@ -117,14 +139,18 @@ _OTHER_ARCHITECTURES: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_other_architectures(config: dict[str, Any]) -> None:
-    """Raise where config.json asks for mathematics that no family here has, under its usual name elsewhere."""
+    """Raise where config.json asks for mathematics that no family here has, under its usual name
+    elsewhere."""
     for key, neutral in _OTHER_ARCHITECTURES.items():
         if config.get(key) is not None and config[key] not in neutral:
             raise UserError(
-                f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained faithfully",
-                why=f"no model of type {config.get('model_type')!r} computes with it; the weights may belong to "
+                f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
+                "faithfully",
+                why=f"no model of type {config.get('model_type')!r} computes with it; the weights "
+                "may belong to "
                 "another architecture",
-                fix="set model_type to the architecture the weights were trained with, or remove the field if it is "
+                fix="set model_type to the architecture the weights were trained with, or remove "
+                "the field if it is "
                 "a leftover",
             )
 
@@ -132,15 +158,19 @@ def _refuse_other_architectures(config: dict[str, Any]) -> None:
 def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
     """What ``partial_rotary_factor`` means to a family without partial rotation: nothing.
 
-    transformers keeps the field and rotates whole heads all the same, so weights saved with such a config mean that.
-    Its scaled frequencies do take the field into account and then fit no head, so that combination means nothing.
+    transformers keeps the field and rotates whole heads all the same, so weights saved with such a
+    config mean that. Its scaled frequencies do take the field into account and then fit no head, so
+    that combination means nothing.
     """
     if percent != 1.0 and scaling is not None:
         raise UserError(
-            f"the model's config.json sets partial_rotary_factor to {percent:g} and scales rotary frequencies",
-            why=f"models of this family rotate whole heads; transformers fails on {percent:g} with rope_type "
+            f"the model's config.json sets partial_rotary_factor to {percent:g} and scales rotary "
+            "frequencies",
+            why=f"models of this family rotate whole heads; transformers fails on {percent:g} "
+            "with rope_type "
             f"{scaling['rope_type']!r}",
-            fix="remove partial_rotary_factor from config.json, or set model_type to the family the weights belong to",
+            fix="remove partial_rotary_factor from config.json, or set model_type to the family "
+            "the weights belong to",
         )
     if percent != 1.0:
         _tell_of_whole_heads(percent)
@@ -150,13 +180,15 @@ def _whole_heads(percent: float, scaling: dict[str, Any] | None) -> float:
 @functools.cache  # a config is read several times
 def _tell_of_whole_heads(percent: float) -> None:
     logger.warning(
-        "config.json sets partial_rotary_factor to %g; whole heads are rotated, as transformers does for this family",
+        "config.json sets partial_rotary_factor to %g; whole heads are rotated, as transformers "
+        "does for this family",
         percent,
     )
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction follow the decoder's, by either name; transformers' default is 1."""
+    """How many layers for multi-token prediction follow the decoder's, by either name;
+    transformers' default is 1."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(name) is not None:
             return int(config[name])
@@ -169,7 +201,9 @@ def num_experts(config: dict[str, Any], name: str) -> int:
     Raises:
         UserError: neither name is there, or they contradict each other.
     """
-    found = {key: int(config[key]) for key in (name, "num_local_experts") if config.get(key) is not None}
+    found = {
+        key: int(config[key]) for key in (name, "num_local_experts") if config.get(key) is not None
+    }
     if len(set(found.values())) > 1:
         raise UserError(
             "the model config contradicts itself on the number of experts",
@@ -195,10 +229,11 @@ def moe_layer_freq(has_experts: list[bool]) -> int | list[int]:
 
 
 def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for Qwen3-MoE: the top-k of a softmax, renormalised or not (``norm_topk_prob``).
+    """Arguments of `decoder_spec` for Qwen3-MoE: the top-k of a softmax, renormalised or not
+    (``norm_topk_prob``).
 
-    A softmax over the chosen logits equals the renormalised probabilities, which is what Megatron does without
-    ``moe_router_pre_softmax``.
+    A softmax over the chosen logits equals the renormalised probabilities, which is what Megatron
+    does without ``moe_router_pre_softmax``.
     """
     normalised = bool(config.get("norm_topk_prob", False))
     return {
@@ -213,13 +248,15 @@ def softmax_router(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `decoder_spec` for DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias that only chooses, groups.
+    """Arguments of `decoder_spec` for DeepSeek-V3 and GLM-4.5: sigmoid scores, a bias that only
+    chooses, groups.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is the sum of its two
-    best experts.
+    Source: DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16 and section 2.1.2; a group's score is
+    the sum of its two best experts.
 
     Raises:
-        UserError: another way of scoring or choosing, or groups that the experts cannot be divided into.
+        UserError: another way of scoring or choosing, or groups that the experts cannot be divided
+            into.
     """
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(key, value) != value:
@@ -243,10 +280,14 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
     experts = fields["num_moe_experts"]
     topk = fields["moe_router_topk"]
     size = experts // groups
-    if groups > 1 and (experts % groups or size < 2 or not topk <= chosen * size or chosen > groups):
+    if groups > 1 and (
+        experts % groups or size < 2 or not topk <= chosen * size or chosen > groups
+    ):
         raise UserError(
-            f"the model's router cannot choose {topk} of {experts} experts from {chosen} of {groups} groups",
-            why="n_group must divide the experts into groups of two or more, and topk_group of them must hold "
+            f"the model's router cannot choose {topk} of {experts} experts from {chosen} of "
+            f"{groups} groups",
+            why="n_group must divide the experts into groups of two or more, and topk_group of "
+            "them must hold "
             "num_experts_per_tok",
             fix="use the config.json that belongs to the weights",
         )
@@ -262,14 +303,18 @@ def sigmoid_router(config: dict[str, Any]) -> dict[str, Any]:
 _DEFAULT_WINDOW = 4096
 
 
-def refuse_windows(config: dict[str, Any], *, switch: str | None = None, by_layer: bool = False) -> None:
-    """Raise where some token of a sequence the model was made for does not see all that come before it.
+def refuse_windows(
+    config: dict[str, Any], *, switch: str | None = None, by_layer: bool = False
+) -> None:
+    """Raise where some token of a sequence the model was made for does not see all that come before
+    it.
 
     A window of ``max_position_embeddings`` or more hides nothing; nor does one that no layer has.
 
     Args:
         switch: the field without which the window is off; None: ``sliding_window`` alone decides.
-        by_layer: layers from ``max_window_layers`` on have the window, or those that ``layer_types`` names.
+        by_layer: layers from ``max_window_layers`` on have the window, or those that
+            ``layer_types`` names.
     Raises:
         UserError: names the field and both lengths.
     """
@@ -284,8 +329,10 @@ def refuse_windows(config: dict[str, Any], *, switch: str | None = None, by_laye
     unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != layers:
         raise UserError(
-            f"the model's config.json sets layer_types to {kinds}, which cannot be trained faithfully",
-            why=f"the model has {layers} layers; trainer and embedded engine know full_attention alone",
+            f"the model's config.json sets layer_types to {kinds}, which cannot be trained "
+            "faithfully",
+            why=f"the model has {layers} layers; trainer and embedded engine know full_attention "
+            "alone",
             fix="use the config.json that belongs to the weights",
         )
     if "sliding_attention" not in kinds:
@@ -295,9 +342,12 @@ def refuse_windows(config: dict[str, Any], *, switch: str | None = None, by_laye
         return
     field = "layer_types" if window is None else switch or "sliding_window"
     raise UserError(
-        f"the model's config.json sets {field} to {config.get(field, window)!r}, which cannot be trained faithfully",
-        why=f"{kinds.count('sliding_attention')} of {layers} layers see {window} tokens of sequences of up to "
-        f"{positions} (max_position_embeddings); trainer and embedded engine let every token see the whole sequence "
+        f"the model's config.json sets {field} to {config.get(field, window)!r}, which cannot be "
+        "trained faithfully",
+        why=f"{kinds.count('sliding_attention')} of {layers} layers see {window} tokens of "
+        "sequences of up to "
+        f"{positions} (max_position_embeddings); trainer and embedded engine let every token see "
+        "the whole sequence "
         "before it",
         fix="choose a model without it",
     )

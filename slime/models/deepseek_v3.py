@@ -1,8 +1,9 @@
-"""DeepSeek-V3, R1, Moonlight and Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention, dense layers first, then
-layers of shared and routed experts.
+"""DeepSeek-V3, R1, Moonlight and Kimi-K2 (``DeepseekV3ForCausalLM``): multi-latent attention, dense
+layers first, then layers of shared and routed experts.
 
-    hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without q_lora_rank: one q_proj
-    hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per head [key without position | value]
+    hidden ─► q_a ─► norm ─► q_b ─► queries: per head [no position | position]      without
+    q_lora_rank: one q_proj hidden ─► kv_a ─► [latent | position] ; latent ─► norm ─► kv_b ─► per
+    head [key without position | value]
 """
 
 from __future__ import annotations
@@ -53,11 +54,16 @@ def _down(megatron: str, hf: str, rows: Width, when: LayerCondition | None = Non
 
 
 def _norm(name: str, hf: str, rows: Width, when: LayerCondition | None = None) -> Rule:
-    spellings = (ATTENTION + f"{name}_layernorm.weight", ATTENTION + f"linear_{name}_up_proj.layer_norm_weight")
+    spellings = (
+        ATTENTION + f"{name}_layernorm.weight",
+        ATTENTION + f"linear_{name}_up_proj.layer_norm_weight",
+    )
     return Rule(spellings, HF_ATTENTION + hf, REPLICATED, rows, when=when)
 
 
-def _up(megatron: str, hf: str, rows: Width, columns: Width, when: LayerCondition | None = None) -> Rule:
+def _up(
+    megatron: str, hf: str, rows: Width, columns: Width, when: LayerCondition | None = None
+) -> Rule:
     return Rule(ATTENTION + megatron, HF_ATTENTION + hf, COLUMN, rows, columns, when)
 
 
@@ -79,7 +85,8 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def latent_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """The spec of a family with this attention and router; ``config`` has its defaults filled in."""
+    """The spec of a family with this attention and router; ``config`` has its defaults filled
+    in."""
     _refuse_other_models(config)
     layers = range(int(require(config, "num_hidden_layers")))
     freq = int(config.get("moe_layer_freq") or 1)
@@ -102,7 +109,8 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
     if not config.get("rope_interleave", True):
         raise UserError(
             "the model rotates the first against the second half of each head",
-            why="config.json sets rope_interleave to false; published models of this family pair neighbours",
+            why="config.json sets rope_interleave to false; published models of this family pair "
+            "neighbours",
             fix="choose another model",
         )
 
@@ -123,7 +131,9 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_scaling_factor": 1.0,
         "mscale_all_dim": 0.0,
     }
-    if scaling is not None and scaling.get("mscale_all_dim"):  # on the scores, whatever kind of scaling it is
+    if scaling is not None and scaling.get(
+        "mscale_all_dim"
+    ):  # on the scores, whatever kind of scaling it is
         fields |= {
             "rotary_scaling_factor": float(scaling["factor"]),
             "mscale_all_dim": float(scaling["mscale_all_dim"]),
@@ -140,11 +150,13 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-#: The two projections down to the latents read the same input, so SGLang computes them with one matrix.
+#: The two projections down to the latents read the same input, so SGLang computes them with one
+#: matrix.
 _FUSED_DOWN_PROJECTIONS = FusedLoad(
     fused=HF_ATTENTION + "fused_qkv_a_proj_with_mqa",
     parts=(HF_ATTENTION + "q_a_proj", HF_ATTENTION + "kv_a_proj_with_mqa"),
-    source="SGLang 0.5.12 to 0.5.16: do_load_weights of models/deepseek_common/deepseek_weight_loader.py",
+    source="SGLang 0.5.12 to 0.5.16: do_load_weights of "
+    "models/deepseek_common/deepseek_weight_loader.py",
     when=_has_query_rank,
 )
 

@@ -1,4 +1,5 @@
-"""What a sample costs to train on, from the model's config.json: the measure for ``--balance-by-flops``."""
+"""What a sample costs to train on, from the model's config.json: the measure for
+``--balance-by-flops``."""
 
 from __future__ import annotations
 
@@ -30,15 +31,22 @@ class SequenceCost:
 
 
 def sequence_cost(family: ModelFamily, hf_config: HfConfig) -> SequenceCost:
-    """2 FLOPs per weight and token in the layers and the output layer; causal attention: half of 4·L²·heads·dim.
+    """2 FLOPs per weight and token in the layers and the output layer; causal attention: half of
+    4·L²·heads·dim.
 
     Of the experts of a layer those count that a token passes; norms and biases are left out.
     """
     spec = family.model_spec(hf_config)
     passed = 0.0
     for parameter in family.parameters(spec, range(spec.num_layers)):
-        if parameter.rule.columns is not None and (spec.tie_embeddings or not parameter.is_embedding):
-            share = int(spec.transformer["moe_router_topk"]) / spec.num_experts if parameter.is_expert else 1.0
+        if parameter.rule.columns is not None and (
+            spec.tie_embeddings or not parameter.is_embedding
+        ):
+            share = (
+                int(spec.transformer["moe_router_topk"]) / spec.num_experts
+                if parameter.is_expert
+                else 1.0
+            )
             passed += parameter.numel * share
     mean_width = (spec.head_dim + spec.value_dim) / 2
     return SequenceCost(2.0 * passed, 2.0 * spec.num_layers * spec.num_heads * mean_width)

@@ -1,13 +1,14 @@
 """Tensors that an engine fuses while it loads them, so that one load call must bring all of them.
 
-SGLang holds some Linear layers of a checkpoint as one parameter. Most of those it fills part by part, in any number
-of calls: ``qkv_proj``, ``gate_up_proj``, stacked experts, and ``in_proj_qkvz`` and ``in_proj_ba`` of Qwen3-Next and
-Qwen3.5. Others it concatenates first: it keeps the parts that have come in a table of the load call and writes the
-parameter once all are there. A part whose partners come in another call is dropped without a word. A weight push is
-many load calls, one for each bucket, so such tensors must share a bucket.
+SGLang holds some Linear layers of a checkpoint as one parameter. Most of those it fills part by
+part, in any number of calls: ``qkv_proj``, ``gate_up_proj``, stacked experts, and ``in_proj_qkvz``
+and ``in_proj_ba`` of Qwen3-Next and Qwen3.5. Others it concatenates first: it keeps the parts that
+have come in a table of the load call and writes the parameter once all are there. A part whose
+partners come in another call is dropped without a word. A weight push is many load calls, one for
+each bucket, so such tensors must share a bucket.
 
-A family declares its own in `slime.models.table.ModelFamily.fused`. Parts are concatenated by the last part of their
-names: weights with weights, scales with scales. Imports no torch.
+A family declares its own in `slime.models.table.ModelFamily.fused`. Parts are concatenated by the
+last part of their names: weights with weights, scales with scales. Imports no torch.
 """
 
 from __future__ import annotations
@@ -70,14 +71,20 @@ class LoadGroups:
 
         Example:
             >>> LoadGroups(DEEPSEEK_V3.fused, spec).members("model.layers.3.self_attn.q_a_proj.weight")
-            ('model.layers.3.self_attn.q_a_proj.weight', 'model.layers.3.self_attn.kv_a_proj_with_mqa.weight')
+            ('model.layers.3.self_attn.q_a_proj.weight',
+            'model.layers.3.self_attn.kv_a_proj_with_mqa.weight')
         """
         module, _, leaf = name.rpartition(".")
         found = self._find(module)
-        return () if found is None else tuple(f"{part.format(layer=found[1])}.{leaf}" for part in found[0].parts)
+        return (
+            ()
+            if found is None
+            else tuple(f"{part.format(layer=found[1])}.{leaf}" for part in found[0].parts)
+        )
 
     def fused_module(self, module: str) -> str | None:
-        """Name of the engine's module that a module of the checkpoint becomes a part of; None for one of no group."""
+        """Name of the engine's module that a module of the checkpoint becomes a part of; None for
+        one of no group."""
         found = self._find(module)
         return None if found is None else found[0].fused.format(layer=found[1])
 
@@ -97,7 +104,8 @@ def fused_place(fused: Sequence[FusedLoad], module: str) -> tuple[str, int, int]
     """Where an engine that fuses has a module of the checkpoint.
 
     Returns:
-        (name of the engine's module, place among its parts, number of parts); None for a module of no group.
+        (name of the engine's module, place among its parts, number of parts); None for a module of
+        no group.
     """
     for one in fused:
         found = one.find(module)

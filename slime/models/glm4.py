@@ -1,5 +1,5 @@
-"""GLM-4 (``Glm4ForCausalLM``: GLM-4-9B/32B-0414, GLM-Z1): norms before and behind attention and MLP, half of each head
-rotated in neighbouring pairs, gate and up projection stored in one tensor.
+"""GLM-4 (``Glm4ForCausalLM``: GLM-4-9B/32B-0414, GLM-Z1): norms before and behind attention and
+MLP, half of each head rotated in neighbouring pairs, gate and up projection stored in one tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ _DEFAULTS = {
 
 _MLP_RULES = (
     MLP_NORM,
-    Rule(MLP + "linear_fc1.weight", HF_MLP + "gate_up_proj.weight", STACKED_GATE_UP, "gate and up", "hidden"),
+    Rule(
+        MLP + "linear_fc1.weight",
+        HF_MLP + "gate_up_proj.weight",
+        STACKED_GATE_UP,
+        "gate and up",
+        "hidden",
+    ),
     Rule(MLP + "linear_fc2.weight", HF_MLP + "down_proj.weight", ROW, "hidden", "inner"),
 )
 

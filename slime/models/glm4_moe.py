@@ -1,5 +1,6 @@
-"""GLM-4.5 and 4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts; half of each head
-rotated, first against second half of that half; biases and norms on queries and keys in the large one.
+"""GLM-4.5 and 4.5-Air (``Glm4MoeForCausalLM``): dense layers first, then shared and routed experts;
+half of each head rotated, first against second half of that half; biases and norms on queries and
+keys in the large one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         add_qkv_bias=bool(config["attention_bias"]),
         qk_layernorm=bool(config["use_qk_norm"]),
         default_rotary_percent=0.5,
-        moe_layer_freq=moe_layer_freq([layer >= config["first_k_dense_replace"] for layer in layers]),
+        moe_layer_freq=moe_layer_freq(
+            [layer >= config["first_k_dense_replace"] for layer in layers]
+        ),
         num_mtp_layers=mtp_layers(config),
         **sigmoid_router(config),
     )

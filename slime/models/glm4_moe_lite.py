@@ -1,4 +1,5 @@
-"""GLM-4.7-Flash (``Glm4MoeLiteForCausalLM``): DeepSeek-V3's attention, router and tensors, with other defaults."""
+"""GLM-4.7-Flash (``Glm4MoeLiteForCausalLM``): DeepSeek-V3's attention, router and tensors, with
+other defaults."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _sparse_layers(kinds: list[str], num_layers: int) -> list[bool]:
     if unknown or len(kinds) != num_layers:
         raise UserError(
             "mlp_layer_types of the model's config.json cannot be used",
-            why=f"it names {', '.join(unknown)}" if unknown else f"it has {len(kinds)} of {num_layers} layers",
+            why=f"it names {', '.join(unknown)}"
+            if unknown
+            else f"it has {len(kinds)} of {num_layers} layers",
             fix="use the config.json that belongs to the weights",
         )
     return [kind == "sparse" for kind in kinds]

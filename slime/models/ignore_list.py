@@ -1,9 +1,11 @@
-"""Which weights of a model are those of Linear layers, and whether a list of rules spares the others.
+"""Which weights of a model are those of Linear layers, and whether a list of rules spares the
+others.
 
-A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that matches its beginning.
-Engines match modules, not weights: for a Linear layer a rule counts only if it names the module itself. For what is no
-Linear layer a rule may name the weight (``model.embed_tokens.weight``), since only quantisers read it: an online
-quantiser takes every two-dimensional weight that no rule names, and engines drop what they do not expect, so that a
+A rule is what compressed-tensors takes: the name of a module, or ``re:`` and an expression that
+matches its beginning. Engines match modules, not weights: for a Linear layer a rule counts only if
+it names the module itself. For what is no Linear layer a rule may name the weight
+(``model.embed_tokens.weight``), since only quantisers read it: an online quantiser takes every
+two-dimensional weight that no rule names, and engines drop what they do not expect, so that a
 router ends as zeros.
 """
 
@@ -21,7 +23,8 @@ from slime.models.quantised import FOR_FP8, Quantisation
 from slime.models.spec import ModelSpec
 from slime.models.table import ModelFamily
 
-#: For models of experts, whose routed experts alone are worth quantising; without experts, attention and MLP are.
+#: For models of experts, whose routed experts alone are worth quantising; without experts,
+#: attention and MLP are.
 FOR_EXPERTS = (
     "lm_head",
     "model.embed_tokens.weight",
@@ -32,7 +35,8 @@ FOR_EXPERTS = (
     r"re:.*shared_head\.head.*",
     r"re:.*mlp\.gate\..*",
 )
-#: What engines compute with one kernel, so that all of it is quantised or none: the kernel's name, and the place in it.
+#: What engines compute with one kernel, so that all of it is quantised or none: the kernel's name,
+#: and the place in it.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -52,7 +56,8 @@ class Matrix:
         module: its name without ``.weight``.
         is_linear: it is that of a Linear layer.
         kernel: what engines compute it as a part of; the module itself where they compute it alone.
-        is_tied: it is the output layer of a model whose embedding takes its place, and has no weight of its own.
+        is_tied: it is the output layer of a model whose embedding takes its place, and has no
+            weight of its own.
     """
 
     module: str
@@ -66,17 +71,22 @@ class Matrix:
         return f"{self.module}.weight"
 
 
-def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[Matrix]:
+def matrices(
+    family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, tuple[int, ...]]] = ()
+) -> list[Matrix]:
     """All of a model.
 
     Args:
-        surplus: names and shapes of what a checkpoint has beside the model's own tensors: layers for multi-token
-            prediction, which engines can compute.
+        surplus: names and shapes of what a checkpoint has beside the model's own tensors: layers
+            for multi-token prediction, which engines can compute.
     """
     tied: dict[str, tuple[int, ...]] = {}
     for rule in family.rules if spec.tie_embeddings else ():
         if rule.tied_to is not None:
-            tied |= {name.removesuffix(".weight"): shape for name, shape in zip(rule.hf_names, rule.shapes(spec))}
+            tied |= {
+                name.removesuffix(".weight"): shape
+                for name, shape in zip(rule.hf_names, rule.shapes(spec))
+            }
     kinds: dict[str, bool] = {}  # of tens of thousands of experts one is looked up
     groups = family.load_groups(spec)
     found = []
@@ -90,7 +100,10 @@ def matrices(family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, 
         if module not in tied:  # some checkpoints have it all the same
             kernel = groups.fused_module(module) or _kernel(module)
             found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], kernel))
-    layers = [Matrix(module, (shape[0], shape[1]), True, module, is_tied=True) for module, shape in tied.items()]
+    layers = [
+        Matrix(module, (shape[0], shape[1]), True, module, is_tied=True)
+        for module, shape in tied.items()
+    ]
     return found + layers
 
 
@@ -116,12 +129,15 @@ def _matcher(rule: str) -> Callable[[str], object]:
         return re.compile(rule.removeprefix("re:")).match
     except re.error as error:
         raise UserError(
-            f"the rule {rule!r} of an ignore list is no regular expression", why=str(error), fix="correct it"
+            f"the rule {rule!r} of an ignore list is no regular expression",
+            why=str(error),
+            fix="correct it",
         ) from error
 
 
 def names(rule: str, name: str) -> bool:
-    """Whether a rule names a module, as compressed-tensors and the engines decide it: the whole of it, or ``re:``.
+    """Whether a rule names a module, as compressed-tensors and the engines decide it: the whole of
+    it, or ``re:``.
 
     Raises:
         UserError: the expression cannot be read.
@@ -145,7 +161,8 @@ class Findings:
         idle: rules that name no matrix.
         by_weight: Linear layers of which a rule names the weight and none the module.
         torn: kernels of engines of which a part is quantised and another is not.
-        misfits: Linear layers that no rule names and that cannot be stored in the format, with the reason.
+        misfits: Linear layers that no rule names and that cannot be stored in the format, with the
+            reason.
         tied: output layers that no rule names and of which only the embedding is stored.
     """
 
@@ -159,15 +176,23 @@ class Findings:
     tied: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
-        """What stands against quantising so, in words; [] when nothing does. Idle rules harm nobody."""
+        """What stands against quantising so, in words; [] when nothing does. Idle rules harm
+        nobody."""
         kinds = (
-            (self.unspared, "no Linear layer, and no rule names it: it would be quantised and end as zeros"),
-            (self.by_weight, "a rule names its weight: engines match modules, write the name without .weight"),
+            (
+                self.unspared,
+                "no Linear layer, and no rule names it: it would be quantised and end as zeros",
+            ),
+            (
+                self.by_weight,
+                "a rule names its weight: engines match modules, write the name without .weight",
+            ),
             (self.torn, "engines compute it with one kernel, and only a part of it is ignored"),
             (self.misfits, "neither ignored nor possible to quantise"),
             (
                 self.tied,
-                "the embedding takes its place, and no rule names it: readers would look for its packed weight",
+                "the embedding takes its place, and no rule names it: readers would look for its "
+                "packed weight",
             ),
         )
         return [f"{_few(found)}: {why}" for found, why in kinds if found]
@@ -175,7 +200,9 @@ class Findings:
 
 def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
-    rules = [_matcher(rule) for rule in quantisation.ignore]  # a large model has 40 thousand modules
+    rules = [
+        _matcher(rule) for rule in quantisation.ignore
+    ]  # a large model has 40 thousand modules
     idle = dict(zip(quantisation.ignore, rules))
     quantised = []
     ignored = []
@@ -190,14 +217,19 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
         of_module = any(matches(module) for matches in rules)
         of_weight = not of_module and any(matches(weight) for matches in rules)
         if of_module or of_weight:
-            idle = {rule: matches for rule, matches in idle.items() if not (matches(module) or matches(weight))}
+            idle = {
+                rule: matches
+                for rule, matches in idle.items()
+                if not (matches(module) or matches(weight))
+            }
         if not matrix.is_linear:
             # the list of fp8 is of Linear layers alone: no quantiser reads it
             if not of_module and not of_weight and quantisation.method != "fp8":
                 unspared.append(matrix.weight)
             continue
         if matrix.is_tied:
-            # the library quantises every Linear module that no rule names; engines of fp8 take the embedding by itself
+            # the library quantises every Linear module that no rule names; engines of fp8 take the
+            # embedding by itself
             if not of_module and quantisation.method != "fp8":
                 tied.append(matrix.module)
             continue
@@ -215,7 +247,9 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
         tuple(quantised),
         tuple(ignored),
         tuple(unspared),
-        tuple(rule for rule, matches in idle.items() if not any(matches(kernel) for kernel in kernels)),
+        tuple(
+            rule for rule, matches in idle.items() if not any(matches(kernel) for kernel in kernels)
+        ),
         tuple(by_weight),
         tuple(kernel for kernel, there in kernels.items() if len(there) == 2),
         tuple(misfits),
@@ -224,12 +258,17 @@ def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
 
 
 def idle_among(found: Findings, tensors: Iterable[str]) -> tuple[str, ...]:
-    """The idle rules that name no other module of a model either: published lists name norms too, which have no matrix.
+    """The idle rules that name no other module of a model either: published lists name norms too,
+    which have no matrix.
 
     Args:
         tensors: names of all that the model has.
     """
-    known = {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])} if found.idle else set()
+    known = (
+        {name for tensor in tensors for name in (tensor, tensor.rpartition(".")[0])}
+        if found.idle
+        else set()
+    )
     return tuple(rule for rule in found.idle if not any(map(_matcher(rule), known)))
 
 
@@ -244,7 +283,8 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
         raise UserError(
             "the ignore list of the model's quantization_config does not fit its modules",
             why="\n  ".join(found.problems()),
-            fix="correct it in config.json, or quantise the model again with slime convert, whose list fits",
+            fix="correct it in config.json, or quantise the model again with slime convert, whose "
+            "list fits",
         )
     return replace(found, idle=idle_among(found, (name for name, _ in family.hf_tensors(spec))))
 
@@ -252,8 +292,11 @@ def check(family: ModelFamily, spec: ModelSpec, quantisation: Quantisation) -> F
 def stored_tensors(
     family: ModelFamily, spec: ModelSpec, quantisation: Quantisation
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor that a complete quantised model has: name → (dtype, shape); the dtype "" is the model's own."""
-    quantised = {matrix.weight: matrix for matrix in examine(matrices(family, spec), quantisation).quantised}
+    """Every tensor that a complete quantised model has: name → (dtype, shape); the dtype "" is the
+    model's own."""
+    quantised = {
+        matrix.weight: matrix for matrix in examine(matrices(family, spec), quantisation).quantised
+    }
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in family.hf_tensors(spec):
         if name in quantised:
@@ -267,8 +310,12 @@ def stored_tensors(
 def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, ...]:
     """The rules that are advised for a model, without those that would name nothing in it."""
     has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
-    rules = FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")
-    return tuple(rule for rule in rules if any(_names_any(_matcher(rule), matrix) for matrix in weights))
+    rules = (
+        FOR_FP8 if fp8 else FOR_EXPERTS if has_experts else (*FOR_FP8, "model.embed_tokens.weight")
+    )
+    return tuple(
+        rule for rule in rules if any(_names_any(_matcher(rule), matrix) for matrix in weights)
+    )
 
 
 def _names_any(matches: Callable[[str], object], matrix: Matrix) -> bool:

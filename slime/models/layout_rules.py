@@ -76,7 +76,8 @@ class Layout:
 
 
 def virtual_stages(spec: ModelSpec, config: Config) -> int | None:
-    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron, too).
+    """Model chunks per pipeline rank, None without interleaving (one chunk is none to Megatron,
+    too).
 
     Raises:
         UserError: ``--num-layers-per-virtual-pipeline-stage`` does not divide a rank's layers.
@@ -109,9 +110,24 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
         (spec.num_heads, tensor, "attention heads", "--tensor-model-parallel-size"),
         (_dense_width(spec), tensor, "intermediate features", "--tensor-model-parallel-size"),
         _stage_rule(spec, config),
-        (spec.transformer.get("q_lora_rank") or 0, tensor, "of q_lora_rank", "--tensor-model-parallel-size"),
-        (_kv_down_rows(spec), tensor, "of kv_lora_rank + qk_rope_head_dim", "--tensor-model-parallel-size"),
-        (spec.padded_vocab_size, tensor, "rows of the padded vocabulary", "--tensor-model-parallel-size"),
+        (
+            spec.transformer.get("q_lora_rank") or 0,
+            tensor,
+            "of q_lora_rank",
+            "--tensor-model-parallel-size",
+        ),
+        (
+            _kv_down_rows(spec),
+            tensor,
+            "of kv_lora_rank + qk_rope_head_dim",
+            "--tensor-model-parallel-size",
+        ),
+        (
+            spec.padded_vocab_size,
+            tensor,
+            "rows of the padded vocabulary",
+            "--tensor-model-parallel-size",
+        ),
         *_expert_rules(spec, config),
     ]
     for total, parts, what, flag in rules:
@@ -125,19 +141,22 @@ def check_layout(spec: ModelSpec, config: Config) -> None:
     if groups % tensor and tensor % groups:
         raise UserError(
             f"--tensor-model-parallel-size {tensor} does not fit this model",
-            why=f"it has {groups} heads of keys and values, of which each rank needs some, or some ranks one",
-            fix=f"use a divisor or a multiple of {groups} that divides {spec.num_heads}, the number of heads",
+            why=f"it has {groups} heads of keys and values, of which each rank needs some, or "
+            "some ranks one",
+            fix=f"use a divisor or a multiple of {groups} that divides {spec.num_heads}, the "
+            "number of heads",
         )
     if megatron.sequence_parallel and tensor == 1:
         raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size above 1", fix="drop it, or raise the size"
+            "--sequence-parallel needs --tensor-model-parallel-size above 1",
+            fix="drop it, or raise the size",
         )
     check_heads(spec.num_heads, tensor, megatron.context_parallel_size)
 
 
 def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
-    """As Megatron counts: stages with a number of layers of their own are left out, embedding and loss may count as
-    layers, and a written layout divides nothing.
+    """As Megatron counts: stages with a number of layers of their own are left out, embedding and
+    loss may count as layers, and a written layout divides nothing.
 
     Raises:
         UserError: first and last stage are all there are, and leave layers over.
@@ -160,8 +179,10 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
             what = f"{what} and the {part}"
     if ranks == 0 and layers:  # two stages, each with a number of its own
         raise UserError(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers do not fit this model",
-            why=f"together they have {spec.num_layers - layers} of its {spec.num_layers} layers, and there is no other",
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers do not "
+            "fit this model",
+            why=f"together they have {spec.num_layers - layers} of its {spec.num_layers} layers, "
+            "and there is no other",
             fix="give one of them",
         )
     stages = max(ranks, 1) * (virtual_stages(spec, config) or 1)
@@ -170,13 +191,19 @@ def _stage_rule(spec: ModelSpec, config: Config) -> tuple[int, int, str, str]:
 
 def _kv_down_rows(spec: ModelSpec) -> int:
     """Output features of the shared down projection of multi-latent attention."""
-    return int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"]) if spec.is_mla else 0
+    return (
+        int(spec.transformer["kv_lora_rank"]) + int(spec.transformer["qk_pos_emb_head_dim"])
+        if spec.is_mla
+        else 0
+    )
 
 
 def _dense_width(spec: ModelSpec) -> int:
     """Intermediate features of the MLPs that are no experts; 0 where all are."""
     layers = spec.transformer.get("moe_layer_freq", 1)
-    all_experts = bool(spec.num_experts) and (layers == 1 or (isinstance(layers, list) and all(layers)))
+    all_experts = bool(spec.num_experts) and (
+        layers == 1 or (isinstance(layers, list) and all(layers))
+    )
     return 0 if all_experts else int(spec.transformer.get("ffn_hidden_size") or 0)
 
 
@@ -190,12 +217,22 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
     experts = megatron.expert_model_parallel_size
     shards = megatron.expert_tensor_parallel_size
     if not spec.num_experts:
-        for flag, size in (("--expert-model-parallel-size", experts), ("--expert-tensor-parallel-size", shards or 1)):
+        for flag, size in (
+            ("--expert-model-parallel-size", experts),
+            ("--expert-tensor-parallel-size", shards or 1),
+        ):
             if size > 1:
-                raise UserError(f"{flag} {size}, but the model has no experts", fix="leave the flag out")
-        for dest in ("use_rollout_routing_replay", "use_routing_replay"):  # the first implies the second
+                raise UserError(
+                    f"{flag} {size}, but the model has no experts", fix="leave the flag out"
+                )
+        for dest in (
+            "use_rollout_routing_replay",
+            "use_routing_replay",
+        ):  # the first implies the second
             if getattr(config.train, dest):
-                raise UserError(f"{option_of(dest)}, but the model has no experts", fix="leave the flag out")
+                raise UserError(
+                    f"{option_of(dest)}, but the model has no experts", fix="leave the flag out"
+                )
         return []
     cut = shards or megatron.tensor_model_parallel_size
     cut_by = "--tensor-model-parallel-size" if shards is None else "--expert-tensor-parallel-size"
@@ -207,7 +244,12 @@ def _expert_rules(spec: ModelSpec, config: Config) -> list[tuple[int, int, str, 
     return [
         (spec.num_experts, experts, "experts", "--expert-model-parallel-size"),
         (width, cut, "intermediate features of an expert", cut_by),
-        (shared, megatron.tensor_model_parallel_size, "features of the shared experts", "--tensor-model-parallel-size"),
+        (
+            shared,
+            megatron.tensor_model_parallel_size,
+            "features of the shared experts",
+            "--tensor-model-parallel-size",
+        ),
         (world, ranks, "trainer ranks", product),
     ]
 
@@ -224,6 +266,7 @@ def check_heads(heads: int, tensor_parallel: int, context_parallel: int) -> None
         raise UserError(
             f"--context-parallel-size {context_parallel} does not fit this model",
             why=f"attention runs on whole sequences with the heads divided: {heads} heads / "
-            f"{tensor_parallel} tensor-parallel ranks = {local} heads, which {context_parallel} does not divide",
+            f"{tensor_parallel} tensor-parallel ranks = {local} heads, which {context_parallel} "
+            "does not divide",
             fix=f"use a divisor of {local}: {', '.join(map(str, divisors))}",
         )

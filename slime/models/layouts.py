@@ -1,14 +1,16 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how it is cut over tensor-parallel ranks.
+"""How one Megatron parameter is made of Hugging Face tensors, and how it is cut over
+tensor-parallel ranks.
 
 A `ParamMapping` works in both directions and per rank:
 
     Hugging Face tensors ── load(sources, shard) ──► this rank's piece of the Megatron parameter
     all ranks' pieces    ── export(pieces) ───────► Hugging Face tensors
 
-``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be torch tensors or
-anything with ``shape`` and slicing (`slime.checkpoints.hf_files.LazyTensor`).
+``load`` indexes its sources lazily, so a rank reads only the bytes that it keeps. Sources may be
+torch tensors or anything with ``shape`` and slicing (`slime.checkpoints.hf_files.LazyTensor`).
 
-Importing the tables imports no torch: the launch compares a directory with them before anything heavy starts.
+Importing the tables imports no torch: the launch compares a directory with them before anything
+heavy starts.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Which piece of a parameter: piece ``rank`` of ``size`` along the mapping's tensor-parallel axis."""
+    """Which piece of a parameter: piece ``rank`` of ``size`` along the mapping's tensor-parallel
+    axis."""
 
     rank: int = 0
     size: int = 1
@@ -60,7 +63,9 @@ class Shard:
     def bounds(self, length: int, what: str = "axis") -> tuple[int, int]:
         """Half-open range of this piece. ValueError when ``size`` does not divide ``length``."""
         if length % self.size:
-            raise ValueError(f"{what} of length {length} cannot be cut into {self.size} equal pieces")
+            raise ValueError(
+                f"{what} of length {length} cannot be cut into {self.size} equal pieces"
+            )
         step = length // self.size
         return self.rank * step, (self.rank + 1) * step
 
@@ -69,7 +74,8 @@ class ParamMapping(ABC):
     """One kind of correspondence. Stateless; what depends on the model comes from its sizes.
 
     Attributes:
-        tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every rank has it whole.
+        tp_axis: axis along which tensor parallelism cuts the Megatron parameter; None when every
+            rank has it whole.
     """
 
     tp_axis: int | None = None
@@ -110,7 +116,8 @@ class ColumnParallel(ParamMapping):
 
 
 class Latent(ColumnParallel):
-    """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent attention whole."""
+    """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent
+    attention whole."""
 
 
 class RowParallel(ParamMapping):
@@ -127,7 +134,8 @@ class RowParallel(ParamMapping):
 
 
 class VocabParallel(ParamMapping):
-    """Embedding or output layer: rows over ranks after padding with zero rows to ``spec.padded_vocab_size``."""
+    """Embedding or output layer: rows over ranks after padding with zero rows to
+    ``spec.padded_vocab_size``."""
 
     tp_axis = 0
 
@@ -146,12 +154,14 @@ class VocabParallel(ParamMapping):
 
 
 class FusedQKV(ParamMapping):
-    """Query, key and value in one parameter, interleaved by query group as Megatron's attention unpacks it.
+    """Query, key and value in one parameter, interleaved by query group as Megatron's attention
+    unpacks it.
 
-    With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key head, one value
-    head: for H=4, G=2 ``q0 q1 k0 v0 | q2 q3 k1 v1``. Ranks get equal runs of rows: whole groups as long as there
-    are at least as many groups as ranks, parts of a group beyond. Works for weights [rows, hidden] and biases
-    [rows]. Hugging Face order: q [H·D, …], k [G·D, …], v [G·D, …].
+    With H heads of size D in G groups, the rows are, group after group, H/G query heads, one key
+    head, one value head: for H=4, G=2 ``q0 q1 k0 v0 | q2 q3 k1 v1``. Ranks get equal runs of rows:
+    whole groups as long as there are at least as many groups as ranks, parts of a group beyond.
+    Works for weights [rows, hidden] and biases [rows]. Hugging Face order: q [H·D, …], k [G·D, …],
+    v [G·D, …].
     """
 
     tp_axis = 0
@@ -163,7 +173,9 @@ class FusedQKV(ParamMapping):
         for source, heads, name in zip(sources, heads_of, "qkv", strict=True):
             expected = heads * groups * spec.head_dim
             if source.shape[0] != expected:
-                raise ValueError(f"{name} has {source.shape[0]} rows, heads and head size make it {expected}")
+                raise ValueError(
+                    f"{name} has {source.shape[0]} rows, heads and head size make it {expected}"
+                )
         group_rows = sum(heads_of) * spec.head_dim
         start, end = shard.bounds(groups * group_rows, "query, key and value rows")
         first = start // group_rows  # the groups this rank touches
@@ -171,7 +183,9 @@ class FusedQKV(ParamMapping):
         count = last - first
         rest = tuple(sources[0].shape[1:])
         parts = [
-            source[first * heads * spec.head_dim : last * heads * spec.head_dim].reshape(count, -1, *rest)
+            source[first * heads * spec.head_dim : last * heads * spec.head_dim].reshape(
+                count, -1, *rest
+            )
             for source, heads in zip(sources, heads_of, strict=True)
         ]
         rows = _joined(parts, 1).reshape(count * group_rows, *rest)
@@ -205,7 +219,8 @@ class GateUp(ParamMapping):
 
 
 class StackedGateUp(ParamMapping):
-    """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows (GLM-4)."""
+    """As `GateUp`, from one Hugging Face tensor [2·I, …] that has all gate rows above all up rows
+    (GLM-4)."""
 
     tp_axis = 0
 

@@ -11,7 +11,9 @@ from slime.models.table import COMPUTED_BUFFERS, DENSE_RULES, ModelFamily
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
-    return decoder_spec(config, "llama", add_qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
+    return decoder_spec(
+        config, "llama", add_qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias"))
+    )
 
 
 LLAMA = ModelFamily(

@@ -1,4 +1,5 @@
-"""Mistral 7B from v0.2 on, Mistral Nemo and what else attends to whole sequences: computed as Llama, without biases."""
+"""Mistral 7B from v0.2 on, Mistral Nemo and what else attends to whole sequences: computed as
+Llama, without biases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Flags that describe the model, against the model: a contradiction is an error, never a silent choice.
+"""Flags that describe the model, against the model: a contradiction is an error, never a silent
+choice.
 
-The architecture is always that of --hf-checkpoint. Launch scripts written for Megatron-LM repeat it in flags
-(``--num-layers 36 --hidden-size 2560 --swiglu …``); these are compared with what its family reads from config.json.
+The architecture is always that of --hf-checkpoint. Launch scripts written for Megatron-LM repeat it
+in flags (``--num-layers 36 --hidden-size 2560 --swiglu …``); these are compared with what its
+family reads from config.json.
 """
 
 from __future__ import annotations
@@ -35,16 +37,24 @@ def check_model_flags(flags: MegatronConfig, spec: ModelSpec) -> None:
     }
     wrong = list(_of_transformer(spec.transformer, _acting(spec.transformer, flags.transformer)))
     wrong += [
-        _said(dest, value, described[dest]) for dest, value in given.items() if not _equal(value, described[dest])
+        _said(dest, value, described[dest])
+        for dest, value in given.items()
+        if not _equal(value, described[dest])
     ]
     longest = flags.model.get("max_position_embeddings")
     if longest is not None and longest > spec.max_position_embeddings:
-        wrong.append(f"--max-position-embeddings {longest}, but it is made for {spec.max_position_embeddings}")
+        wrong.append(
+            f"--max-position-embeddings {longest}, but it is made for "
+            f"{spec.max_position_embeddings}"
+        )
     _refuse(wrong)
 
 
-def _without_effect(flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
-    """Flags by dest that Megatron reads for other models than this one, and why they change nothing here."""
+def _without_effect(
+    flags: MegatronConfig, described: Mapping[str, Any], spec: ModelSpec
+) -> dict[str, str]:
+    """Flags by dest that Megatron reads for other models than this one, and why they change nothing
+    here."""
     idle = {}
     if spec.is_mla and flags.transformer.get("add_qkv_bias"):
         idle["add_qkv_bias"] = "multi-latent attention has no biases"
@@ -56,13 +66,16 @@ def _without_effect(flags: MegatronConfig, described: Mapping[str, Any], spec: M
 
 
 def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set beside it.
+    """Keyword arguments of `TransformerConfig`: what the checkpoint says, and what the user set
+    beside it.
 
     Args:
-        described: by the model's family table, from the Hugging Face config; None: the model has no such thing.
+        described: by the model's family table, from the Hugging Face config; None: the model has no
+            such thing.
         given: ``config.megatron.transformer``.
     Raises:
-        UserError: the user set fields that the checkpoint says otherwise, or some of experts for a dense model.
+        UserError: the user set fields that the checkpoint says otherwise, or some of experts for a
+            dense model.
 
     Example:
         >>> merge_transformer({"qk_layernorm": True}, {"moe_z_loss_coeff": 0.001})
@@ -71,7 +84,8 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
         Traceback (most recent call last):
         slime.errors.UserError: 1 flag contradicts the model's config.json
           why: --num-layers 36, but it is 28
-          fix: leave the flags that describe the model out (they are read from --hf-checkpoint), or correct them
+          fix: leave the flags that describe the model out (they are read from --hf-checkpoint), or
+              correct them
     """
     acting = _acting(described, given)
     _refuse(list(_of_transformer(described, acting)))
@@ -79,8 +93,13 @@ def merge_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields without those whose flags have no effect, or that Megatron does not read for this attention."""
-    idle = {spec.attribute for spec in all_flags().values() if "transformer" in spec.sections and spec.meta.no_effect}
+    """The given fields without those whose flags have no effect, or that Megatron does not read for
+    this attention."""
+    idle = {
+        spec.attribute
+        for spec in all_flags().values()
+        if "transformer" in spec.sections and spec.meta.no_effect
+    }
     if described.get("multi_latent_attention"):
         idle.add("add_qkv_bias")
     return {name: value for name, value in given.items() if name not in idle}
@@ -89,14 +108,18 @@ def _acting(described: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 def _refuse(wrong: list[str]) -> None:
     if wrong:
         raise UserError(
-            f"{len(wrong)} flag{'s contradict' if len(wrong) > 1 else ' contradicts'} the model's config.json",
+            f"{len(wrong)} flag{'s contradict' if len(wrong) > 1 else ' contradicts'} the model's "
+            "config.json",
             why="; ".join(wrong),
-            fix="leave the flags that describe the model out (they are read from --hf-checkpoint), or correct them",
+            fix="leave the flags that describe the model out (they are read from "
+            "--hf-checkpoint), or correct them",
         )
 
 
 def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    by_field = {spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections}
+    by_field = {
+        spec.attribute: spec for spec in all_flags().values() if "transformer" in spec.sections
+    }
     is_dense = described.get("num_moe_experts", 1) is None
     for name, value in given.items():
         flag = by_field[name]
@@ -107,13 +130,18 @@ def _of_transformer(described: Mapping[str, Any], given: Mapping[str, Any]) -> I
                 agrees = _equal(value, described[name])
             if not agrees:
                 yield _said(flag.dest, value, described[name])
-        elif is_dense and name.startswith("moe_") and value != flag.default and not flag.meta.no_effect:
+        elif (
+            is_dense
+            and name.startswith("moe_")
+            and value != flag.default
+            and not flag.meta.no_effect
+        ):
             yield f"{_spelled(flag.dest, value)}, but there are no experts"
 
 
 def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
-    """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed; None: it has no
-    such thing."""
+    """What flags of Megatron-LM describe beside `TransformerConfig`, as the model will be computed;
+    None: it has no such thing."""
     scaling = spec.rotary_scaling or {}
     shape = spec.transformer
     kind = scaling.get("rope_type", "default")
@@ -121,7 +149,11 @@ def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
     is_yarn = kind == "yarn"
     of_yarn = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # fmt: skip
     of_latents = (
-        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
     )
     return {
         **{name: scaling.get(name) if is_yarn else None for name in of_yarn},
@@ -145,7 +177,11 @@ def _beside_transformer(spec: ModelSpec) -> dict[str, Any]:
 
 def _pattern(freq: Any, described: Mapping[str, Any]) -> list[int]:
     """``moe_layer_freq`` layer by layer: an integer n means every n-th layer, from the first on."""
-    return list(freq) if not isinstance(freq, int) else [int(i % freq == 0) for i in range(described["num_layers"])]
+    return (
+        list(freq)
+        if not isinstance(freq, int)
+        else [int(i % freq == 0) for i in range(described["num_layers"])]
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,13 +1,15 @@
-"""What config.json says of quantised weights: the format of each, and which tensors it is stored as.
+"""What config.json says of quantised weights: the format of each, and which tensors it is stored
+as.
 
     method              weights                          stored as
-    compressed-tensors  INT4, groups along a row         weight_packed, weight_scale, weight_shape [, weight_zero_point]
-    compressed-tensors  FP8 (e4m3), block, row or tensor weight, weight_scale
-    fp8                 FP8 (e4m3), blocks               weight, weight_scale_inv
-    fp8                 FP8 (e4m3), whole tensor         weight, weight_scale
+    compressed-tensors  INT4, groups along a row         weight_packed, weight_scale, weight_shape
+    [, weight_zero_point] compressed-tensors  FP8 (e4m3), block, row or tensor weight, weight_scale
+    fp8                 FP8 (e4m3), blocks               weight, weight_scale_inv fp8
+    FP8 (e4m3), whole tensor         weight, weight_scale
 
-`Quantisation.read` is the only reader of ``quantization_config``; `slime.models.ignore_list` compares its rules with
-the model's modules, `slime.engines.wire.quantised` computes. Imports no torch: a launch looks here first.
+`Quantisation.read` is the only reader of ``quantization_config``; `slime.models.ignore_list`
+compares its rules with the model's modules, `slime.engines.wire.quantised` computes. Imports no
+torch: a launch looks here first.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Method = Literal["compressed-tensors", "fp8"]
 Parts = dict[str, tuple[str, tuple[int, ...]]]
 """Last part of a stored tensor's name → (dtype, shape)."""
 
-#: Linear layers that published FP8 models leave as they are; engines know it where config.json has no list.
+#: Linear layers that published FP8 models leave as they are; engines know it where config.json has
+#: no list.
 FOR_FP8 = ("lm_head", r"re:.*eh_proj.*", r"re:.*shared_head\.head.*")
 #: Numbers that compressed-tensors packs into an int32, 4 bits each.
 NIBBLES = 8
@@ -54,8 +57,9 @@ class Int4:
         return parts
 
     def is_of_rows(self, columns: int) -> bool:
-        """Whether a piece of a weight, any rows of it and so many neighbouring columns, is quantised by itself as it is
-        within the whole. The piece begins at a multiple of ``columns``."""
+        """Whether a piece of a weight, any rows of it and so many neighbouring columns, is
+        quantised by itself as it is within the whole. The piece begins at a multiple of
+        ``columns``."""
         return columns % self.group_size == 0
 
     def misfit(self, shape: tuple[int, int]) -> str:
@@ -73,10 +77,10 @@ class Fp8:
     """8-bit floats (e4m3) with a float32 scale for each block.
 
     Attributes:
-        block: rows and columns that share a scale; 0 stands for all of them, so (0, 0) is one scale per tensor and
-            (1, 0) one per row.
-        scale: last part of the scale's name. Both names hold the same: the weight is the stored number times it. Some
-            published models store it in bfloat16.
+        block: rows and columns that share a scale; 0 stands for all of them, so (0, 0) is one scale
+            per tensor and (1, 0) one per row.
+        scale: last part of the scale's name. Both names hold the same: the weight is the stored
+            number times it. Some published models store it in bfloat16.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -84,7 +88,9 @@ class Fp8:
 
     def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
         """How many blocks a weight [rows, columns] has along each axis."""
-        rows, columns = ((-(-size // block)) if block else 1 for size, block in zip(shape, self.block))
+        rows, columns = (
+            (-(-size // block)) if block else 1 for size, block in zip(shape, self.block)
+        )
         return rows, columns
 
     def parts(self, shape: tuple[int, int], dtype: str) -> Parts:
@@ -99,7 +105,13 @@ class Fp8:
 
     def __str__(self) -> str:
         rows, columns = self.block
-        return f"FP8 in blocks of {rows}×{columns}" if rows and columns else "FP8 by row" if rows else "FP8 by tensor"
+        return (
+            f"FP8 in blocks of {rows}×{columns}"
+            if rows and columns
+            else "FP8 by row"
+            if rows
+            else "FP8 by tensor"
+        )
 
 
 @dataclass(frozen=True)
@@ -127,19 +139,24 @@ class Quantisation:
         if not told:
             return None
         if not isinstance(told, Mapping):
-            raise UserError(f"quantization_config in config.json is {told!r}, not an object", fix="correct config.json")
+            raise UserError(
+                f"quantization_config in config.json is {told!r}, not an object",
+                fix="correct config.json",
+            )
         readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
         method = told.get("quant_method")
         if not isinstance(method, str) or method not in readers:
             raise UserError(
                 f"quantization_config in config.json has the quant_method {method!r}",
                 why=f"the methods that are known here: {', '.join(readers)}",
-                fix="take the model with plain weights, or one that was quantised by a method of these",
+                fix="take the model with plain weights, or one that was quantised by a method of "
+                "these",
             )
         return readers[method](told)
 
     def module(self, name: str) -> str | None:
-        """The module whose weight a stored tensor is a part of; None for a name that no quantised weight has.
+        """The module whose weight a stored tensor is a part of; None for a name that no quantised
+        weight has.
 
         Example:
             >>> Quantisation("fp8", Fp8()).module("model.layers.0.mlp.up_proj.weight_scale_inv")
@@ -156,7 +173,9 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
     method = "compressed-tensors"
     groups = told.get("config_groups") or {}
     if not isinstance(groups, Mapping):
-        raise _unknown(method, f"the config_groups {groups!r}", "an object with one group of weights")
+        raise _unknown(
+            method, f"the config_groups {groups!r}", "an object with one group of weights"
+        )
     if len(groups) != 1:
         raise _unknown(method, f"{len(groups)} config_groups", "one group of weights")
     group = next(iter(groups.values()))
@@ -164,15 +183,25 @@ def _compressed_tensors(told: Mapping[str, Any]) -> Quantisation:
     if not isinstance(weights, Mapping):
         raise _unknown(method, f"the group {group!r}", "a group with weights")
     if list(group.get("targets") or ["Linear"]) != ["Linear"]:
-        raise _unknown(method, f"the targets {group['targets']!r}", "the target Linear, with rules to ignore")
+        raise _unknown(
+            method, f"the targets {group['targets']!r}", "the target Linear, with rules to ignore"
+        )
     _refuse_coarser_rest(told, group)
     scheme = _scheme(weights)
-    formats = (None, "pack-quantized") if isinstance(scheme, Int4) else (None, "float-quantized", "naive-quantized")
+    formats = (
+        (None, "pack-quantized")
+        if isinstance(scheme, Int4)
+        else (None, "float-quantized", "naive-quantized")
+    )
     for key, where, known in (
         ("format", told, formats),
         ("format", group, formats),
         ("dynamic", weights, (None, False)),
-        ("actorder", weights, (None, False, "weight", "static")),  # with others the columns stand in another order
+        (
+            "actorder",
+            weights,
+            (None, False, "weight", "static"),
+        ),  # with others the columns stand in another order
         ("symmetric", weights, (None, True, False) if isinstance(scheme, Int4) else (None, True)),
     ):
         if where.get(key) not in known:
@@ -186,11 +215,19 @@ def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
     bits = weights.get("num_bits")
     strategy = weights.get("strategy")
     size = weights.get("group_size")
-    if (kind, bits) == ("int", 4) and strategy in ("group", None) and isinstance(size, int) and size > 0:
+    if (
+        (kind, bits) == ("int", 4)
+        and strategy in ("group", None)
+        and isinstance(size, int)
+        and size > 0
+    ):
         return Int4(size, bool(weights.get("symmetric", True)))
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
         whole = {"tensor": (0, 0), "channel": (1, 0)}
-        return Fp8(whole.get(strategy) or _block(weights.get("block_structure"), "compressed-tensors"), "weight_scale")
+        return Fp8(
+            whole.get(strategy) or _block(weights.get("block_structure"), "compressed-tensors"),
+            "weight_scale",
+        )
     raise _unknown(
         "compressed-tensors",
         f"weights of type {kind}, {bits} bits, strategy {strategy}",
@@ -199,7 +236,11 @@ def _scheme(weights: Mapping[str, Any]) -> Int4 | Fp8:
 
 
 def _block(told: object, method: str) -> tuple[int, int]:
-    if isinstance(told, list) and len(told) == 2 and all(type(size) is int and size > 0 for size in told):
+    if (
+        isinstance(told, list)
+        and len(told) == 2
+        and all(type(size) is int and size > 0 for size in told)
+    ):
         return told[0], told[1]
     raise _unknown(method, f"blocks of {told!r}", "a list of two sizes, like [128, 128]")
 
@@ -213,12 +254,23 @@ def _rules(told: object, method: str) -> tuple[str, ...]:
 
 
 def _refuse_coarser_rest(told: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """What is not about how weights are stored: scales of activations that are stored, a cache, rotations, sparsity."""
+    """What is not about how weights are stored: scales of activations that are stored, a cache,
+    rotations, sparsity."""
     activations = group.get("input_activations")
     is_int = group["weights"].get("type", "int") == "int"
-    if activations and (not isinstance(activations, Mapping) or activations.get("dynamic") is not True or is_int):
-        raise _unknown("compressed-tensors", "input_activations", "FP8 activations whose scales are dynamic, or none")
-    for key, where in (("output_activations", group), ("kv_cache_scheme", told), ("transform_config", told)):
+    if activations and (
+        not isinstance(activations, Mapping) or activations.get("dynamic") is not True or is_int
+    ):
+        raise _unknown(
+            "compressed-tensors",
+            "input_activations",
+            "FP8 activations whose scales are dynamic, or none",
+        )
+    for key, where in (
+        ("output_activations", group),
+        ("kv_cache_scheme", told),
+        ("transform_config", told),
+    ):
         if where.get(key):
             raise _unknown("compressed-tensors", key, "weights alone, and FP8 activations")
     sparsity = told.get("sparsity_config")

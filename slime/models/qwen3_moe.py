@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3's attention, experts in all layers or some, chosen by a softmax router; no shared experts."""
+"""Qwen3-MoE: Qwen3's attention, experts in all layers or some, chosen by a softmax router; no
+shared experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Frequencies of the rotary position embedding, for the trainer and for the embedded engine. Imports torch."""
+"""Frequencies of the rotary position embedding, for the trainer and for the embedded engine.
+Imports torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def inverse_frequencies(
         scaling: transformers' scaling dict with "rope_type"; None for plain rotary embedding.
     Returns:
         (float32 [dim / 2], attention factor).
-    Source: Su et al. (arXiv:2104.09864); "llama3": Llama 3.1's reference code; "yarn": Peng et al. (arXiv:2309.00071).
+    Source: Su et al. (arXiv:2104.09864); "llama3": Llama 3.1's reference code; "yarn": Peng et al.
+    (arXiv:2309.00071).
 
     Example:
         >>> inverse_frequencies(4, 100.0, None, 16)[0].tolist()

@@ -1,6 +1,7 @@
 """Architecture facts of a model, read once from its Hugging Face config.
 
-config.json ─► read_hf_config ─► family.model_spec ─► ModelSpec ─► TransformerConfig + GPTModel arguments
+config.json ─► read_hf_config ─► family.model_spec ─► ModelSpec ─► TransformerConfig + GPTModel
+arguments
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class HasToDict(Protocol):
 
 
 HfConfig = Mapping[str, Any] | HasToDict | str | Path
-"""A parsed config.json, a transformers config object, a config.json or the directory that holds one."""
+"""A parsed config.json, a transformers config object, a config.json or the directory that holds
+one."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,27 @@ class ModelSpec:
 
     Attributes:
         family: name of the conversion table ("llama", "qwen2", "qwen3", …).
-        transformer: keyword arguments of Megatron's ``TransformerConfig``, plain values. `transformer_kwargs` adds
-            what is an object (the activation function).
+        transformer: keyword arguments of Megatron's ``TransformerConfig``, plain values.
+            `transformer_kwargs` adds what is an object (the activation function).
         activation: name of the MLP's activation, "silu" for all gated families.
         vocab_size: rows of the embedding in the Hugging Face checkpoint.
-        padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The surplus rows are
-            zero and no token has their ids: the log-softmax must leave these columns out.
+        padded_vocab_size: rows of the embedding in Megatron, over all tensor-parallel ranks. The
+            surplus rows are zero and no token has their ids: the log-softmax must leave these
+            columns out.
         rotary_base: theta of the rotary embedding.
-        rotary_percent: share of each head's dimensions that is rotated (of multi-latent attention: of those that carry
-            the position).
-        rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear", "llama3", "yarn", …);
-            None for plain rope.
+        rotary_percent: share of each head's dimensions that is rotated (of multi-latent attention:
+            of those that carry the position).
+        rotary_scaling: transformers' scaling dict, always with the key "rope_type" ("linear",
+            "llama3", "yarn", …); None for plain rope.
         tie_embeddings: the output layer is the embedding.
         max_position_embeddings: longest sequence the model was made for.
-        post_norms: each layer normalises the outputs of its attention and of its MLP before they are added (GLM-4).
-        output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have biases.
+        post_norms: each layer normalises the outputs of its attention and of its MLP before they
+            are added (GLM-4).
+        output_bias, mlp_bias: the projection behind attention, the matrices of dense MLPs have
+            biases.
         normalised_scores: a router divides the scores of the experts that it chose by their sum.
-        num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the decoder's; not trained.
+        num_mtp_layers: layers for multi-token prediction that a checkpoint has behind the
+            decoder's; not trained.
     """
 
     family: str
@@ -74,7 +80,8 @@ class ModelSpec:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
 
     def padded(self, tensor_parallel_size: int, divisible_by: int = 1) -> ModelSpec:
-        """The same model with the vocabulary padded so that every tensor-parallel rank gets equally many rows.
+        """The same model with the vocabulary padded so that every tensor-parallel rank gets equally
+        many rows.
 
         Example:
             >>> spec.vocab_size, spec.padded(4).padded_vocab_size
@@ -84,13 +91,15 @@ class ModelSpec:
         return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // unit) * unit)
 
     def transformer_kwargs(self) -> dict[str, Any]:
-        """All keyword arguments for ``TransformerConfig`` that describe the architecture (imports torch)."""
+        """All keyword arguments for ``TransformerConfig`` that describe the architecture (imports
+        torch)."""
         import torch.nn.functional as F
 
         activations = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
         return {**self.transformer, "activation_func": activations[self.activation]}
 
-    # -- shortcuts -----------------------------------------------------------------------------------------
+    # -- shortcuts
+    # -----------------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -145,7 +154,8 @@ class ModelSpec:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Has this layer (global, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer, or every n-th.
+        """Has this layer (global, from 0) experts? Megatron's ``moe_layer_freq``: a 0/1 per layer,
+        or every n-th.
 
         Example (one dense layer first, as in DeepSeek-V3-like models):
             >>> spec.transformer["moe_layer_freq"], spec.is_moe_layer(0), spec.is_moe_layer(1)
@@ -163,8 +173,9 @@ Width = Literal[
 ]  # fmt: skip
 """Name of an axis of a parameter.
 
-"query" and "key" are all heads together, "key" also of values; "attended" is what attention gives the projection behind
-it. The ranks, and "keys, values" that are made of them, are of multi-latent attention.
+"query" and "key" are all heads together, "key" also of values; "attended" is what attention gives
+the projection behind it. The ranks, and "keys, values" that are made of them, are of multi-latent
+attention.
 """
 
 _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
@@ -179,10 +190,14 @@ _WIDTHS: dict[Width, Callable[[ModelSpec], int]] = {
     "query rank": lambda spec: int(spec.transformer["q_lora_rank"] or 0),
     "key rank": lambda spec: int(spec.transformer["kv_lora_rank"]),
     "key rank, position": lambda spec: int(spec.transformer["kv_lora_rank"]) + spec.rotary_dim,
-    "keys, values": lambda spec: spec.num_heads * (int(spec.transformer["qk_head_dim"]) + spec.value_dim),
+    "keys, values": lambda spec: (
+        spec.num_heads * (int(spec.transformer["qk_head_dim"]) + spec.value_dim)
+    ),
     "experts": lambda spec: spec.num_experts,
     "expert inner": lambda spec: int(spec.transformer["moe_ffn_hidden_size"]),
-    "shared inner": lambda spec: int(spec.transformer.get("moe_shared_expert_intermediate_size") or 0),
+    "shared inner": lambda spec: int(
+        spec.transformer.get("moe_shared_expert_intermediate_size") or 0
+    ),
 }
 
 
@@ -192,10 +207,15 @@ def check_trainable(spec: ModelSpec) -> None:
     Raises:
         UserError: a router whose weights have no gradient.
     """
-    if spec.num_experts and spec.normalised_scores and int(spec.transformer["moe_router_topk"]) == 1:
+    if (
+        spec.num_experts
+        and spec.normalised_scores
+        and int(spec.transformer["moe_router_topk"]) == 1
+    ):
         raise UserError(
             "the model's router sends each token to one expert and normalises its probability to 1",
-            why="num_experts_per_tok is 1 and norm_topk_prob is true: such a router gets no gradient",
+            why="num_experts_per_tok is 1 and norm_topk_prob is true: such a router gets no "
+            "gradient",
             fix="choose another model",
         )
 
@@ -205,7 +225,8 @@ _OF_NO_NUMBER = ("attention_dropout", "hidden_dropout")
 
 
 def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None:
-    """Weights are computed with as the model of --hf-checkpoint says; those of another model may fit it all the same.
+    """Weights are computed with as the model of --hf-checkpoint says; those of another model may
+    fit it all the same.
 
     Args:
         spec: of --hf-checkpoint.
@@ -213,16 +234,29 @@ def check_same_model(spec: ModelSpec, other: ModelSpec, directory: Path) -> None
     Raises:
         UserError: names what differs, e.g. the rotary base, with both values.
     """
-    facts = ("family", "activation", "vocab_size", "rotary_base", "rotary_percent", "rotary_scaling", "tie_embeddings")
+    facts = (
+        "family",
+        "activation",
+        "vocab_size",
+        "rotary_base",
+        "rotary_percent",
+        "rotary_scaling",
+        "tie_embeddings",
+    )
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in facts]
     names = sorted((spec.transformer.keys() | other.transformer.keys()) - {*_OF_NO_NUMBER})
     pairs += [(name, spec.transformer.get(name), other.transformer.get(name)) for name in names]
-    differing = [f"its {name} is {there}, of --hf-checkpoint {here}" for name, here, there in pairs if here != there]
+    differing = [
+        f"its {name} is {there}, of --hf-checkpoint {here}"
+        for name, here, there in pairs
+        if here != there
+    ]
     if differing:
         raise UserError(
             f"{directory} is another model than --hf-checkpoint",
             why="; ".join(differing),
-            fix="its weights would be computed with as --hf-checkpoint says: pass a directory of the same architecture,"
+            fix="its weights would be computed with as --hf-checkpoint says: pass a directory of "
+            "the same architecture,"
             " or --hf-checkpoint with the one that the weights belong to",
         )
 
@@ -246,18 +280,23 @@ def read_hf_config(source: HfConfig) -> dict[str, Any]:
         there = sorted(p.name for p in path.parent.iterdir())[:12] if path.parent.is_dir() else None
         raise UserError(
             f"no model config at {path}",
-            why=f"the directory holds: {', '.join(there) or 'nothing'}" if there is not None else "no such directory",
-            fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, *.safetensors, tokenizer), or"
+            why=f"the directory holds: {', '.join(there) or 'nothing'}"
+            if there is not None
+            else "no such directory",
+            fix="pass --hf-checkpoint with a Hugging Face model directory (config.json, "
+            "*.safetensors, tokenizer), or"
             " org/name for a Hub model; no local path of that name may exist",
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON", why=str(error), fix="copy the file again") from error
+        raise UserError(
+            f"{path} is not valid JSON", why=str(error), fix="copy the file again"
+        ) from error
     return dict(data)
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
-    """What config.json says of its weights' dtype, under the name that transformers 5 or that earlier ones give it; "":
-    nothing.
+    """What config.json says of its weights' dtype, under the name that transformers 5 or that
+    earlier ones give it; "": nothing.
 
     Example:
         >>> named_dtype({"torch_dtype": "torch.bfloat16"})
@@ -282,10 +321,12 @@ def require(config: dict[str, Any], key: str) -> Any:
 
 
 def refuse(config: dict[str, Any], key: str, reason: str) -> None:
-    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different model."""
+    """Raise for a setting that is on and cannot be honoured; a silent miss would train a different
+    model."""
     if config.get(key):
         raise UserError(
-            f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained faithfully",
+            f"the model's config.json sets {key} to {config[key]!r}, which cannot be trained "
+            "faithfully",
             why=reason,
             fix="choose a model without it",
         )
@@ -296,13 +337,14 @@ def rotary_settings(
 ) -> tuple[float, float, dict[str, Any] | None]:
     """(base, percent, scaling) of the rotary embedding, from either spelling.
 
-    transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"), transformers 5 one
-    ``rope_parameters``. A value that stands in several places must be the same in all of them: a ``rope_scaling`` that
-    someone adds to a config in the new spelling is what transformers takes, and would be lost here.
+    transformers ≤ 4 writes ``rope_theta`` and ``rope_scaling`` (with "type" or "rope_type"),
+    transformers 5 one ``rope_parameters``. A value that stands in several places must be the same
+    in all of them: a ``rope_scaling`` that someone adds to a config in the new spelling is what
+    transformers takes, and would be lost here.
 
     Raises:
-        UserError: two places contradict each other, the scaling is not supported or lacks a field, or there is an
-            embedding per kind of layer.
+        UserError: two places contradict each other, the scaling is not supported or lacks a field,
+            or there is an embedding per kind of layer.
 
     Example:
         >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
@@ -326,7 +368,8 @@ def rotary_settings(
         raise UserError(
             "the model config contradicts itself on rotary scaling",
             why=f"rope_scaling is {old}, rope_parameters is {new}",
-            fix="keep one of the two: in rope_parameters, rope_theta stands beside the fields of rope_scaling",
+            fix="keep one of the two: in rope_parameters, rope_theta stands beside the fields of "
+            "rope_scaling",
         )
     return (
         base if base is not None else default_base,
@@ -336,11 +379,18 @@ def rotary_settings(
 
 
 def _agreed(
-    config: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any], key: str, meaning: str
+    config: Mapping[str, Any],
+    new: Mapping[str, Any],
+    old: Mapping[str, Any],
+    key: str,
+    meaning: str,
 ) -> float | None:
-    """The one value of a field that may stand at the top, in ``rope_parameters`` and in ``rope_scaling``."""
+    """The one value of a field that may stand at the top, in ``rope_parameters`` and in
+    ``rope_scaling``."""
     places = {key: config, f"rope_parameters.{key}": new, f"rope_scaling.{key}": old}
-    found = {place: float(values[key]) for place, values in places.items() if values.get(key) is not None}
+    found = {
+        place: float(values[key]) for place, values in places.items() if values.get(key) is not None
+    }
     if len(set(found.values())) > 1:
         raise UserError(
             f"the model config contradicts itself on {meaning}",
@@ -361,13 +411,19 @@ _NEEDED_TO_SCALE = {
 def _scaling(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Only what scales, under the names of transformers 5; None for plain rope.
 
-    llama3 and yarn know the length that the model was made for: ``original_max_position_embeddings``, here or at the
-    top of the config, else ``max_position_embeddings``.
+    llama3 and yarn know the length that the model was made for:
+    ``original_max_position_embeddings``, here or at the top of the config, else
+    ``max_position_embeddings``.
 
     Raises:
-        UserError: a kind of scaling that trainer and embedded engine do not compute, or a field is missing.
+        UserError: a kind of scaling that trainer and embedded engine do not compute, or a field is
+            missing.
     """
-    scaling = {key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("rope_theta", "partial_rotary_factor")
+    }
     kind = scaling.pop("type", None)
     if kind is not None:
         scaling.setdefault("rope_type", kind)

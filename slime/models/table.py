@@ -1,22 +1,25 @@
-"""One table per model family, read in both directions: the rule language, and the rules that families share.
+"""One table per model family, read in both directions: the rule language, and the rules that
+families share.
 
     RULES = (
-        Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
-        Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
-             ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
-             GATE_UP, "inner", "hidden"),
+        Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab",
+        "hidden"), Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
+             ("model.layers.{layer}.mlp.gate_proj.weight",
+             "model.layers.{layer}.mlp.up_proj.weight"), GATE_UP, "inner", "hidden"),
         Rule("decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
-             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", ROW, "hidden", "expert inner",
-             when=is_moe_layer),
+             "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", ROW, "hidden", "expert
+             inner", when=is_moe_layer),
         …
     )
 
-``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names` turns a rank's local
-numbers into global ones. Rows and columns are names of `slime.models.spec.Width`. Everything else follows from the
-table: which slice a rank reads and how pieces are gathered, the names and shapes of a checkpoint, what the embedded
-engine builds, how many parameters a rank holds (`slime.memory`), what a token costs (`slime.models.flops`).
+``{layer}`` and ``{expert}`` are global numbers on both sides; `slime.checkpoints.megatron_names`
+turns a rank's local numbers into global ones. Rows and columns are names of
+`slime.models.spec.Width`. Everything else follows from the table: which slice a rank reads and how
+pieces are gathered, the names and shapes of a checkpoint, what the embedded engine builds, how many
+parameters a rank holds (`slime.memory`), what a token costs (`slime.models.flops`).
 
-Importing the tables imports no torch: the launch compares a directory with them before anything heavy starts.
+Importing the tables imports no torch: the launch compares a directory with them before anything
+heavy starts.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from slime.models.spec import HfConfig, ModelSpec, Width, check_trainable, read_
 _PLACEHOLDERS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 
 LayerCondition = Callable[[ModelSpec, int], bool]
-"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the layers."""
+"""(spec, global layer number) → does the rule apply; layer is -1 for parameters outside the
+layers."""
 
 
 @lru_cache(maxsize=4096)
@@ -51,15 +55,16 @@ class Rule:
     """One kind of Megatron parameter and the Hugging Face tensors it is made of.
 
     Attributes:
-        megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into the layer behind).
+        megatron: parameter name, or several spellings of it (Transformer Engine fuses norms into
+            the layer behind).
         hf: one or several tensor names, in the order that ``layout`` wants them.
         layout: how the one is made of the others.
         rows: their first axis; one name for all of them, or one for each.
         columns: their second axis; None for vectors.
         when: where the rule applies; None means always.
         is_buffer: it is not trained, no gradient or optimizer knows it.
-        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when embeddings are tied.
-            Then ``hf`` is not expected in checkpoints and not exported.
+        tied_to: for the output layer: the Hugging Face name that takes the place of ``hf`` when
+            embeddings are tied. Then ``hf`` is not expected in checkpoints and not exported.
     """
 
     megatron: str | tuple[str, ...]
@@ -93,7 +98,8 @@ class Rule:
 
     @property
     def is_linear(self) -> bool:
-        """Its tensors are weights of Linear layers. Embeddings and routers have two axes too, and are none."""
+        """Its tensors are weights of Linear layers. Embeddings and routers have two axes too, and
+        are none."""
         return self.columns is not None and not self.is_embedding and self.rows != "experts"
 
     def applies(self, spec: ModelSpec, layer: int) -> bool:
@@ -107,7 +113,8 @@ class Rule:
 
 
 Cut = Literal["none", "tensor", "expert"]
-"""What divides a parameter: nothing, tensor parallelism, or expert and expert tensor parallelism."""
+"""What divides a parameter: nothing, tensor parallelism, or expert and expert tensor
+parallelism."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,9 @@ class Parameter:
 
     @property
     def cut(self) -> Cut:
-        return "expert" if self.is_expert else "none" if self.rule.layout.tp_axis is None else "tensor"
+        return (
+            "expert" if self.is_expert else "none" if self.rule.layout.tp_axis is None else "tensor"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,8 @@ class Match:
 
     Attributes:
         sources: Hugging Face names to load from, in the layout's order.
-        exports: names to write to; empty for a parameter that is a copy of another one (tied output layer).
+        exports: names to write to; empty for a parameter that is a copy of another one (tied output
+            layer).
     """
 
     rule: Rule
@@ -175,11 +185,13 @@ class ModelFamily:
         model_types: values of ``model_type`` in config.json.
         architectures: class names accepted when ``model_type`` is something else.
         rules: the table.
-        make_spec: plain config dict → ModelSpec; raises UserError for settings that cannot be honoured.
-        ignored: regular expressions (full match) of Hugging Face tensors that this family does not use; counted,
-            not loaded. A group named ``mtp_layer`` must be the number of one of the layers for multi-token prediction
-            that follow the decoder's.
-        fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them together.
+        make_spec: plain config dict → ModelSpec; raises UserError for settings that cannot be
+            honoured.
+        ignored: regular expressions (full match) of Hugging Face tensors that this family does not
+            use; counted, not loaded. A group named ``mtp_layer`` must be the number of one of the
+            layers for multi-token prediction that follow the decoder's.
+        fused: Linear layers that an engine concatenates as it loads them; a weight push keeps them
+            together.
     """
 
     name: str
@@ -217,7 +229,8 @@ class ModelFamily:
     ) -> Iterator[Parameter]:
         """What a pipeline stage holds, whole; buffers are none.
 
-        A tied model has its embedding once, or, in stages, in the last one again as the output layer.
+        A tied model has its embedding once, or, in stages, in the last one again as the output
+        layer.
 
         Args:
             layers: of the stage, by global number.
@@ -266,12 +279,19 @@ class ModelFamily:
     def hf_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the same."""
         places = [(rule, -1) for rule in self.rules if not rule.is_of_layer]
-        places += [(rule, layer) for layer in range(spec.num_layers) for rule in self.rules if rule.is_of_layer]
+        places += [
+            (rule, layer)
+            for layer in range(spec.num_layers)
+            for rule in self.rules
+            if rule.is_of_layer
+        ]
         for rule, layer in places:
             if rule.applies(spec, layer):
                 shapes = rule.shapes(spec)
                 for expert in range(spec.num_experts) if rule.is_expert else [-1]:
-                    yield from zip(_filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes)
+                    yield from zip(
+                        _filled(rule, {"layer": layer, "expert": expert}, spec).exports, shapes
+                    )
 
     def match_hf(self, hf_name: str) -> tuple[Rule, dict[str, int]] | None:
         """The rule that a Hugging Face name would be of in a layer that has it, and its numbers.
@@ -288,8 +308,11 @@ class ModelFamily:
         return None
 
     def is_ignored(self, hf_name: str, spec: ModelSpec) -> bool:
-        """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied model?"""
-        if spec.tie_embeddings and any(rule.tied_to and hf_name in rule.hf_names for rule in self.rules):
+        """Is this tensor known to be unused: listed in ``ignored``, or the output layer of a tied
+        model?"""
+        if spec.tie_embeddings and any(
+            rule.tied_to and hf_name in rule.hf_names for rule in self.rules
+        ):
             return True
         for pattern in self.ignored:
             found = re.fullmatch(pattern, hf_name)
@@ -310,7 +333,8 @@ def _filled(rule: Rule, numbers: dict[str, int], spec: ModelSpec) -> Match:
     return Match(rule, layer, expert, sources=names, exports=names)
 
 
-# -- what decoders share ---------------------------------------------------------------------------------------------
+# -- what decoders share
+# ---------------------------------------------------------------------------------------------
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -322,15 +346,29 @@ HF_MLP = HF_LAYER + "mlp."
 OUTER_RULES = (
     Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", VOCAB, "vocab", "hidden"),
     Rule("decoder.final_layernorm.weight", "model.norm.weight", REPLICATED),
-    Rule("output_layer.weight", "lm_head.weight", VOCAB, "vocab", "hidden", tied_to="model.embed_tokens.weight"),
+    Rule(
+        "output_layer.weight",
+        "lm_head.weight",
+        VOCAB,
+        "vocab",
+        "hidden",
+        tied_to="model.embed_tokens.weight",
+    ),
 )
 
-INPUT_NORM = Rule(MEGATRON_LAYER + "input_layernorm.weight", HF_LAYER + "input_layernorm.weight", REPLICATED)
-OUTPUT = Rule(ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW, "hidden", "attended")
+INPUT_NORM = Rule(
+    MEGATRON_LAYER + "input_layernorm.weight", HF_LAYER + "input_layernorm.weight", REPLICATED
+)
+OUTPUT = Rule(
+    ATTENTION + "linear_proj.weight", HF_ATTENTION + "o_proj.weight", ROW, "hidden", "attended"
+)
 
 #: Biases and norms of queries and keys where the spec says so.
 ATTENTION_RULES = (
-    replace(INPUT_NORM, megatron=(INPUT_NORM.megatron_names[0], ATTENTION + "linear_qkv.layer_norm_weight")),
+    replace(
+        INPUT_NORM,
+        megatron=(INPUT_NORM.megatron_names[0], ATTENTION + "linear_qkv.layer_norm_weight"),
+    ),
     Rule(
         ATTENTION + "linear_qkv.weight",
         tuple(HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
@@ -380,7 +418,9 @@ def _has_mlp_bias(spec: ModelSpec, layer: int) -> bool:
 
 
 def _gate_up(megatron: str | tuple[str, ...], hf: str, rows: Width, when: LayerCondition) -> Rule:
-    return Rule(megatron, (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, rows, "hidden", when)
+    return Rule(
+        megatron, (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), GATE_UP, rows, "hidden", when
+    )
 
 
 def _down(megatron: str | tuple[str, ...], hf: str, columns: Width, when: LayerCondition) -> Rule:
@@ -418,10 +458,13 @@ _EXPERTS = MLP + "experts."
 _HF_EXPERTS = HF_MLP + "experts.{expert}."
 _SHARED = HF_MLP + "shared_experts."
 
-#: Checkpoints hold one tensor per expert and projection (transformers 5 fuses them in its modules only, and writes them
-#: apart); so do the engines' loaders. Router bias and shared experts where the spec says so.
+#: Checkpoints hold one tensor per expert and projection (transformers 5 fuses them in its modules
+#: only, and writes them apart); so do the engines' loaders. Router bias and shared experts where
+#: the spec says so.
 MOE_RULES = (
-    Rule(MLP + "router.weight", HF_MLP + "gate.weight", REPLICATED, "experts", "hidden", is_moe_layer),
+    Rule(
+        MLP + "router.weight", HF_MLP + "gate.weight", REPLICATED, "experts", "hidden", is_moe_layer
+    ),
     Rule(
         MLP + "router.expert_bias",
         HF_MLP + "gate.e_score_correction_bias",
@@ -431,18 +474,26 @@ MOE_RULES = (
         is_buffer=True,
     ),
     _gate_up(
-        (_EXPERTS + "linear_fc1.weight{expert}", _EXPERTS + "local_experts.{expert}.linear_fc1.weight"),
+        (
+            _EXPERTS + "linear_fc1.weight{expert}",
+            _EXPERTS + "local_experts.{expert}.linear_fc1.weight",
+        ),
         _HF_EXPERTS,
         "expert inner",
         is_moe_layer,
     ),
     _down(
-        (_EXPERTS + "linear_fc2.weight{expert}", _EXPERTS + "local_experts.{expert}.linear_fc2.weight"),
+        (
+            _EXPERTS + "linear_fc2.weight{expert}",
+            _EXPERTS + "local_experts.{expert}.linear_fc2.weight",
+        ),
         _HF_EXPERTS,
         "expert inner",
         is_moe_layer,
     ),
-    _gate_up(MLP + "shared_experts.linear_fc1.weight", _SHARED, "shared inner", _has_shared_experts),
+    _gate_up(
+        MLP + "shared_experts.linear_fc1.weight", _SHARED, "shared inner", _has_shared_experts
+    ),
     _down(MLP + "shared_experts.linear_fc2.weight", _SHARED, "shared inner", _has_shared_experts),
 )
 
@@ -453,4 +504,7 @@ DENSE_RULES = OUTER_RULES + ATTENTION_RULES + MLP_RULES
 MTP_LAYERS = (r"model\.layers\.(?P<mtp_layer>\d+)\..*",)
 
 #: Buffers that old checkpoints carry although they are computed.
-COMPUTED_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+COMPUTED_BUFFERS = (
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    r"model\.rotary_emb\.inv_freq",
+)

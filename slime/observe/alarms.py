@@ -1,8 +1,9 @@
 """What a look at the curves should tell: patterns that cost people days when nobody noticed them.
 
-Pure functions of one stage's rows: the report asks for all of them when it is written, `AlarmWatch` at every step.
-Windows are a tenth of the run, at least five steps; shorter runs raise only the alarms that need no window. An alarm
-about a curve needs evidence beyond noise (`slime.observe.evidence`), and what it advises depends on the run's flags.
+Pure functions of one stage's rows: the report asks for all of them when it is written, `AlarmWatch`
+at every step. Windows are a tenth of the run, at least five steps; shorter runs raise only the
+alarms that need no window. An alarm about a curve needs evidence beyond noise
+(`slime.observe.evidence`), and what it advises depends on the run's flags.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ _MIN_WINDOW = 5
 _MIN_WINDOWS_OF_FALL = 4
 #: Steps in a row after which it is no chance that nothing was learnt.
 _FLAT_STEPS = 3
-#: Probability under which something is no chance: at first, and where earlier steps tell what is usual.
+#: Probability under which something is no chance: at first, and where earlier steps tell what is
+#: usual.
 _BY_CHANCE_AT_FIRST = 0.02
 _BY_CHANCE = 1e-5
 #: Samples of a group where no flag tells.
 _USUAL_GROUP = 8
 #: Steps that tell what is usual.
 _BEFORE = 50
-#: Share of the rewards that may be late before it is said, and the chance of more by which it is no accident.
+#: Share of the rewards that may be late before it is said, and the chance of more by which it is no
+#: accident.
 _LATE_SHARE = 0.1
 _LATE_BY_CHANCE = 1e-5
 #: Part of the range of rewards that a mean must fall by: after it had risen, and where it had not.
 _LEAST_FALL = 0.2
 _LEAST_FALL_AT_ONCE = 0.3
-#: Share of responses that are cut, and steps for which it is seen: answers may become shorter in the first ones.
+#: Share of responses that are cut, and steps for which it is seen: answers may become shorter in
+#: the first ones.
 _CUT_SHARE = 0.3
 _CUT_STEPS = 15
 #: Times the usual gradient norm.
@@ -57,7 +61,8 @@ _ENGINE_KEY = re.compile(r"rollout/engine_load/(\d+)$")
 
 @dataclass(frozen=True)
 class Alarm:
-    """`title` says what, `detail` the numbers, `fix` what to try; `name` is that of its check and its metric."""
+    """`title` says what, `detail` the numbers, `fix` what to try; `name` is that of its check and
+    its metric."""
 
     title: str
     detail: str
@@ -112,21 +117,28 @@ def _closer_to_reference(flags: Flags) -> str:
 
 def _longer_answers(flags: Flags) -> str:
     longest = flags.get("rollout_max_response_len")
-    return f"raise --rollout-max-response-len (it is {longest})" if longest else "raise --rollout-max-response-len"
+    return (
+        f"raise --rollout-max-response-len (it is {longest})"
+        if longest
+        else "raise --rollout-max-response-len"
+    )
 
 
 def _more_contrast(flags: Flags) -> str:
     samples = flags.get("n_samples_per_prompt")
     temperature = flags.get("rollout_temperature")
     ways = ["raise --n-samples-per-prompt" + (f" (it is {samples})" if samples else "")]
-    ways.append("--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else ""))
+    ways.append(
+        "--rollout-temperature" + (f" (it is {temperature:g})" if temperature is not None else "")
+    )
     ways.append("take prompts that the model sometimes gets right")
     if not flags.get("dynamic_sampling_filter_path"):
         ways.append("--dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std")
     return ", or ".join(ways)
 
 
-# -- nothing is learnt ---------------------------------------------------------------------------------------------
+# -- nothing is learnt
+# ---------------------------------------------------------------------------------------------
 
 
 def _trained(rows: Rows) -> list[dict[str, Any]]:
@@ -137,7 +149,10 @@ def _trained(rows: Rows) -> list[dict[str, Any]]:
 def _flat_rows(rows: Rows) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(the newest steps without any group that had two different rewards, those before)."""
     steps = _trained(rows)
-    count = next((i for i, row in enumerate(reversed(steps)) if row["rollout/zero_std/ratio"] != 1), len(steps))
+    count = next(
+        (i for i, row in enumerate(reversed(steps)) if row["rollout/zero_std/ratio"] != 1),
+        len(steps),
+    )
     return steps[len(steps) - count :], steps[: len(steps) - count]
 
 
@@ -146,19 +161,23 @@ def _samples(rows: Rows) -> float:
 
 
 def _is_flat(rows: Rows, flags: Flags) -> bool:
-    """No group had two different rewards, in more groups than chance explains: a share of groups like that is usual,
-    half of them where nothing is known of earlier steps."""
+    """No group had two different rewards, in more groups than chance explains: a share of groups
+    like that is usual, half of them where nothing is known of earlier steps."""
     newest, earlier = _flat_rows(rows)
     if len(newest) < _FLAT_STEPS:
         return False
-    usual = statistics.fmean(row["rollout/zero_std/ratio"] for row in earlier[-_BEFORE:]) if earlier else 0.5
+    usual = (
+        statistics.fmean(row["rollout/zero_std/ratio"] for row in earlier[-_BEFORE:])
+        if earlier
+        else 0.5
+    )
     groups = _samples(newest) / (flags.get("n_samples_per_prompt") or _USUAL_GROUP)
     return min(max(usual, 0.5), 0.99) ** groups <= (_BY_CHANCE if earlier else _BY_CHANCE_AT_FIRST)
 
 
 def _constant_reward(rows: Rows) -> float | None:
-    """The one reward that all samples had for some steps, if that is no chance: one reward in ten is usually another,
-    or as many as were before."""
+    """The one reward that all samples had for some steps, if that is no chance: one reward in ten
+    is usually another, or as many as were before."""
     newest, earlier = _flat_rows(rows)
     values = {row.get(f"rollout/reward/{end}") for row in newest for end in ("min", "max")}
     value = values.pop() if len(values) == 1 else None
@@ -171,14 +190,16 @@ def _constant_reward(rows: Rows) -> float | None:
 
 
 def _is_mastered(rows: Rows, value: float) -> bool:
-    """All answers have the best reward of a run that was learning: there is nothing left to learn from its prompts."""
+    """All answers have the best reward of a run that was learning: there is nothing left to learn
+    from its prompts."""
     _, earlier = _flat_rows(rows)
     best = max((row.get("rollout/reward/max") or 0.0 for row in earlier), default=math.inf)
     return value >= best and _has_risen(_rewards(rows))
 
 
 def _minority(row: Mapping[str, Any]) -> float | None:
-    """About how many of the rewards of a step are not the most frequent one; None where that is not known."""
+    """About how many of the rewards of a step are not the most frequent one; None where that is not
+    known."""
     low, high, mean = (row.get(f"rollout/reward/{end}") for end in ("min", "max", "mean"))
     mean = row.get("rollout/raw_reward") if mean is None else mean
     if low is None or high is None or mean is None:
@@ -188,7 +209,8 @@ def _minority(row: Mapping[str, Any]) -> float | None:
 
 
 _REWARD_FIX = (
-    "read responses and labels in samples/, and try the reward on its own with slime reward; if it is right, take"
+    "read responses and labels in samples/, and try the reward on its own with slime reward; if "
+    "it is right, take"
     " prompts that the model sometimes gets right, and sometimes not"
 )
 
@@ -235,12 +257,19 @@ def zero_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
     steps = 1 if rewarded else _FLAT_STEPS
     if len(norms) < steps or any(row["train/grad_norm"] != 0 for row in norms[-steps:]):
         return []
-    detail = f"rewards go from {lowest:g} to {highest:g}, and yet " if rewarded else f"in the last {_FLAT_STEPS} steps "
+    detail = (
+        f"rewards go from {lowest:g} to {highest:g}, and yet "
+        if rewarded
+        else f"in the last {_FLAT_STEPS} steps "
+    )
     fix = (
-        "look for one sample per prompt (--n-samples-per-prompt), loss masks of zeros (trained_tokens in samples/),"
+        "look for one sample per prompt (--n-samples-per-prompt), loss masks of zeros "
+        "(trained_tokens in samples/),"
         " frozen parameters, rewards that a hook evens out"
     )
-    return [Alarm("The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix)]
+    return [
+        Alarm("The gradient is exactly 0", f"{detail}train/grad_norm is 0: no weight changes", fix)
+    ]
 
 
 def late_rewards(rows: Rows, flags: Flags) -> list[Alarm]:
@@ -248,32 +277,52 @@ def late_rewards(rows: Rows, flags: Flags) -> list[Alarm]:
     if not newest:
         return []
     samples = _samples(newest)
-    late, died = (sum(row.get(f"rollout/reward_{kind}") or 0.0 for row in newest) for kind in ("timeout", "crash"))
+    late, died = (
+        sum(row.get(f"rollout/reward_{kind}") or 0.0 for row in newest)
+        for kind in ("timeout", "crash")
+    )
     if chance_of_at_least(min(late + died, samples), samples, _LATE_SHARE) > _LATE_BY_CHANCE:
         return []
     is_all = late + died >= samples
     title = "No reward comes" if is_all else "Many rewards do not come"
-    when = f"at step {newest[0]['step']}" if len(newest) == 1 else f"in the last {len(newest)} steps"
+    when = (
+        f"at step {newest[0]['step']}" if len(newest) == 1 else f"in the last {len(newest)} steps"
+    )
     detail = (
         f"{when}, {late:.0f} calls ran into --rm-timeout and {died:.0f} ended their process, for"
         f" {samples:.0f} samples; these count as 0"
     )
     timeout = flags.get("rm_timeout")
     raised = f"raise --rm-timeout (it is {timeout:g} s)" if timeout else "raise --rm-timeout"
-    fix = f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log names it"
+    fix = (
+        f"{raised}, or make the reward faster (async, a server of its own); logs/rollout.log "
+        "names it"
+    )
     return [Alarm(title, detail, fix)]
 
 
 def failing_samples(rows: Rows, flags: Flags) -> list[Alarm]:
-    newest = [row for row in rows if row.get("rollout/num_failed_groups") is not None][-_FLAT_STEPS:]
+    newest = [row for row in rows if row.get("rollout/num_failed_groups") is not None][
+        -_FLAT_STEPS:
+    ]
     counts = [row["rollout/num_failed_groups"] for row in newest]
     if len(counts) < _FLAT_STEPS or not all(counts):
         return []
-    detail = f"in each of the last {_FLAT_STEPS} steps some groups failed and were replaced ({sum(counts):.0f} in all)"
-    return [Alarm("Samples keep failing", detail, "logs/rollout.log tells why, with the line of your own code")]
+    detail = (
+        f"in each of the last {_FLAT_STEPS} steps some groups failed and were replaced "
+        f"({sum(counts):.0f} in all)"
+    )
+    return [
+        Alarm(
+            "Samples keep failing",
+            detail,
+            "logs/rollout.log tells why, with the line of your own code",
+        )
+    ]
 
 
-# -- learning goes wrong -------------------------------------------------------------------------------------------
+# -- learning goes wrong
+# -------------------------------------------------------------------------------------------
 
 
 def nonfinite(rows: Rows, flags: Flags) -> list[Alarm]:
@@ -281,7 +330,8 @@ def nonfinite(rows: Rows, flags: Flags) -> list[Alarm]:
     if not bad:
         return []
     names = ", ".join(
-        f"{key} (first at step {step})" for key, step in sorted(bad.items(), key=lambda item: item[1])[:5]
+        f"{key} (first at step {step})"
+        for key, step in sorted(bad.items(), key=lambda item: item[1])[:5]
     )
     ways = [_lower_lr(flags)]
     if flags.get("clip_grad", 1.0) > 1.0 or flags.get("clip_grad") == 0:
@@ -311,7 +361,8 @@ def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     if not is_back or fall < least * scale or change(windows, -1, best) < STRICT:
         return []
     detail = (
-        f"mean reward fell from {means[best]:.3f} at its best to {means[-1]:.3f}, about where it began ({means[0]:.3f})"
+        f"mean reward fell from {means[best]:.3f} at its best to {means[-1]:.3f}, about where it "
+        f"began ({means[0]:.3f})"
     )
     fix = f"read the worst samples; {_lower_lr(flags)}, or {_closer_to_reference(flags)}"
     return [Alarm("The reward has collapsed", detail, fix)]
@@ -327,11 +378,15 @@ def entropy_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     if _has_risen(_rewards(rows)):
         return []  # it knows the answers
     detail = (
-        f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses hardly differ any more"
+        f"entropy fell from {first:.3f} to {last:.4f}, and the reward has not risen: responses "
+        "hardly differ any more"
     )
     bonus = flags.get("entropy_coef") or 0.0
     high = flags.get("eps_clip_high")
-    ways = [_lower_lr(flags), f"raise --entropy-coef (it is {bonus:g})" if bonus else "add --entropy-coef 0.001"]
+    ways = [
+        _lower_lr(flags),
+        f"raise --entropy-coef (it is {bonus:g})" if bonus else "add --entropy-coef 0.001",
+    ]
     ways.append("raise --eps-clip-high" + (f" (it is {high:g})" if high is not None else ""))
     return [Alarm("The entropy has collapsed", detail, ", or ".join(ways))]
 
@@ -350,12 +405,21 @@ def train_rollout_mismatch(rows: Rows, flags: Flags) -> list[Alarm]:
     of_now = _values([row for row in rows if not row.get("rollout/staleness/max")], name)
     usual = statistics.median(of_now[-_FLAT_STEPS:]) if of_now else 0.0
     if usual > 0.1:
-        detail = f"mean |log-prob difference| is {usual:.3f}; below 0.01 is usual in float32, below 0.05 in bfloat16"
+        detail = (
+            f"mean |log-prob difference| is {usual:.3f}; below 0.01 is usual in float32, below "
+            "0.05 in bfloat16"
+        )
         advice = "slime align with the run's flags says where and why"
         moved = _values(rows, "train/canary_quantisation_abs_diff")
         if moved and moved[-1] > usual / 2:
-            detail += f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
-            ways = [] if flags.get("fake_quantisation") else ["--fake-quantisation trains with the engines' weights"]
+            detail += (
+                f". The engines' weights are quantised, which moves log-probs by {moved[-1]:.3f}"
+            )
+            ways = (
+                []
+                if flags.get("fake_quantisation")
+                else ["--fake-quantisation trains with the engines' weights"]
+            )
             ways += [] if flags.get("use_tis") else ["--use-tis corrects"]
             advice = "; ".join([*ways, "slime align says what is left"])
         return [Alarm("Trainer and engine disagree", detail, advice)]
@@ -366,7 +430,10 @@ def tool_text_trained(rows: Rows, flags: Flags) -> list[Alarm]:
     values = _values(rows[-_FLAT_STEPS:], "rollout/unsampled_trained_ratio")
     if not values or not all(values):
         return []
-    detail = f"{values[-1]:.1%} of the tokens trained on were sampled by no engine: what a tool answered, say"
+    detail = (
+        f"{values[-1]:.1%} of the tokens trained on were sampled by no engine: what a tool "
+        "answered, say"
+    )
     fix = (
         "set their loss_mask to 0: slime.rollout.generate.append_message, or"
         " Sample.append_response_tokens(tokens=…, trainable=False), do so"
@@ -380,7 +447,8 @@ def stale_samples(rows: Rows, flags: Flags) -> list[Alarm]:
     if weighed or not values or not all(values):
         return []
     detail = (
-        f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or without it"
+        f"{values[-1]:.0f} samples of the last step are older than --max-staleness allows for, or "
+        "without it"
         " --async-buffer-size and --update-weights-interval: earlier rollouts have put them back"
     )
     weighing = "" if flags.get("use_tis") else "pass --use-tis, which weighs their tokens; "
@@ -395,12 +463,23 @@ def prompts_too_long(rows: Rows, flags: Flags) -> list[Alarm]:
 
 def truncation(rows: Rows, flags: Flags) -> list[Alarm]:
     shares = cut_shares(rows)[-_CUT_STEPS:]
-    if len(shares) < _CUT_STEPS or not surely_above(shares, _CUT_SHARE) or _has_risen(_rewards(rows)):
+    if (
+        len(shares) < _CUT_STEPS
+        or not surely_above(shares, _CUT_SHARE)
+        or _has_risen(_rewards(rows))
+    ):
         return []
     detail = (
-        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were cut at the length limit"
+        f"{statistics.fmean(shares):.0%} of the responses of the last {len(shares)} steps were "
+        "cut at the length limit"
     )
-    return [Alarm("Many responses are truncated", detail, f"{_longer_answers(flags)}, or check the stop tokens")]
+    return [
+        Alarm(
+            "Many responses are truncated",
+            detail,
+            f"{_longer_answers(flags)}, or check the stop tokens",
+        )
+    ]
 
 
 def large_gradient(rows: Rows, flags: Flags) -> list[Alarm]:
@@ -417,7 +496,11 @@ def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
         before = [norm for _, norm in points[max(0, index - _BEFORE) : index]]
         median = statistics.median(before)
         norm = points[index][1]
-        if norm >= max(1.0, _SPIKE * median) and outlier(norm, before) > STRICT and norm / median > peak / (usual or 1):
+        if (
+            norm >= max(1.0, _SPIKE * median)
+            and outlier(norm, before) > STRICT
+            and norm / median > peak / (usual or 1)
+        ):
             (step, peak) = points[index]
             usual = median
     if not peak:
@@ -426,7 +509,10 @@ def gradient_spike(rows: Rows, flags: Flags) -> list[Alarm]:
     clip = flags.get("clip_grad")
     if clip is None or 0 < clip <= 1.0:
         clipped = f"it was scaled down to --clip-grad {clip:g}; " if clip else ""
-        fix = f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls after it"
+        fix = (
+            f"{clipped}read the samples of that step; {_lower_lr(flags)} if the reward falls "
+            "after it"
+        )
     else:
         fix = f"set --clip-grad 1.0 (it is {clip:g}), and read the samples of that step"
     return [Alarm("A gradient spike", detail, fix)]
@@ -444,13 +530,21 @@ def engine_imbalance(rows: Rows, flags: Flags) -> list[Alarm]:
         return []
     detail = f"engine {name} had {most / mean:.1f}× the mean load"
     policy = flags.get("router_policy")
-    fix = "set --router-policy round_robin" if policy != "round_robin" else "leave --router-policy out"
+    fix = (
+        "set --router-policy round_robin"
+        if policy != "round_robin"
+        else "leave --router-policy out"
+    )
     return [Alarm("The engines are not loaded evenly", detail, fix)]
 
 
 def _load_share(row: Mapping[str, Any], name: str) -> float | None:
     """The part of a step's load that one engine had."""
-    loads = {match[1]: value for key, value in row.items() if value is not None and (match := _ENGINE_KEY.match(key))}
+    loads = {
+        match[1]: value
+        for key, value in row.items()
+        if value is not None and (match := _ENGINE_KEY.match(key))
+    }
     total = sum(loads.values())
     return loads.get(name, 0.0) / total if total else None
 
@@ -475,43 +569,59 @@ def slow_data(rows: Rows, flags: Flags) -> list[Alarm]:
     waited = sum(p[0] for p in pairs)
     total = sum(p[1] for p in pairs)
     shares = [wait / seconds for wait, seconds in pairs]
-    if len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1):  # a second is not worth a word
+    if (
+        len(pairs) < _MIN_WINDOW or waited <= 1.0 or not surely_above(shares, 0.1)
+    ):  # a second is not worth a word
         return []
     detail = f"{waited / total:.0%} of the time is spent waiting for prompts"
     workers = flags.get("num_data_workers")
     ways = ["raise --num-data-workers" + (f" (it is {workers})" if workers is not None else "")]
     ways += [] if flags.get("streaming_data") else ["--streaming-data"]
-    return [Alarm("Data loading is slow", detail, ", or ".join([*ways, "tokenise the data beforehand"]))]
+    return [
+        Alarm("Data loading is slow", detail, ", or ".join([*ways, "tokenise the data beforehand"]))
+    ]
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------------------
 
 _FREE = "perf/host_free_memory_gb"
 #: Metric → whose memory it is, and where to look.
 _HELD = {
-    "perf/driver_memory_gb": ("the driver", "what --custom-rollout-log-function-path or W&B keep; else a slime bundle"),
+    "perf/driver_memory_gb": (
+        "the driver",
+        "what --custom-rollout-log-function-path or W&B keep; else a slime bundle",
+    ),
     "perf/rollout_memory_gb": (
         "the rollout actor with its reward workers",
-        "lists, caches and clients that generate, reward and data functions of your own keep between calls",
+        "lists, caches and clients that generate, reward and data functions of your own keep "
+        "between calls",
     ),
     "perf/engine_memory_gb": (
         "an engine",
-        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that is killed comes back",
+        "logs/engine-<n>.log and its caches in host memory; with --use-fault-tolerance one that "
+        "is killed comes back",
     ),
-    "perf/trainer_memory_gb": ("a trainer rank", "tensors that losses and hooks of your own keep (detach() them)"),
+    "perf/trainer_memory_gb": (
+        "a trainer rank",
+        "tensors that losses and hooks of your own keep (detach() them)",
+    ),
     "perf/trainer_gpu_memory_gb": (
         "a trainer rank's tensors on the GPU",
-        "tensors that losses and hooks of your own keep from one step to the next (detach() them, keep .item())",
+        "tensors that losses and hooks of your own keep from one step to the next (detach() them, "
+        "keep .item())",
     ),
 }
 #: Growth of less is none: GB, and the share of what there was.
 _LEAST_GROWTH = 1.0
 _LEAST_SHARE = 0.1
-#: Times the steps so far within which growth would use up what the host has left: slower growth is told later, and a
-#: cache that fills over hundreds of steps is full by then. And steps within which what has just begun to grow would.
+#: Times the steps so far within which growth would use up what the host has left: slower growth is
+#: told later, and a cache that fills over hundreds of steps is full by then. And steps within which
+#: what has just begun to grow would.
 _TIMES_AHEAD = 5.0
 _STEPS_AHEAD = 36.0
-#: Rows that are left out of a long run at a time, so that windows stay where they are; one to two of these are seen.
+#: Rows that are left out of a long run at a time, so that windows stay where they are; one to two
+#: of these are seen.
 _BLOCK = 640
 
 
@@ -522,11 +632,15 @@ def memory_growth(rows: Rows, flags: Flags) -> list[Alarm]:
     for name in _HELD:
         values = [row[name] for row in newest if row.get(name) is not None]
         steady = steady_growth(values, _LEAST_GROWTH, _LEAST_SHARE)
-        left = 0.0 if free == math.inf or "gpu" in name else free  # where nobody tells, any growth is too much
+        left = (
+            0.0 if free == math.inf or "gpu" in name else free
+        )  # where nobody tells, any growth is too much
         if steady is not None and left <= steady.per_step * _TIMES_AHEAD * len(rows):
             found.append((steady.per_step, name, steady))
         elif left and (sudden := sudden_growth(values, _LEAST_GROWTH, _LEAST_SHARE)) is not None:
-            found += [(sudden.per_step, name, sudden)] if left <= sudden.per_step * _STEPS_AHEAD else []
+            found += (
+                [(sudden.per_step, name, sudden)] if left <= sudden.per_step * _STEPS_AHEAD else []
+            )
     if not found:
         return []
     _, name, growth = max(found)
@@ -534,7 +648,10 @@ def memory_growth(rows: Rows, flags: Flags) -> list[Alarm]:
     others = [_HELD[other][0] for _, other, _ in sorted(found, reverse=True)[1:]]
     detail = f"{who} went from {growth.before:.1f} to {growth.now:.1f} GB in {growth.steps} steps"
     if free < math.inf and "gpu" not in name:
-        detail += f"; the {free:.1f} GB that the host has left last for about {free / growth.per_step:.0f} more"
+        detail += (
+            f"; the {free:.1f} GB that the host has left last for about "
+            f"{free / growth.per_step:.0f} more"
+        )
     detail += f"; so did {', '.join(others)}" if others else ""
     fix = f"look at {where}; with --save, slime resume goes on with fresh memory"
     return [Alarm("Memory grows and grows", detail, fix)]
@@ -563,34 +680,50 @@ CHECKS: tuple[Callable[[Rows, Flags], list[Alarm]], ...] = (
 )
 
 
-def find_alarms(rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | None = None) -> list[Alarm]:
+def find_alarms(
+    rows: Rows, *, ended: bool = False, flags: Mapping[str, Any] | None = None
+) -> list[Alarm]:
     """All alarms of one stage, the gravest first.
 
     Args:
         ended: no row will come any more.
-        flags: of the run: what to try depends on them, and they name functions that an alarm may come from.
+        flags: of the run: what to try depends on them, and they name functions that an alarm may
+            come from.
     """
     checks = (*CHECKS[:1], never_any_contrast, *CHECKS[1:]) if ended else CHECKS
-    found = [dataclasses.replace(alarm, name=check.__name__) for check in checks for alarm in check(rows, flags or {})]
+    found = [
+        dataclasses.replace(alarm, name=check.__name__)
+        for check in checks
+        for alarm in check(rows, flags or {})
+    ]
     makers = ", ".join(makers_of_samples(flags or {}))
-    return [_naming(makers, alarm) if alarm.name == "train_rollout_mismatch" else alarm for alarm in found]
+    return [
+        _naming(makers, alarm) if alarm.name == "train_rollout_mismatch" else alarm
+        for alarm in found
+    ]
 
 
 def _naming(makers: str, alarm: Alarm) -> Alarm:
-    """The alarm with the user's functions that made the tokens and log-probs which it is about, where there are any."""
+    """The alarm with the user's functions that made the tokens and log-probs which it is about,
+    where there are any."""
     if not makers:
         return alarm
     title = "Log-probs of the samples are not those of the trainer"
     detail = f"{makers} made these tokens and log-probs; {alarm.detail}"
-    fix = f"check first that it returns the engine's own tokens and log-probs, each in its place; then {alarm.fix}"
+    fix = (
+        "check first that it returns the engine's own tokens and log-probs, each in its place; "
+        f"then {alarm.fix}"
+    )
     return dataclasses.replace(alarm, title=title, detail=detail, fix=fix)
 
 
-# -- while the run goes on -----------------------------------------------------------------------------------------
+# -- while the run goes on
+# -----------------------------------------------------------------------------------------
 
 
 class AlarmWatch:
-    """The alarms of a run as it goes on: each is new once, and once more when it has gone and come back.
+    """The alarms of a run as it goes on: each is new once, and once more when it has gone and come
+    back.
 
     Args:
         rows: of this stage, as an earlier process of the run logged them.
@@ -609,10 +742,12 @@ class AlarmWatch:
         self._rows.append(row)
 
     def look(self, row: dict[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
-        """The alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is 1 while it is on, and 0 in
-        the step in which it goes."""
+        """The alarms that ``row`` sets off, and the metrics of its step: ``alarm/<name>`` is 1
+        while it is on, and 0 in the step in which it goes."""
         self.add(row)
-        if len(self._rows) > _MOST_ROWS:  # the older half by every second row: what was said of it has been said
+        if (
+            len(self._rows) > _MOST_ROWS
+        ):  # the older half by every second row: what was said of it has been said
             self._rows = [*self._rows[: _MOST_ROWS // 2 : 2], *self._rows[_MOST_ROWS // 2 :]]
         before = {alarm.name for alarm in self.on}
         self.on = find_alarms(self._rows, flags=self._flags)

@@ -1,4 +1,5 @@
-"""The charts of the page: one row per chart, plain names and units of metrics, and curves short enough to send."""
+"""The charts of the page: one row per chart, plain names and units of metrics, and curves short
+enough to send."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class ChartSpec:
     Attributes:
         note: one line below the title.
         unit: of the vertical axis.
-        may_vanish: the metric is 0 by construction in many runs (one update per rollout, lock step); such a chart is
-            left out.
+        may_vanish: the metric is 0 by construction in many runs (one update per rollout, lock
+            step); such a chart is left out.
         line: legend of the metric where the chart has others beside it.
         beside: further metrics of the chart with their legends.
         band: metrics of the lower and upper edge of the shaded band.
@@ -58,7 +59,13 @@ class ChartSpec:
 
 
 LEARNING = (
-    ChartSpec("Reward", ("rollout/raw_reward", "rollout/rewards"), "mean over all samples", "reward", rewarded=True),
+    ChartSpec(
+        "Reward",
+        ("rollout/raw_reward", "rollout/rewards"),
+        "mean over all samples",
+        "reward",
+        rewarded=True,
+    ),
     ChartSpec(
         "Response length",
         ("rollout/response_len/mean", "rollout/response_lengths"),
@@ -122,7 +129,11 @@ POLICY = (
         beside=(("rollout/staleness/mean", "mean"),),
     ),
     ChartSpec(
-        "Clipped tokens", ("train/pg_clipfrac",), "ratio outside the clip range", "share of tokens", may_vanish=True
+        "Clipped tokens",
+        ("train/pg_clipfrac",),
+        "ratio outside the clip range",
+        "share of tokens",
+        may_vanish=True,
     ),
     ChartSpec("Gradient norm", ("train/grad_norm",), "before clipping", "norm"),
     ChartSpec(
@@ -131,10 +142,17 @@ POLICY = (
         "no difference in reward, so no gradient",
         "share of groups",
     ),
-    ChartSpec("Learning rate", ("train/lr-pg_0", "train/lr"), "of the last optimizer step", "learning rate"),
+    ChartSpec(
+        "Learning rate",
+        ("train/lr-pg_0", "train/lr"),
+        "of the last optimizer step",
+        "learning rate",
+    ),
 )
 SPEED = (
-    ChartSpec("Generation speed", ("perf/tokens_per_gpu_per_sec",), "per GPU or CPU slot", "tokens/s"),
+    ChartSpec(
+        "Generation speed", ("perf/tokens_per_gpu_per_sec",), "per GPU or CPU slot", "tokens/s"
+    ),
     ChartSpec("Training speed", ("perf/actor_train_tok_per_s",), "all ranks together", "tokens/s"),
     ChartSpec(
         "Idle time",
@@ -148,7 +166,12 @@ SPEED = (
         ),
     ),
     ChartSpec("Weight push", ("perf/update_weights_time",), "from pause to continue", "s"),
-    ChartSpec("Evaluation time", ("perf/evaluate_time", "perf/eval_time"), "not part of the step time", "s"),
+    ChartSpec(
+        "Evaluation time",
+        ("perf/evaluate_time", "perf/eval_time"),
+        "not part of the step time",
+        "s",
+    ),
 )
 
 #: Names of metrics that do not speak for themselves → title and unit.
@@ -197,7 +220,10 @@ _WORDS = (
     (re.compile(r"(?:^|_)pg_"), "policy-gradient "),
     (re.compile(r"^evaluate_|^eval_"), "evaluation "),
     (re.compile(r"update_weights"), "weight push"),
-    (re.compile(r"(?<![a-z])(ppo_kl|kl|tis|ois|gpu)(?![a-z])"), lambda match: match[1].replace("_", " ").upper()),
+    (
+        re.compile(r"(?<![a-z])(ppo_kl|kl|tis|ois|gpu)(?![a-z])"),
+        lambda match: match[1].replace("_", " ").upper(),
+    ),
     (re.compile(r"(?<=[a-z])_?diff(?=_|$)"), " difference"),
     (re.compile(r"_len(?:gths?)?(?=$|_)"), " length"),
     (re.compile(r"_per_sec(?=_|$)"), " per second"),
@@ -237,7 +263,8 @@ def _worded(part: str) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to about `limit` points; the extremes of each stretch stay, so spikes survive."""
+    """Reduce a curve to about `limit` points; the extremes of each stretch stay, so spikes
+    survive."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(2 * len(points) / limit)
@@ -257,7 +284,8 @@ def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Point]:
 
 
 def phases(stage: Stage) -> list[dict[str, Any]]:
-    """Seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step, seconds]]}``.
+    """Seconds per phase and step, longest phase first: ``{"name", "color", "points": [[step,
+    seconds]]}``.
 
     The phases add up to the step; launch and evaluations belong to no step. "other" comes last.
     """

@@ -1,7 +1,9 @@
-"""Timelines as Chrome trace-event JSON: opens in https://ui.perfetto.dev (or chrome://tracing), nothing to install.
+"""Timelines as Chrome trace-event JSON: opens in https://ui.perfetto.dev (or chrome://tracing),
+nothing to install.
 
-Processes are lanes of one kind: 1 = the driver's phases, 2 = requests inside the engines (counters),
-3 = the samples, one row each. Times are microseconds since 1970, so that files of one run line up.
+Processes are lanes of one kind: 1 = the driver's phases, 2 = requests inside the engines
+(counters), 3 = the samples, one row each. Times are microseconds since 1970, so that files of one
+run line up.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
-    """Spans of one ``sample.trace``, by start; one that never ended gets the last time seen and ``unfinished``."""
+    """Spans of one ``sample.trace``, by start; one that never ended gets the last time seen and
+    ``unfinished``."""
     spans: dict[str, TraceSpan] = {}
     closed = set()
     last_ts = max((_microseconds(e["ts"]) for e in trace["events"]), default=0)
@@ -52,7 +55,9 @@ def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
         if event["type"] == "span_start":
             parent = event["parent_span_id"]
             attempt = event["attempt"]
-            spans[span_id] = TraceSpan(event["name"], ts, last_ts, span_id, parent, attempt, dict(event["attrs"]))
+            spans[span_id] = TraceSpan(
+                event["name"], ts, last_ts, span_id, parent, attempt, dict(event["attrs"])
+            )
         elif event["type"] == "span_end" and span_id in spans:
             spans[span_id].end = max(ts, spans[span_id].start)
             spans[span_id].attrs.update(event["attrs"])
@@ -64,10 +69,11 @@ def sample_spans(trace: dict[str, Any]) -> list[TraceSpan]:
 
 
 def assign_rows(spans: Sequence[TraceSpan]) -> list[int]:
-    """Row of each span such that within a row spans nest (or follow each other): what the format demands of a lane.
+    """Row of each span such that within a row spans nest (or follow each other): what the format
+    demands of a lane.
 
-    One row is enough for a sample that does one thing at a time; parallel tool calls need more. `spans` are sorted
-    by start, the longer first.
+    One row is enough for a sample that does one thing at a time; parallel tool calls need more.
+    `spans` are sorted by start, the longer first.
     """
     open_ends: list[list[int]] = []  # per row: ends of the spans that are open, outermost first
     rows = []
@@ -89,7 +95,9 @@ def _metadata(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-def _complete(name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
+def _complete(
+    name: str, pid: int, tid: int, start: int, end: int, args: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,
@@ -116,10 +124,17 @@ def _sample_events(samples: Iterable[Sample]) -> tuple[list[dict[str, Any]], lis
         title = f"group {sample.group_index} · sample {sample.index}"
         for row in range(max(rows, default=-1) + 1):
             events.append(
-                _metadata("thread_name", SAMPLES, title if row == 0 else f"{title} ({row + 1})", next_tid + row)
+                _metadata(
+                    "thread_name",
+                    SAMPLES,
+                    title if row == 0 else f"{title} ({row + 1})",
+                    next_tid + row,
+                )
             )
         for span, row in zip(spans, rows):
-            args = json_safe(span.attrs, max_text=200) | ({"attempt": span.attempt} if span.attempt else {})
+            args = json_safe(span.attrs, max_text=200) | (
+                {"attempt": span.attempt} if span.attempt else {}
+            )
             events.append(_complete(span.name, SAMPLES, next_tid + row, span.start, span.end, args))
         for point in sample.trace["events"]:
             if point["type"] == "event":
@@ -147,13 +162,23 @@ def _engine_counters(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
         change
         for span in spans
         if span.end > span.start
-        for change in ((span.start, _COUNTED.index(span.name), 1), (span.end, _COUNTED.index(span.name), -1))
+        for change in (
+            (span.start, _COUNTED.index(span.name), 1),
+            (span.end, _COUNTED.index(span.name), -1),
+        )
     )
     counts = [0] * len(_COUNTED)
     events: list[dict[str, Any]] = []
     for ts, which, change in changes:
         counts[which] += change
-        event = {"ph": "C", "name": "requests", "pid": ENGINE, "tid": 0, "ts": ts, "args": dict(zip(_COUNTED, counts))}
+        event = {
+            "ph": "C",
+            "name": "requests",
+            "pid": ENGINE,
+            "tid": 0,
+            "ts": ts,
+            "args": dict(zip(_COUNTED, counts)),
+        }
         if events and events[-1]["ts"] == ts:
             events[-1] = event
         else:
@@ -163,7 +188,10 @@ def _engine_counters(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
 
 def _phase_events(phases: Iterable[PhaseEvent]) -> list[dict[str, Any]]:
     return [
-        _complete(p.name, DRIVER, 1, _microseconds(p.start), _microseconds(p.start + p.duration), {}) for p in phases
+        _complete(
+            p.name, DRIVER, 1, _microseconds(p.start), _microseconds(p.start + p.duration), {}
+        )
+        for p in phases
     ]
 
 
@@ -182,7 +210,8 @@ def write_trace(path: Path, samples: Iterable[Sample], phases: Iterable[PhaseEve
 
 
 def add_phases(path: Path, phases: Sequence[PhaseEvent]) -> None:
-    """Put the driver's phases into a trace that the rollout process wrote; makes the file when there is none."""
+    """Put the driver's phases into a trace that the rollout process wrote; makes the file when
+    there is none."""
     if not phases:
         return
     if not path.exists():

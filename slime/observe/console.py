@@ -1,6 +1,8 @@
-"""Progress on the terminal: a live table on a TTY, one plain line per step elsewhere (CI, Ray job logs).
+"""Progress on the terminal: a live table on a TTY, one plain line per step elsewhere (CI, Ray job
+logs).
 
-sums  step 12/60  reward 0.625 ↑  entropy 0.912  length 11.2  Δ log-prob 3e-07  1,240 tok/s  3.4 s, 62 % generate  …
+sums  step 12/60  reward 0.625 ↑  entropy 0.912  length 11.2  Δ log-prob 3e-07  1,240 tok/s  3.4 s,
+62 % generate  …
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from rich.text import Text
 from slime.observe.alarms import Alarm
 from slime.observe.notebook import can_move_cursor
 
-#: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is not among them: the
-#: loss of a policy gradient, and its KL to a policy that has not moved yet.
+#: Metrics shown of a step: title, keys in order of preference, format. What is 0 by construction is
+#: not among them: the loss of a policy gradient, and its KL to a policy that has not moved yet.
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), ".3f"),
     ("entropy", ("train/entropy_loss", "rollout/entropy"), ".3f"),
@@ -41,17 +43,20 @@ SUPERVISED_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/actor_train_tok_per_s",), ",.0f"),
 )
 
-#: Times that are not added up beside the times of which one is measured too: their parts, or the whole around them.
+#: Times that are not added up beside the times of which one is measured too: their parts, or the
+#: whole around them.
 COUNTED_IN = {
     "train": ("actor_train",),
     "save": ("save_model",),
     "data_wait": ("rollout",),
-    # with generation ahead of training, a step costs what it waits for a rollout, not what the rollout took
+    # with generation ahead of training, a step costs what it waits for a rollout, not what the
+    # rollout took
     "rollout": ("train_wait",),
     "data_preprocess": ("train_wait",),
     "record": ("train_wait",),
 }
-#: Times of a row that are no part of its step's: what comes before the first, and evaluations, timed apart.
+#: Times of a row that are no part of its step's: what comes before the first, and evaluations,
+#: timed apart.
 BESIDE_STEPS = ("step", "launch", "evaluate", "eval")
 
 #: What people call a phase: as a part of a step, and while it is under way.
@@ -76,7 +81,8 @@ _WORDS = {
 }
 _PHASE_STYLES = ("blue", "dark_orange", "green")
 _SPARKS = "▁▂▃▄▅▆▇█"
-#: Seconds in a phase after which a plain log says how far it is, and again at growing intervals up to the last.
+#: Seconds in a phase after which a plain log says how far it is, and again at growing intervals up
+#: to the last.
 _FIRST_NEWS = 30.0
 _LONGEST_SILENCE = 300.0
 _SHOWN_ROWS = 8
@@ -86,21 +92,28 @@ _EVAL_SCORE = re.compile(r"eval/(?!.*-(?:pass@\d+|truncated_ratio)$)([^/]+)")
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean rewards of an evaluation: ``eval/<name>`` keys without the statistics beside and below them."""
-    return {match[1]: value for name, value in metrics.items() if (match := _EVAL_SCORE.fullmatch(name))}
+    """The mean rewards of an evaluation: ``eval/<name>`` keys without the statistics beside and
+    below them."""
+    return {
+        match[1]: value for name, value in metrics.items() if (match := _EVAL_SCORE.fullmatch(name))
+    }
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per phase of one step, the longest first: its parts, which add up to no more than ``perf/step_time``."""
+    """Seconds per phase of one step, the longest first: its parts, which add up to no more than
+    ``perf/step_time``."""
     times = {
         name.removeprefix("perf/").removesuffix("_time"): value
         for name, value in metrics.items()
-        if name.startswith("perf/") and name.endswith("_time") and "/" not in name.removeprefix("perf/")
+        if name.startswith("perf/")
+        and name.endswith("_time")
+        and "/" not in name.removeprefix("perf/")
     }
     parts = {
         name: value
         for name, value in times.items()
-        if name not in BESIDE_STEPS and not any(other in times for other in COUNTED_IN.get(name, ()))
+        if name not in BESIDE_STEPS
+        and not any(other in times for other in COUNTED_IN.get(name, ()))
     }
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
@@ -112,7 +125,9 @@ def column_values(metrics: Mapping[str, float], supervised: bool = False) -> dic
         key = next((key for key in keys if key in metrics), None)
         if key is not None:
             value = float(metrics[key])
-            values[title] = format(value, ".0e" if spec == ".4f" and 0 < abs(value) < 5e-4 else spec)
+            values[title] = format(
+                value, ".0e" if spec == ".4f" and 0 < abs(value) < 5e-4 else spec
+            )
     return values
 
 
@@ -126,7 +141,8 @@ def duration(seconds: float) -> str:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Where the last ten values go: "↑", "↓", "→" where that is no more than their scatter; "" of fewer than four.
+    """Where the last ten values go: "↑", "↓", "→" where that is no more than their scatter; "" of
+    fewer than four.
 
     Example:
         >>> trend([0.1, 0.2, 0.3, 0.4]), trend([0.1, 0.4, 0.1, 0.4])
@@ -138,7 +154,9 @@ def trend(values: Sequence[float]) -> str:
     before = last[: len(last) // 2]
     after = last[len(last) // 2 :]
     change = statistics.fmean(after) - statistics.fmean(before)
-    scatter = (statistics.pvariance(before) / len(before) + statistics.pvariance(after) / len(after)) ** 0.5
+    scatter = (
+        statistics.pvariance(before) / len(before) + statistics.pvariance(after) / len(after)
+    ) ** 0.5
     return "→" if abs(change) <= max(scatter, 1e-9) else "↑" if change > 0 else "↓"
 
 
@@ -197,16 +215,21 @@ class ConsoleSink:
         self._last_eval: dict[str, float] = {}
         self._alarms: dict[str, tuple[int, Alarm]] = {}
         self._trains = False
-        """Training of the next step has begun, so an evaluation from now on belongs to that step."""
+        """Training of the next step has begun, so an evaluation from now on belongs to that
+        step."""
         self._shows_alarms = True
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
-                console=self._console, get_renderable=self.render, refresh_per_second=4, redirect_stdout=True
+                console=self._console,
+                get_renderable=self.render,
+                refresh_per_second=4,
+                redirect_stdout=True,
             )
             self._live.start()
 
-    # -- input ---------------------------------------------------------------------------------------
+    # -- input
+    # ---------------------------------------------------------------------------------------
 
     def phase_changed(self, name: str | None) -> None:
         self._phase, self._phase_start, self._counters = name, self._clock(), {}
@@ -226,7 +249,10 @@ class ConsoleSink:
         self._done = first_step
         self._total = total_steps
         if self._live is None:
-            self._print(f"{self._name}  ready after {duration(launch_seconds)}, step {first_step} of {total_steps}")
+            self._print(
+                f"{self._name}  ready after {duration(launch_seconds)}, step {first_step} of "
+                f"{total_steps}"
+            )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         scores = eval_scores(metrics)
@@ -239,17 +265,27 @@ class ConsoleSink:
         if is_step:
             self._add_step(step, columns, scores, metrics)
         elif any(at == step for at, _ in self._rows):  # it went on beside the steps since
-            rows = [(at, {**shown, **_held_out(scores)} if at == step else shown) for at, shown in self._rows]
+            rows = [
+                (at, {**shown, **_held_out(scores)} if at == step else shown)
+                for at, shown in self._rows
+            ]
             self._rows = deque(rows, maxlen=_SHOWN_ROWS)
         if self._live is None and is_step:
             self._print(self._line(step, columns, metrics))
         if self._live is None and scores:
             shown = ", ".join(self._score(name) for name in scores)
             seconds = metrics.get("perf/evaluate_time", metrics.get("perf/eval_time"))
-            self._print(f"{self._where(step)}  held-out: {shown}" + (f"  {duration(seconds)}" if seconds else ""))
+            self._print(
+                f"{self._where(step)}  held-out: {shown}"
+                + (f"  {duration(seconds)}" if seconds else "")
+            )
 
     def _add_step(
-        self, step: int, columns: dict[str, str], scores: Mapping[str, float], metrics: Mapping[str, float]
+        self,
+        step: int,
+        columns: dict[str, str],
+        scores: Mapping[str, float],
+        metrics: Mapping[str, float],
     ) -> None:
         self._done = step
         self._trains = False
@@ -266,9 +302,12 @@ class ConsoleSink:
         self._times = times
 
     def alarm(self, alarm: Alarm) -> None:
-        """Show an alarm once, and keep it below the live table until a step's ``alarm/<name>`` is 0."""
+        """Show an alarm once, and keep it below the live table until a step's ``alarm/<name>`` is
+        0."""
         self._alarms[alarm.name] = (self._done, alarm)
-        self._console.print(_alarm_text(self._where(self._done), alarm), soft_wrap=True, highlight=False)
+        self._console.print(
+            _alarm_text(self._where(self._done), alarm), soft_wrap=True, highlight=False
+        )
 
     def rewind(self, next_step: int) -> None:
         """Nothing to take back: what was shown, was shown."""
@@ -287,15 +326,18 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._phase = None
-        self._shows_alarms = False  # the last picture of the table stays on the terminal, above the closing lines
+        self._shows_alarms = (
+            False  # the last picture of the table stays on the terminal, above the closing lines
+        )
         if self._live is not None:
             self._live.stop()
 
-    # -- output --------------------------------------------------------------------------------------
+    # -- output
+    # --------------------------------------------------------------------------------------
 
     def eta(self) -> float | None:
-        """Seconds until the last step ends, by the median of the last ten and the mean of all evaluations beside
-        them; None when unknown."""
+        """Seconds until the last step ends, by the median of the last ten and the mean of all
+        evaluations beside them; None when unknown."""
         if not self._step_seconds or not self._total:
             return None
         each = statistics.median(self._step_seconds) + statistics.fmean(self._eval_seconds)
@@ -305,7 +347,11 @@ class ConsoleSink:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _where(self, step: int) -> str:
-        return f"{self._name}  step {step}/{self._total}" if self._total else f"{self._name}  step {step}"
+        return (
+            f"{self._name}  step {step}/{self._total}"
+            if self._total
+            else f"{self._name}  step {step}"
+        )
 
     def _score(self, name: str) -> str:
         first = self._first_eval[name]
@@ -320,20 +366,29 @@ class ConsoleSink:
         if columns and "perf/step_time" in metrics:
             seconds = metrics["perf/step_time"]
             name, longest = next(iter(self._times.items()))
-            share = f", {100 * longest / seconds:.0f} % {phase_word(name)}" if name != "other" and seconds else ""
+            share = (
+                f", {100 * longest / seconds:.0f} % {phase_word(name)}"
+                if name != "other" and seconds
+                else ""
+            )
             parts.append(duration(seconds) + share)
         return "  ".join(filter(None, [*parts, self._eta_text() if columns else ""]))
 
     def _eta_text(self) -> str:
         remaining = self.eta()
-        return f"eta {duration(remaining) if remaining >= 60 else f'{remaining:.0f} s'}" if remaining else ""
+        return (
+            f"eta {duration(remaining) if remaining >= 60 else f'{remaining:.0f} s'}"
+            if remaining
+            else ""
+        )
 
     @property
     def _watched_title(self) -> str:
         return "loss" if self._supervised else "reward"
 
     def render(self) -> RenderableType:
-        """The live table. Called by the thread that refreshes it, too: it iterates over nothing that `log` changes."""
+        """The live table. Called by the thread that refreshes it, too: it iterates over nothing
+        that `log` changes."""
         parts: list[RenderableType] = [self._header(), ""]
         if self._rows:
             parts += [self._table(), ""]
@@ -342,16 +397,22 @@ class ConsoleSink:
         if len(self._watched) > 1:
             watched = list(self._watched)
             shown = Text(sparkline(watched), style="green")
-            shown.append(f"  {watched[0]:.3f} → {watched[-1]:.3f} {trend(watched)}", style="default")
+            shown.append(
+                f"  {watched[0]:.3f} → {watched[-1]:.3f} {trend(watched)}", style="default"
+            )
             facts.add_row(self._watched_title, shown)
         if self._last_eval:
-            facts.add_row("held-out", Text(", ".join(map(self._score, list(self._last_eval))), style="green"))
+            facts.add_row(
+                "held-out", Text(", ".join(map(self._score, list(self._last_eval))), style="green")
+            )
         if self._step_seconds:
             facts.add_row("step", _phase_bar(self._times))
         if self._phase is not None:
             facts.add_row("now", Text(self._now(), style="yellow"))
         parts.append(Padding(facts, (0, 1)))
-        for step, alarm in list(self._alarms.values())[-_SHOWN_ALARMS:] if self._shows_alarms else ():
+        for step, alarm in (
+            list(self._alarms.values())[-_SHOWN_ALARMS:] if self._shows_alarms else ()
+        ):
             parts += ["", Padding(_alarm_text(f"step {step}", alarm), (0, 1))]
         return Group(*parts)
 
@@ -366,15 +427,23 @@ class ConsoleSink:
             complete_style="magenta",
             finished_style="green",
         )
-        grid.add_row(Text(self._name, style="bold magenta"), counter, bar, Text(self._eta_text(), style="cyan"))
+        grid.add_row(
+            Text(self._name, style="bold magenta"),
+            counter,
+            bar,
+            Text(self._eta_text(), style="cyan"),
+        )
         return Padding(grid, (0, 1))
 
     def _now(self) -> str:
-        """What is under way, how far it is, and for how long: "generating 17/64 prompts, 2,000 tokens, 4.1 s"."""
+        """What is under way, how far it is, and for how long: "generating 17/64 prompts, 2,000
+        tokens, 4.1 s"."""
         phase = self._phase or ""
         under_way = _WORDS.get(phase, ("", phase))[1]
         if self._counters.get("target"):
-            under_way += f" {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} prompts"
+            under_way += (
+                f" {self._counters.get('done', 0):.0f}/{self._counters['target']:.0f} prompts"
+            )
         tokens = [f"{self._counters['tokens']:,.0f} tokens"] if self._counters.get("tokens") else []
         return ", ".join([under_way, *tokens, duration(self._clock() - self._phase_start)])
 
@@ -382,7 +451,9 @@ class ConsoleSink:
         rows = list(self._rows)
         there = {title for _, columns in rows for title in columns}
         columns = [title for title, _, _ in (SUPERVISED_COLUMNS if self._supervised else COLUMNS)]
-        titles = [title for title in (columns[0], "held-out", *columns[1:], "time") if title in there]
+        titles = [
+            title for title in (columns[0], "held-out", *columns[1:], "time") if title in there
+        ]
         table = Table(box=None, padding=(0, 1), pad_edge=True, header_style="dim")
         for title in ("step", *titles):
             table.add_column(title, justify="right", no_wrap=True)
@@ -405,13 +476,19 @@ def phase_word(phase: str) -> str:
 def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
     """Seconds of the longest phases, as a bar of one step and in numbers; the rest is "other"."""
     total = sum(times.values()) or 1.0
-    phases = [(name, part) for name, part in times.items() if name != "other" and part / total >= 0.5 / width]
+    phases = [
+        (name, part)
+        for name, part in times.items()
+        if name != "other" and part / total >= 0.5 / width
+    ]
     shown = dict(phases[: len(_PHASE_STYLES)])
     bar = Text()
     words = Text("  ")
     for (name, part), style in zip(shown.items(), _PHASE_STYLES, strict=False):
         bar.append("━" * max(1, round(width * part / total)), style=style)
-        words.append(f"{phase_word(name)} ", style=style).append(f"{duration(part)}  ", style="default")
+        words.append(f"{phase_word(name)} ", style=style).append(
+            f"{duration(part)}  ", style="default"
+        )
     bar.append("━" * (width - len(bar)), style="bright_black")
     rest = total - sum(shown.values())
     if rest / total >= 0.5 / width:
@@ -420,7 +497,11 @@ def _phase_bar(times: Mapping[str, float], width: int = 20) -> Text:
 
 
 def _alarm_text(where: str, alarm: Alarm) -> Text:
-    text = Text(f"{where}  ").append("warning: ", style="bold red").append(f"{alarm.title}: ", style="bold")
+    text = (
+        Text(f"{where}  ")
+        .append("warning: ", style="bold red")
+        .append(f"{alarm.title}: ", style="bold")
+    )
     text.append(alarm.detail)
     if alarm.fix:
         text.append("\n    try: ", style="dim").append(alarm.fix, style="yellow")

@@ -1,8 +1,9 @@
 """Tests of whether a series of metrics has changed, or is merely noisy.
 
-Every alarm about a curve asks one of these. Thresholds are strict because alarms look again after every step of a run:
-on stationary series of 1,000 steps, independent or autocorrelated, Gaussian, binary or heavy-tailed, fewer than one run
-in a hundred raises an alarm (``tests/unit/test_alarms_noise.py`` measures it).
+Every alarm about a curve asks one of these. Thresholds are strict because alarms look again after
+every step of a run: on stationary series of 1,000 steps, independent or autocorrelated, Gaussian,
+binary or heavy-tailed, fewer than one run in a hundred raises an alarm
+(``tests/unit/test_alarms_noise.py`` measures it).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Standard errors between two means that are no noise. Normal noise reaches 6 once in 10⁹ comparisons; the margin is
-#: for the best of many windows, and for variances that are estimated from few steps.
+#: Standard errors between two means that are no noise. Normal noise reaches 6 once in 10⁹
+#: comparisons; the margin is for the best of many windows, and for variances that are estimated
+#: from few steps.
 STRICT = 6.0
 #: The same where a change is not an alarm but a reason against one.
 LIKELY = 3.0
@@ -25,10 +27,10 @@ _MOST_CORRELATION = 0.9
 def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float:
     """How many standard errors the mean of one window is above that of another.
 
-    The variance is that of steps around the straight line through their window, over all windows. Neighbouring steps
-    resemble each other, so that they count as fewer independent ones: the variance of a mean grows by
-    (1 + r) / (1 - r), where r is the correlation of a step with the next one (Box, Jenkins, Reinsel, Time Series
-    Analysis, 2.1).
+    The variance is that of steps around the straight line through their window, over all windows.
+    Neighbouring steps resemble each other, so that they count as fewer independent ones: the
+    variance of a mean grows by (1 + r) / (1 - r), where r is the correlation of a step with the
+    next one (Box, Jenkins, Reinsel, Time Series Analysis, 2.1).
 
     Args:
         windows: consecutive parts of a series, of at least three values each.
@@ -40,7 +42,9 @@ def change(windows: Sequence[Sequence[float]], before: int, after: int) -> float
     """
     difference = statistics.fmean(windows[after]) - statistics.fmean(windows[before])
     residuals = [_residuals(window) for window in windows]
-    variance = statistics.fmean(sum(one * one for one in part) / (len(part) - 2) for part in residuals)
+    variance = statistics.fmean(
+        sum(one * one for one in part) / (len(part) - 2) for part in residuals
+    )
     correlation = _correlation(residuals)
     inflation = (1 + correlation) / (1 - correlation)
     error = math.sqrt(inflation * variance * (1 / len(windows[before]) + 1 / len(windows[after])))
@@ -70,8 +74,9 @@ def _correlation(residuals: Sequence[Sequence[float]]) -> float:
 
 
 def outlier(value: float, others: Sequence[float]) -> float:
-    """Robust z-score of a positive value among others: the distance of its logarithm from their median, in median
-    absolute deviations scaled as for normal noise (Iglewicz, Hoaglin, How to Detect and Handle Outliers)."""
+    """Robust z-score of a positive value among others: the distance of its logarithm from their
+    median, in median absolute deviations scaled as for normal noise (Iglewicz, Hoaglin, How to
+    Detect and Handle Outliers)."""
     logs = [math.log(other) for other in others if other > 0]
     if not logs or value <= 0:
         return 0.0

@@ -1,4 +1,5 @@
-"""What the first step of a run tells of its set-up: the numbers that an experienced eye looks at first."""
+"""What the first step of a run tells of its set-up: the numbers that an experienced eye looks at
+first."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from typing import Any
 
 #: Nats per token; what a trained model samples is seldom that unlikely to it.
 _LARGE = 1.0
-#: Above this a tokenizer, a configuration or weights that are not the model's are likelier than odd prompts.
+#: Above this a tokenizer, a configuration or weights that are not the model's are likelier than odd
+#: prompts.
 _EXTREME = 5.0
 #: Norm of all gradients; runs of models that were trained before begin between 0.05 and 5.
 _LARGE_NORM = 50.0
-#: Rewards are 0 to 1, or a few; where nothing divides by their spread, gradients are as many times as large.
+#: Rewards are 0 to 1, or a few; where nothing divides by their spread, gradients are as many times
+#: as large.
 _LARGE_REWARD = 10.0
 
 _WHO = {
@@ -22,7 +25,8 @@ _WHO = {
 
 
 def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -> list[str]:
-    """Mean log-probs of the first samples, by whoever scored them, and the gradient's norm; and what large ones mean.
+    """Mean log-probs of the first samples, by whoever scored them, and the gradient's norm; and
+    what large ones mean.
 
     Args:
         metrics: of the first step; [] where nothing was scored in it.
@@ -30,34 +34,42 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
 
     Example:
         >>> first_step_lines({"rollout/log_probs": -0.4, "rollout/rollout_log_probs": -0.4, "train/grad_norm": 0.25})
-        ['first step: mean log-prob -0.400 by the trainer, -0.400 by the engine; gradient norm 0.25']
+        ['first step: mean log-prob -0.400 by the trainer, -0.400 by the engine; gradient norm
+        0.25']
     """
     scored = {who: metrics[name] for name, who in _WHO.items() if name in metrics}
     if not scored:
         return []
     said = ", ".join(f"{value:.3f} by {who}" for who, value in scored.items())
-    norm = f"; gradient norm {metrics['train/grad_norm']:.2f}" if "train/grad_norm" in metrics else ""
+    norm = (
+        f"; gradient norm {metrics['train/grad_norm']:.2f}" if "train/grad_norm" in metrics else ""
+    )
     lines = [f"first step: mean log-prob {said}{norm}"]
     most = max(-value for value in scored.values())
     if most > _EXTREME:
         lines.append(
-            f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, a wrong tokenizer or a"
+            f"  {most:.1f} nats per token is extreme: of a trained model it means wrong weights, "
+            "a wrong tokenizer or a"
             " wrong model configuration (slime doctor; slime align; --check-weight-update-equal)"
         )
     elif most > _LARGE and not templated:
         lines.append(
-            f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base model at a high"
-            " --rollout-temperature; of an instruct model it means that prompts do not follow its chat template"
+            f"  {most:.1f} nats per token is much: usual of an untrained model, or of a base "
+            "model at a high"
+            " --rollout-temperature; of an instruct model it means that prompts do not follow its "
+            "chat template"
             " (--apply-chat-template)"
         )
     return lines
 
 
-def large_gradient(rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> tuple[str, str] | None:
+def large_gradient(
+    rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]
+) -> tuple[str, str] | None:
     """What is seen, and what to try, where the gradient is large from a run's first step on.
 
-    Looked at are models that find likely what they wrote: of another one any norm is possible, and `first_step_lines`
-    says what may be wrong with it.
+    Looked at are models that find likely what they wrote: of another one any norm is possible, and
+    `first_step_lines` says what may be wrong with it.
 
     Args:
         rows: of metrics, the first step's first.
@@ -76,18 +88,29 @@ def large_gradient(rows: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) 
     first = trained[0]
     norm = trained[0]["train/grad_norm"]
     scored = first.get("rollout/log_probs")
-    if scored is None or -scored > _LARGE or min(norm, trained[-1]["train/grad_norm"]) <= _LARGE_NORM:
+    if (
+        scored is None
+        or -scored > _LARGE
+        or min(norm, trained[-1]["train/grad_norm"]) <= _LARGE_NORM
+    ):
         return None
-    detail = f"grad norm {norm:.0f} in step {first['step']:.0f}, at a mean log-prob of {scored:.3f}: below 5 is usual"
+    detail = (
+        f"grad norm {norm:.0f} in step {first['step']:.0f}, at a mean log-prob of {scored:.3f}: "
+        "below 5 is usual"
+    )
     ends = [first.get(f"rollout/reward/{end}") or 0.0 for end in ("min", "max")]
     tries = []
     if max(map(abs, ends)) > _LARGE_REWARD:
         normalise = "" if flags.get("normalize_advantages") else ", or --normalize-advantages"
         tries.append(f"rewards go from {ends[0]:g} to {ends[1]:g}: scale them{normalise}")
     if first.get("train/moe_max_load") is not None:
-        tries.append("with experts, slime align: it names the first layer that trainer and engine compute differently")
+        tries.append(
+            "with experts, slime align: it names the first layer that trainer and engine compute "
+            "differently"
+        )
     tries.append(
-        "look for prompts that carry the chat template twice (slime doctor), a loss of your own that sums over tokens"
+        "look for prompts that carry the chat template twice (slime doctor), a loss of your own "
+        "that sums over tokens"
     )
     kernels = ["--attention-backend flash"] if flags.get("attention_backend") != "flash" else []
     kernels += [] if flags.get("deterministic_mode") else ["--deterministic-mode"]

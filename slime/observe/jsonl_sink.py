@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one JSON object per step, and per evaluation beside training; appended as whole lines."""
+"""``metrics.jsonl``: one JSON object per step, and per evaluation beside training; appended as
+whole lines."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class JsonlSink:
         self._run = run
         self._path = run.metrics_path
         self._remove_cut_line()
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(
+            self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
 
     def _remove_cut_line(self) -> None:
         if not self._path.exists():
@@ -63,7 +66,9 @@ class JsonlSink:
         except OSError as error:
             os.ftruncate(self._file, size)
             raise UserError(
-                f"cannot write step {step} to {self._path}", why=error.strerror or str(error), fix="free disk space"
+                f"cannot write step {step} to {self._path}",
+                why=error.strerror or str(error),
+                fix="free disk space",
             ) from error
 
     def rewind(self, next_step: int) -> None:
@@ -72,11 +77,17 @@ class JsonlSink:
         They are kept in ``history/``, because they tell what the lost steps did.
         """
         rows = read_lines(self._path)
-        lost = [row for row in rows if row.get("stage") == self._run.stage and row.get("step", -1) >= next_step]
+        lost = [
+            row
+            for row in rows
+            if row.get("stage") == self._run.stage and row.get("step", -1) >= next_step
+        ]
         if not lost:
             return
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        write_atomically(self._run.path / "history" / f"metrics.{stamp}.jsonl", b"".join(map(dump_line, lost)))
+        write_atomically(
+            self._run.path / "history" / f"metrics.{stamp}.jsonl", b"".join(map(dump_line, lost))
+        )
         kept = [row for row in rows if row not in lost]
         write_atomically(self._path, b"".join(map(dump_line, kept)))
         os.close(self._file)

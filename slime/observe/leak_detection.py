@@ -1,13 +1,15 @@
-"""Does a series grow without end? For memory of processes, which fills caches at first, jumps when something new is
-done for the first time, goes up and down, and begins again when a process is restarted. None of that is growth.
+"""Does a series grow without end? For memory of processes, which fills caches at first, jumps when
+something new is done for the first time, goes up and down, and begins again when a process is
+restarted. None of that is growth.
 
-    windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█      the least value of each of the last 6 rises, and by much: growth
-                                       ▁▄▆▇████      caches that fill up: the last windows rise by little
-                                       ▁▁▁████       a jump: the others do not rise
-                                       ▁▅▂▆▁▅▂▆      the least values stay
+    windows of 5, 10, 20, … values     ▁▂▃▄▅▆▇█      the least value of each of the last 6 rises,
+    and by much: growth
+                                       ▁▄▆▇████      caches that fill up: the last windows rise by
+                                       little ▁▁▁████       a jump: the others do not rise ▁▅▂▆▁▅▂▆
+                                       the least values stay
 
-Windows begin at fixed places of the series, so that a judgement changes once in a window and not at every step; of a
-series that has paused, six new windows must rise before it is growth again.
+Windows begin at fixed places of the series, so that a judgement changes once in a window and not at
+every step; of a series that has paused, six new windows must rise before it is growth again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _WARM_UP = 2
 _RESTARTED = 0.7
 #: Share of the mean rise that each window must rise by.
 _STEADY = 1 / 3
-#: Of a run's first steps, where memory may be used up before there are windows: values that are left out, and looked at
+#: Of a run's first steps, where memory may be used up before there are windows: values that are
+#: left out, and looked at
 _FIRST = 5
 _SOON = 10
 
@@ -61,7 +64,8 @@ def steady_growth(values: Sequence[float], at_least: float, share: float) -> Gro
 
 
 def sudden_growth(values: Sequence[float], at_least: float, share: float) -> Growth | None:
-    """The same within a few steps, of which each rises: to be taken for growth where it would use up what is left."""
+    """The same within a few steps, of which each rises: to be taken for growth where it would use
+    up what is left."""
     values = _since_restart(values)[_FIRST:]
     newest = values[-_SOON:]
     if len(newest) < _SOON or not _is_growth(newest, at_least, share):

@@ -1,4 +1,5 @@
-"""README.md of a trained model: what it began with, what taught it, and how that went. Made from its run folder."""
+"""README.md of a trained model: what it began with, what taught it, and how that went. Made from
+its run folder."""
 
 from __future__ import annotations
 
@@ -13,11 +14,23 @@ from slime.redact import redacted
 
 _CHOSEN = ("flag", "yaml")
 #: Flags that say where files of this machine are: no part of the recipe.
-_PLACES = ("output_dir", "run_name", "stage", "save", "save_hf", "load", "ref_load", "config", "resume")
+_PLACES = (
+    "output_dir",
+    "run_name",
+    "stage",
+    "save",
+    "save_hf",
+    "load",
+    "ref_load",
+    "config",
+    "resume",
+)
 UNKNOWN = "unknown"
 
 
-def model_card(name: str, run: RunData | None, base_model: Path | None = None, licence: str = UNKNOWN) -> str:
+def model_card(
+    name: str, run: RunData | None, base_model: Path | None = None, licence: str = UNKNOWN
+) -> str:
     """The card as Markdown, with the hub's YAML head.
 
     Args:
@@ -32,12 +45,23 @@ def model_card(name: str, run: RunData | None, base_model: Path | None = None, l
         head["base_model"] = base
     supervised = run is not None and all(is_supervised(stage) for stage in run.stages)
     tags = ["slime", "sft" if supervised else "reinforcement-learning"] if run else ["slime"]
-    lines = ["---", *(f"{key}: {value}" for key, value in head.items()), "tags:", *(f"- {tag}" for tag in tags), "---"]
+    lines = [
+        "---",
+        *(f"{key}: {value}" for key, value in head.items()),
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+        "---",
+    ]
     lines += ["", f"# {name}", ""]
     if run is None:
-        return "\n".join([*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""])
+        return "\n".join(
+            [*lines, "Uploaded with `slime push`; of its training nothing is known here.", ""]
+        )
     kind = "supervised fine-tuning" if supervised else "reinforcement learning"
-    lines += [f"{f'`{base}`' if base else 'A model'} after {kind} with slime (run `{run.name}`).", ""]
+    lines += [
+        f"{f'`{base}`' if base else 'A model'} after {kind} with slime (run `{run.name}`).",
+        "",
+    ]
     for stage in run.stages:
         lines += _stage(stage, several=len(run.stages) > 1)
     if versions := _versions(run):
@@ -49,7 +73,9 @@ def _stage(stage: Stage, several: bool) -> list[str]:
     flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
     facts: dict[str, Any] = {"Data": _file(flags.get("prompt_data"))}
     if not is_supervised(stage):
-        facts["Reward"] = (flags.get("custom_rm_path") and _file(flags["custom_rm_path"])) or flags.get("rm_type")
+        facts["Reward"] = (
+            flags.get("custom_rm_path") and _file(flags["custom_rm_path"])
+        ) or flags.get("rm_type")
         facts["Algorithm"] = flags.get("advantage_estimator")
     evaluated = flags.get("eval_prompt_data") or ()
     facts["Evaluated on"] = ", ".join(_file(path) or "" for path in evaluated[1::2])
@@ -67,7 +93,10 @@ def _stage(stage: Stage, several: bool) -> list[str]:
 
 def _scores(stage: Stage) -> list[str]:
     """First and last value of what the curves of the report show."""
-    keys = [f"eval/{name}" for name in dict.fromkeys(name for row in stage.rows for name in eval_scores(row))]
+    keys = [
+        f"eval/{name}"
+        for name in dict.fromkeys(name for row in stage.rows for name in eval_scores(row))
+    ]
     keys += ["train/loss"] if is_supervised(stage) else ["rollout/raw_reward"]
     rows = []
     for key in keys:
@@ -75,7 +104,10 @@ def _scores(stage: Stage) -> list[str]:
         if values:
             (first_step, first) = values[0]
             (last_step, last) = values[-1]
-            rows.append(f"| {key} | {_number(first)} (step {first_step:g}) | {_number(last)} (step {last_step:g}) |")
+            rows.append(
+                f"| {key} | {_number(first)} (step {first_step:g}) | {_number(last)} (step "
+                f"{last_step:g}) |"
+            )
     return ["| | first | last |", "|---|--:|--:|", *rows, ""] if rows else []
 
 
@@ -85,7 +117,9 @@ def _shown(flag: str, value: Any) -> str:
     if value is True:
         return ""
     parts = value if isinstance(value, list) else [value]
-    return " ".join(json.dumps(part) if isinstance(part, dict) else _file(str(part)) or "" for part in parts)
+    return " ".join(
+        json.dumps(part) if isinstance(part, dict) else _file(str(part)) or "" for part in parts
+    )
 
 
 def _file(path: str | None) -> str | None:
@@ -99,7 +133,9 @@ def _file(path: str | None) -> str | None:
 def _versions(run: RunData) -> str:
     """Of the packages that the last stage ran with."""
     packages: dict[str, str] = run.stages[-1].summary.get("packages", {}) if run.stages else {}
-    return ", ".join(f"{name} {version}" for name, version in packages.items() if version != "not installed")
+    return ", ".join(
+        f"{name} {version}" for name, version in packages.items() if version != "not installed"
+    )
 
 
 def _number(value: float) -> str:

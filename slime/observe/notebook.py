@@ -1,4 +1,5 @@
-"""Output in notebooks: a run in a kernel is shown in one output of its cell, which is updated in place."""
+"""Output in notebooks: a run in a kernel is shown in one output of its cell, which is updated in
+place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Output that nobody reads ends no run: a closed pipe, a full disk under a log, a terminal that is gone."""
+"""Output that nobody reads ends no run: a closed pipe, a full disk under a log, a terminal that is
+gone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ logger = get_logger(__name__)
 
 
 class _Tolerant:
-    """A text stream of which the file descriptor leads nowhere from the first write on that fails."""
+    """A text stream of which the file descriptor leads nowhere from the first write on that
+    fails."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -72,7 +74,9 @@ def tolerant_output() -> Iterator[None]:
     """In this block a write to stdout or stderr that fails raises nothing. It is logged once."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before):
-        with suppress(AttributeError, OSError, ValueError):  # no stream, or one without a descriptor
+        with suppress(
+            AttributeError, OSError, ValueError
+        ):  # no stream, or one without a descriptor
             stream.fileno()
             setattr(sys, name, _Tolerant(stream, name))
     try:

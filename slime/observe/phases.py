@@ -1,4 +1,5 @@
-"""Wall-clock phases of a process: ``perf/{phase}_time`` metrics and the events of the timeline, from one clock.
+"""Wall-clock phases of a process: ``perf/{phase}_time`` metrics and the events of the timeline,
+from one clock.
 
 Example:
     >>> timer = PhaseTimer()
@@ -26,7 +27,8 @@ def now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEvent:
-    """One finished phase: `start` in epoch seconds, `duration` in seconds, `depth` 0 for outermost phases."""
+    """One finished phase: `start` in epoch seconds, `duration` in seconds, `depth` 0 for outermost
+    phases."""
 
     name: str
     start: float
@@ -35,10 +37,12 @@ class PhaseEvent:
 
 
 class PhaseTimer:
-    """Times named phases, nested ones too. A phase entered several times in a step adds up. One thread only.
+    """Times named phases, nested ones too. A phase entered several times in a step adds up. One
+    thread only.
 
     Args:
-        on_change: told the name of the innermost open phase whenever it changes, None when there is none.
+        on_change: told the name of the innermost open phase whenever it changes, None when there is
+            none.
     """
 
     def __init__(self, on_change: Callable[[str | None], None] | None = None) -> None:
@@ -83,7 +87,8 @@ class PhaseTimer:
         return {f"perf/{name}_time": value for name, value in seconds.items()}
 
     def forget_all_but(self, name: str) -> None:
-        """Seconds of other phases that ended since the last `pop_metrics`: their step is done again."""
+        """Seconds of other phases that ended since the last `pop_metrics`: their step is done
+        again."""
         self._seconds = {name: self._seconds[name]} if name in self._seconds else {}
 
     def pop_events(self) -> list[PhaseEvent]:

@@ -1,7 +1,9 @@
-"""What was generated, on disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl`` and the traces.
+"""What was generated, on disk: ``samples/rollout_000012.jsonl``, ``samples/eval_000012.jsonl`` and
+the traces.
 
-One line per sample, so that ``jq``, pandas and ``datasets`` read it. Only a part of a large rollout is kept (whole
-groups, evenly spread): enough to read, not a second copy of the data. For everything, use --save-debug-rollout-data.
+One line per sample, so that ``jq``, pandas and ``datasets`` read it. Only a part of a large rollout
+is kept (whole groups, evenly spread): enough to read, not a second copy of the data. For
+everything, use --save-debug-rollout-data.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 #: Longest text kept of a prompt, a response or a label, in characters.
 MAX_TEXT = 20_000
-#: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte per rollout.
+#: Tokens of a file that are kept one by one with their log-probs: some 15 bytes each, a megabyte
+#: per rollout.
 MAX_TOKENS = 65_536
 #: Failures kept of a rollout, or of all evaluations.
 MAX_FAILURES = 256
@@ -55,10 +58,12 @@ def run_lengths(mask: Sequence[int]) -> list[list[int]]:
 
 
 def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """The response as pieces of text that are trained on or not, and came from one version of the weights.
+    """The response as pieces of text that are trained on or not, and came from one version of the
+    weights.
 
     Returns:
-        [{"text", "trained", "version"}] in order; empty when everything is trained and of one version.
+        [{"text", "trained", "version"}] in order; empty when everything is trained and of one
+        version.
     """
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
     versions: list[int | None] = [None] * sample.response_length
@@ -70,23 +75,33 @@ def segments(sample: Sample, decode: Callable[[list[int]], str]) -> list[dict[st
         return []
     response = sample.tokens[sample.prompt_length :]
     return [
-        {"text": decode(response[start:end]), "trained": bool(mask[start]), "version": versions[start]}
+        {
+            "text": decode(response[start:end]),
+            "trained": bool(mask[start]),
+            "version": versions[start],
+        }
         for start, end in itertools.pairwise(cuts)
         if end > start
     ]
 
 
-def _log_prob_stats(values: Sequence[float] | None, mask: Sequence[int] | None) -> dict[str, float] | None:
+def _log_prob_stats(
+    values: Sequence[float] | None, mask: Sequence[int] | None
+) -> dict[str, float] | None:
     """Mean and least log-prob of the trained tokens."""
     if not values:
         return None
-    kept = [v for v, m in zip(values, mask if mask is not None else [1] * len(values)) if m and math.isfinite(v)]
+    kept = [
+        v
+        for v, m in zip(values, mask if mask is not None else [1] * len(values))
+        if m and math.isfinite(v)
+    ]
     return {"mean": sum(kept) / len(kept), "min": min(kept)} if kept else None
 
 
 class TokenTexts:
-    """The text of each token by itself, as it reads within a text. A character of several tokens stands at the first of
-    them; what is no character reads �.
+    """The text of each token by itself, as it reads within a text. A character of several tokens
+    stands at the first of them; what is no character reads �.
 
     Args:
         decode: turns token ids into text. Asked once per token id, and once per such character.
@@ -98,11 +113,15 @@ class TokenTexts:
         self._characters: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        texts = [self._known[token] if token in self._known else self._look(token) for token in tokens]
+        texts = [
+            self._known[token] if token in self._known else self._look(token) for token in tokens
+        ]
         parts: list[int] = []
         for i, text in enumerate(texts):
             parts = [*parts, i][-_MOST_PARTS:] if _PART in text else []
-            if len(parts) > 1 and _PART not in (whole := self._together(tuple(tokens[part] for part in parts))):
+            if len(parts) > 1 and _PART not in (
+                whole := self._together(tuple(tokens[part] for part in parts))
+            ):
                 for part in parts:
                     texts[part] = whole if part == parts[0] else ""
                 parts = []
@@ -116,7 +135,9 @@ class TokenTexts:
             alone = ""  # of a user's own, unknown to the tokenizer: no reason to lose a rollout
             twice = f"<{token}>"
         # where decoding strips the space that begins a text, the second of two has it still
-        text = self._known[token] = str(json_safe(twice[len(alone) :] if twice.startswith(alone) else alone))
+        text = self._known[token] = str(
+            json_safe(twice[len(alone) :] if twice.startswith(alone) else alone)
+        )
         return text
 
     def _together(self, tokens: tuple[int, ...]) -> str:
@@ -129,15 +150,22 @@ class TokenTexts:
 
 
 def token_record(sample: Sample, texts: TokenTexts) -> dict[str, Any] | None:
-    """``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response; None without a response."""
+    """``{"text": [...], "log_probs": [...] or null}``, an entry per token of the response; None
+    without a response."""
     if not sample.response_length:
         return None
     log_probs = sample.rollout_log_probs
-    rounded = [round(float(value), 3) if math.isfinite(value) else None for value in log_probs] if log_probs else None
+    rounded = (
+        [round(float(value), 3) if math.isfinite(value) else None for value in log_probs]
+        if log_probs
+        else None
+    )
     return {"text": texts.of(sample.tokens[-sample.response_length :]), "log_probs": rounded}
 
 
-def sample_record(sample: Sample, decode: Callable[[list[int]], str] | None = None) -> dict[str, Any]:
+def sample_record(
+    sample: Sample, decode: Callable[[list[int]], str] | None = None
+) -> dict[str, Any]:
     """One line of a samples file; ``docs/run-folder.md`` lists the fields."""
     record: dict[str, Any] = {
         "group": sample.group_index,
@@ -177,12 +205,15 @@ def _as_far_as_it_goes(sample: Sample) -> dict[str, Any]:
             "index": sample.index,
             "status": str(getattr(sample.status, "value", sample.status)),
         }
-        safe: dict[str, Any] = json_safe({**kept, "prompt": sample.prompt, "response": sample.response})
+        safe: dict[str, Any] = json_safe(
+            {**kept, "prompt": sample.prompt, "response": sample.response}
+        )
         return safe
 
 
 def spread(groups: Sequence[Group], max_samples: int) -> list[Group]:
-    """Whole groups, evenly spread, with at most `max_samples` samples in all (but at least one group)."""
+    """Whole groups, evenly spread, with at most `max_samples` samples in all (but at least one
+    group)."""
     count = sum(len(group.samples) for group in groups)
     if count <= max_samples:
         return list(groups)
@@ -199,7 +230,9 @@ def _key(sample: Sample, index: int) -> SampleKey:
     return index, len(sample.tokens), sample.response_length
 
 
-def _numbers(values: np.ndarray | None, *, one_for_all: bool = False) -> list[float | None] | float | None:
+def _numbers(
+    values: np.ndarray | None, *, one_for_all: bool = False
+) -> list[float | None] | float | None:
     """For JSON; one number for all tokens, where ``one_for_all`` and they are equal."""
     if values is None or not len(values):
         return None
@@ -214,9 +247,10 @@ class Recorder:
 
     Args:
         run: the run folder (or its path; the stage is then taken from `config`).
-        decode: turns token ids into text (``tokenizer.decode``); with it, responses with a loss mask or several weight
-            versions are stored in coloured pieces too.
-        max_samples: training samples kept per rollout, and evaluation samples kept per data set; 0 keeps none.
+        decode: turns token ids into text (``tokenizer.decode``); with it, responses with a loss
+            mask or several weight versions are stored in coloured pieces too.
+        max_samples: training samples kept per rollout, and evaluation samples kept per data set; 0
+            keeps none.
     Attributes:
         has_rollouts: one was recorded, so that an evaluation is not one before any training.
     """
@@ -228,7 +262,9 @@ class Recorder:
         decode: Callable[[list[int]], str] | None = None,
         max_samples: int = 256,
     ) -> None:
-        self._run = run if isinstance(run, RunFolder) else RunFolder(run, config.observe.stage or None)
+        self._run = (
+            run if isinstance(run, RunFolder) else RunFolder(run, config.observe.stage or None)
+        )
         self._decode = decode
         self._texts = TokenTexts(decode) if decode is not None else None
         self._max_samples = max_samples
@@ -240,15 +276,24 @@ class Recorder:
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write what rollout `rollout_id` generated, and its timeline."""
         self.has_rollouts = True
-        (self._run.samples / trained_name(rollout_id)).unlink(missing_ok=True)  # of a rollout that is done again
+        (self._run.samples / trained_name(rollout_id)).unlink(
+            missing_ok=True
+        )  # of a rollout that is done again
         kept = spread(groups, self._max_samples) if self._max_samples else []
-        self._write(f"rollout_{rollout_id:06d}", [{"rollout_id": rollout_id}] * len(kept), [g.samples for g in kept])
+        self._write(
+            f"rollout_{rollout_id:06d}",
+            [{"rollout_id": rollout_id}] * len(kept),
+            [g.samples for g in kept],
+        )
         if self._tracing:
             samples = [sample for group in groups for sample in group.samples]
             write_trace(self._run.trace / f"rollout_{rollout_id:06d}.json", samples)
 
-    def record_failure(self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception) -> None:
-        """Write down at once that users' code failed on samples of one execution: as they stand, with the traceback.
+    def record_failure(
+        self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception
+    ) -> None:
+        """Write down at once that users' code failed on samples of one execution: as they stand,
+        with the traceback.
 
         Args:
             rollout_id: None for an evaluation.
@@ -257,7 +302,11 @@ class Recorder:
         self._num_failures[rollout_id] += 1
         if self._num_failures[rollout_id] > MAX_FAILURES:
             return
-        told = {"failed": while_, "error": f"{type(error).__name__}: {error}", "rollout_id": rollout_id}
+        told = {
+            "failed": while_,
+            "error": f"{type(error).__name__}: {error}",
+            "rollout_id": rollout_id,
+        }
         told["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         name = "failed_eval.jsonl" if rollout_id is None else f"failed_{rollout_id:06d}.jsonl"
         lines = [dump_line({**told, **_as_far_as_it_goes(sample)}) for sample in samples]
@@ -266,17 +315,21 @@ class Recorder:
             file.write(b"".join(lines))
 
     def token_keys(self, groups: Sequence[Group]) -> frozenset[SampleKey]:
-        """The samples of a rollout whose tokens `record_rollout` keeps one by one, as far as nothing else in it has the
-        same key."""
+        """The samples of a rollout whose tokens `record_rollout` keeps one by one, as far as
+        nothing else in it has the same key."""
         if self._texts is None or not self._max_samples:
             return frozenset()
         left = MAX_TOKENS
         keys: list[SampleKey] = []
-        for sample in (sample for group in spread(groups, self._max_samples) for sample in group.samples):
+        for sample in (
+            sample for group in spread(groups, self._max_samples) for sample in group.samples
+        ):
             if 0 < sample.response_length <= left:
                 left -= sample.response_length
                 keys += [] if sample.index is None else [_key(sample, sample.index)]
-        counts = Counter(_key(s, s.index) for group in groups for s in group.samples if s.index is not None)
+        counts = Counter(
+            _key(s, s.index) for group in groups for s in group.samples if s.index is not None
+        )
         return frozenset(key for key in keys if counts[key] == 1)
 
     def record_training(self, rollout_id: int, trained: Sequence[TrainedTokens]) -> None:
@@ -295,12 +348,15 @@ class Recorder:
             write_atomically(self._run.samples / trained_name(rollout_id), b"".join(lines))
 
     def evaluation_name(self, rollout_id: int) -> str:
-        """Of the file of an evaluation that begins now: after the rollout that was trained on before it; one before
-        any training is ``eval_start``."""
+        """Of the file of an evaluation that begins now: after the rollout that was trained on
+        before it; one before any training is ``eval_start``."""
         return f"eval_{rollout_id:06d}" if self.has_rollouts else "eval_start"
 
-    def record_evaluation(self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the samples of an evaluation: ``data`` as in `slime.user_code.hooks.RolloutFnEvalOutput`.
+    def record_evaluation(
+        self, name: str, rollout_id: int, data: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Write the samples of an evaluation: ``data`` as in
+        `slime.user_code.hooks.RolloutFnEvalOutput`.
 
         Args:
             name: what `evaluation_name` said when it began.
@@ -312,14 +368,18 @@ class Recorder:
             lists.append(list(result.get("samples") or [])[: self._max_samples])
         self._write(name, extras, lists)
 
-    def _write(self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]) -> None:
+    def _write(
+        self, name: str, extras: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[Sample]]
+    ) -> None:
         lines = []
         left = MAX_TOKENS
         for extra, samples in zip(extras, lists):
             for sample in samples:
                 record = {**extra, **sample_record(sample, self._decode)}
                 if self._texts is not None and sample.response_length <= left:
-                    record["tokens"] = token_record(sample, self._texts)  # of JSON as it is: there are many
+                    record["tokens"] = token_record(
+                        sample, self._texts
+                    )  # of JSON as it is: there are many
                     left -= sample.response_length
                 lines.append(dump_line(record))
         if lines:

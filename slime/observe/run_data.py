@@ -1,4 +1,5 @@
-"""Reads a run folder for pages and commands. Whatever is missing or half-written is left out, never an error."""
+"""Reads a run folder for pages and commands. Whatever is missing or half-written is left out, never
+an error."""
 
 from __future__ import annotations
 
@@ -59,27 +60,41 @@ class RunData:
 
 
 def merge_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per step, by step: later rows of a step add to and override earlier ones. Rows of another version, or
-    damaged ones, are taken as far as they are understood."""
+    """One row per step, by step: later rows of a step add to and override earlier ones. Rows of
+    another version, or damaged ones, are taken as far as they are understood."""
     by_step: dict[float, dict[str, Any]] = {}
     for row in rows:
         step = row.get("step")
         if isinstance(step, (int, float)):
             added = row.get("nonfinite")
-            nonfinite = [*by_step.get(step, {}).get("nonfinite", []), *(added if isinstance(added, list) else ())]
-            merged = {**by_step.get(step, {}), **{k: v for k, v in row.items() if k != "nonfinite" and _is_cell(k, v)}}
+            nonfinite = [
+                *by_step.get(step, {}).get("nonfinite", []),
+                *(added if isinstance(added, list) else ()),
+            ]
+            merged = {
+                **by_step.get(step, {}),
+                **{k: v for k, v in row.items() if k != "nonfinite" and _is_cell(k, v)},
+            }
             by_step[step] = {**merged, "nonfinite": nonfinite} if nonfinite else merged
     return [by_step[step] for step in sorted(by_step)]
 
 
 def rows_by_stage(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of ``metrics.jsonl`` as one row per step of each stage, "" for a run that has none."""
+    """The lines of ``metrics.jsonl`` as one row per step of each stage, "" for a run that has
+    none."""
     names = dict.fromkeys(row.get("stage") or "" for row in rows)
-    return {name: merge_rows([row for row in rows if (row.get("stage") or "") == name]) for name in names}
+    return {
+        name: merge_rows([row for row in rows if (row.get("stage") or "") == name])
+        for name in names
+    }
 
 
 def _is_cell(key: str, value: Any) -> bool:
-    return key in ROW_KEYS or value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return (
+        key in ROW_KEYS
+        or value is None
+        or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    )
 
 
 def read_run(path: Path) -> RunData:
@@ -92,9 +107,12 @@ def read_run(path: Path) -> RunData:
         raise UserError(f"no run folder {path}", fix="pass a directory below outputs/")
     stages = read_stages(path, rows_by_stage(read_lines(path / "metrics.jsonl")))
     if not stages:
-        raise UserError(f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl")
+        raise UserError(
+            f"{path} is not a run folder", why="it has neither config.json nor metrics.jsonl"
+        )
     crashes = [
-        read_object(p) | {"folder": str(p.parent.relative_to(path))} for p in sorted(path.glob("crash/*/crash.json"))
+        read_object(p) | {"folder": str(p.parent.relative_to(path))}
+        for p in sorted(path.glob("crash/*/crash.json"))
     ]
     return RunData(path, stages, crashes)
 
@@ -116,9 +134,13 @@ def read_stages(path: Path, rows: dict[str, list[dict[str, Any]]]) -> list[Stage
         run = RunFolder(path, name or None)
         stage = Stage(name, summary["stages"].get(name, {}), read_object(run.config_path))
         stage.rows = rows.get(name, [])
-        stage.rollouts = {p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl")) if p.is_file()}
+        stage.rollouts = {
+            p.stem: p for p in sorted(run.samples.glob("rollout_*.jsonl")) if p.is_file()
+        }
         stage.evaluations = {
-            p.stem: p for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order) if p.is_file()
+            p.stem: p
+            for p in sorted(run.samples.glob("eval_*.jsonl"), key=_eval_order)
+            if p.is_file()
         }
         if stage.summary.get("state") == "running" and not is_held(path):
             stage.summary = {**stage.summary, "state": "interrupted", "ended": _last_time(stage)}
@@ -131,14 +153,26 @@ def _eval_order(path: Path) -> tuple[bool, str]:
 
 
 def _last_time(stage: Stage) -> float | None:
-    return max((row["time"] for row in stage.rows if isinstance(row.get("time"), (int, float))), default=None)
+    return max(
+        (row["time"] for row in stage.rows if isinstance(row.get("time"), (int, float))),
+        default=None,
+    )
 
 
 def flags_with_origins(config: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """(flag, value, origin) of a configuration file: ``{group: {flag: value}, "origins": {flag: origin}}``."""
+    """(flag, value, origin) of a configuration file: ``{group: {flag: value}, "origins": {flag:
+    origin}}``."""
     origins = config.get("origins")
-    flags = [(name, value) for group in config if group != "origins" for name, value in _items(config[group])]
-    return [(name, value, str(origins.get(name, "")) if isinstance(origins, dict) else "") for name, value in flags]
+    flags = [
+        (name, value)
+        for group in config
+        if group != "origins"
+        for name, value in _items(config[group])
+    ]
+    return [
+        (name, value, str(origins.get(name, "")) if isinstance(origins, dict) else "")
+        for name, value in flags
+    ]
 
 
 def _items(group: Any) -> list[tuple[str, Any]]:

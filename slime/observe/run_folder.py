@@ -9,9 +9,9 @@ outputs/<run_name>/
   trace/                timelines that open in Perfetto, per rollout
   logs/                 one file per process
   model/                with --save: the model at the end, a Hugging Face directory
-  journal/              while it runs: what was generated and not trained on yet, and when which weights were pushed
-  crash/                traceback, last metrics and configuration of a failed run
-  report.html           all of it on one page
+  journal/              while it runs: what was generated and not trained on yet, and when which
+  weights were pushed crash/                traceback, last metrics and configuration of a failed
+  run report.html           all of it on one page
 """
 
 from __future__ import annotations
@@ -57,11 +57,29 @@ _CONFIG = re.compile(r"config(?:\.([^\s/()~]{1,100}))?\.json")
 _MOST = 1e11
 #: What a run writes, by the name in its folder: files, and folders with what they hold.
 _FILES = ("run.json", "metrics.jsonl", "report.html", ".lock", "config.json")
-_FOLDERS = ("logs", "samples", "journal", "trace", "tensorboard", "crash", "history", "engines", "model")
+_FOLDERS = (
+    "logs",
+    "samples",
+    "journal",
+    "trace",
+    "tensorboard",
+    "crash",
+    "history",
+    "engines",
+    "model",
+)
 _SUFFIXES_INSIDE = (".jsonl", ".json", ".log")
 #: What file managers leave, in a folder that is otherwise empty.
 _OF_NOBODY = frozenset((".lock", ".DS_Store", "Thumbs.db", "desktop.ini"))
-_REPORTED_PACKAGES = ("slime-rl", "torch", "megatron-core", "sglang", "ray", "transformers", "sglang-router")
+_REPORTED_PACKAGES = (
+    "slime-rl",
+    "torch",
+    "megatron-core",
+    "sglang",
+    "ray",
+    "transformers",
+    "sglang-router",
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +88,15 @@ class RunFolder:
 
     Attributes:
         path: the folder itself.
-        stage: name of this stage where several share one folder (SFT, then RL); None when there is only one.
+        stage: name of this stage where several share one folder (SFT, then RL); None when there is
+            only one.
     """
 
     path: Path
     stage: str | None = None
 
-    # -- layout --------------------------------------------------------------------------------------
+    # -- layout
+    # --------------------------------------------------------------------------------------
 
     @property
     def config_path(self) -> Path:
@@ -121,22 +141,25 @@ class RunFolder:
     def _of_stage(self, name: str) -> Path:
         return self.path / name / self.stage if self.stage else self.path / name
 
-    # -- creation ------------------------------------------------------------------------------------
+    # -- creation
+    # ------------------------------------------------------------------------------------
 
     @staticmethod
     def claim(config: Config, *, resuming: bool = False) -> tuple[RunFolder, ExitStack]:
-        """Make the folder of this run, or open it again to continue. A launch that is refused changes nothing.
+        """Make the folder of this run, or open it again to continue. A launch that is refused
+        changes nothing.
 
         Args:
             config: gives ``--output-dir``, ``--run-name``, ``--stage`` and ``--save``.
-            resuming: a checkpoint is being continued, so an existing folder (or stage) is what we want.
+            resuming: a checkpoint is being continued, so an existing folder (or stage) is what we
+                want.
 
         Returns:
             The folder, and its lock and that of ``--save``, until they are closed.
 
         Raises:
-            UserError: another live process writes to one of them, the folder (or this stage in it) exists and we are
-                not resuming, or it cannot be written.
+            UserError: another live process writes to one of them, the folder (or this stage in it)
+                exists and we are not resuming, or it cannot be written.
         """
         observe = config.observe
         run = RunFolder(Path(observe.output_dir) / observe.run_name, observe.stage or None)
@@ -161,8 +184,8 @@ class RunFolder:
             return run, locks.pop_all()
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep every other process from writing here. A process that does not hold the lock changes nothing in the
-        folder.
+        """Keep every other process from writing here. A process that does not hold the lock changes
+        nothing in the folder.
 
         Raises:
             UserError: another live process holds it, or the folder cannot be written.
@@ -177,28 +200,36 @@ class RunFolder:
             raise UserError(
                 f"the run folder {self.path} exists already",
                 why="a run never writes over the results of another one",
-                fix="pass another --run-name, or set --load to its checkpoint directory to continue that run",
+                fix="pass another --run-name, or set --load to its checkpoint directory to "
+                "continue that run",
             )
         if not config_files(self.path):
             raise UserError(
-                f"{self.path} is not a run folder", why="it has no config.json", fix="pass another --run-name"
+                f"{self.path} is not a run folder",
+                why="it has no config.json",
+                fix="pass another --run-name",
             )
         if self.config_path.exists():
             raise UserError(
                 f"the run folder {self.path} already has stage '{self.stage}'",
-                fix="pass another --stage or --run-name, or set --load to its checkpoint directory to continue it",
+                fix="pass another --stage or --run-name, or set --load to its checkpoint "
+                "directory to continue it",
             )
 
     def _check_places(self) -> None:
         """Every name that the run writes to is free, or what it should be.
 
         Raises:
-            UserError: a folder has the name of a file, a file that of a folder, or one cannot be read and written.
+            UserError: a folder has the name of a file, a file that of a folder, or one cannot be
+                read and written.
         """
         folders = [self.path / name for name in _FOLDERS]
         files = [*(self.path / name for name in _FILES), *config_files(self.path).values()]
         files += [path for folder in folders for path in _no_plain_files(folder)]
-        for path, is_folder in (*((path, True) for path in folders), *((path, False) for path in files)):
+        for path, is_folder in (
+            *((path, True) for path in folders),
+            *((path, False) for path in files),
+        ):
             if not os.path.lexists(path):
                 continue
             if path.is_symlink() and not path.exists():
@@ -209,11 +240,13 @@ class RunFolder:
                 why = f"user {os.geteuid()} may not read and write it"
             else:
                 continue
-            raise UserError(f"{path} is in the run's way", why, "move it away; nothing has been changed")
+            raise UserError(
+                f"{path} is in the run's way", why, "move it away; nothing has been changed"
+            )
 
     def _was_never_launched(self) -> bool:
-        """An earlier try under this name ended before anything ran, for want of data, GPUs, a model that loads: the
-        corrected one takes its place."""
+        """An earlier try under this name ended before anything ran, for want of data, GPUs, a model
+        that loads: the corrected one takes its place."""
         entry = self.read_summary()["stages"].get(self.stage or "")
         if entry is None or entry.get("launched") is not None:
             return False
@@ -223,7 +256,8 @@ class RunFolder:
         return here and not Path(f"/proc/{entry.get('pid')}").exists()  # killed while it came up
 
     def _keep_config(self) -> None:
-        """Each launch may have other settings: those of all stay readable, and replace a file that gets lost."""
+        """Each launch may have other settings: those of all stay readable, and replace a file that
+        gets lost."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.config_path.stat().st_mtime))
         history = self.path / "history"
         history.mkdir(exist_ok=True)
@@ -233,14 +267,17 @@ class RunFolder:
         """The configuration of the newest launch.
 
         Raises:
-            UserError: it is missing or damaged; says which copies there are, or what the command of the run was.
+            UserError: it is missing or damaged; says which copies there are, or what the command of
+                the run was.
         """
         from slime.config.config import Config
 
         try:
             return Config.load(self.config_path)
         except UserError as error:
-            raise UserError(error.what, error.why, self._instead_of_the_config(Config.load)) from error
+            raise UserError(
+                error.what, error.why, self._instead_of_the_config(Config.load)
+            ) from error
 
     def _instead_of_the_config(self, load: Callable[[Path], Config]) -> str:
         """What to do without the configuration file."""
@@ -256,20 +293,24 @@ class RunFolder:
         was = f"; it was: {shlex.join(argv)}" if is_known else ""
         return f"repeat the command of the run with --load set to its --save{was}"
 
-    # -- state ---------------------------------------------------------------------------------------
+    # -- state
+    # ---------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: dict[str, str]) -> dict[str, Any]:
-        """Note fingerprints of what this launch reads (`slime.run.changed_inputs`). Returns those of the launch before,
-        {} where there was none."""
+        """Note fingerprints of what this launch reads (`slime.run.changed_inputs`). Returns those
+        of the launch before, {} where there was none."""
         summary = self.read_summary()
         entry = summary["stages"].setdefault(self.stage or "", {})
         before = entry.get("inputs")
         entry["inputs"] = inputs
-        write_atomically(self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2))
+        write_atomically(
+            self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
+        )
         return before if isinstance(before, dict) else {}
 
     def set_state(self, state: str) -> None:
-        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume) or "failed".
+        """Note in ``run.json`` how this stage stands: "running", "finished", "stopped" (can resume)
+        or "failed".
 
         "launched" notes that everything is up; from then on the folder belongs to this run.
         """
@@ -291,11 +332,13 @@ class RunFolder:
         else:
             entry["ended"] = time.time()
         entry["state"] = state
-        write_atomically(self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2))
+        write_atomically(
+            self.path / "run.json", orjson.dumps(json_safe(summary), option=orjson.OPT_INDENT_2)
+        )
 
     def read_summary(self) -> dict[str, Any]:
-        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid", "host", "argv",
-        "cwd", "packages"}}}``; what is damaged is left out."""
+        """``run.json``: ``{"name", "stages": {stage or "": {"state", "started", "ended", "pid",
+        "host", "argv", "cwd", "packages"}}}``; what is damaged is left out."""
         summary = read_object(self.path / "run.json")
         stages = summary.get("stages")
         whole = {
@@ -311,11 +354,11 @@ class RunFolder:
         return str(state) if state is not None else None
 
     def write_crash(self, error: BaseException, note: str = "") -> Path | None:
-        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics, the configuration and
-        the ends of all logs (which the next launch goes on with).
+        """Keep what explains a failure: ``crash/<time>/`` with the traceback, the last metrics, the
+        configuration and the ends of all logs (which the next launch goes on with).
 
-        Drivers call it on the way out. It never hides the error itself: when the folder cannot be written (a full
-        disk may be the reason of the crash), it logs that and returns None.
+        Drivers call it on the way out. It never hides the error itself: when the folder cannot be
+        written (a full disk may be the reason of the crash), it logs that and returns None.
 
         Args:
             note: what the run was doing, e.g. the open phase.
@@ -337,9 +380,13 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             told = redact_text("".join(traceback.format_exception(error)))
             (folder / "traceback.txt").write_text(told, encoding="utf-8", errors="replace")
-            (folder / "crash.json").write_bytes(orjson.dumps(json_safe(details), option=orjson.OPT_INDENT_2))
+            (folder / "crash.json").write_bytes(
+                orjson.dumps(json_safe(details), option=orjson.OPT_INDENT_2)
+            )
             last_rows = read_lines(self.metrics_path)[-20:]
-            (folder / "last_metrics.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in last_rows))
+            (folder / "last_metrics.jsonl").write_bytes(
+                b"".join(orjson.dumps(row) + b"\n" for row in last_rows)
+            )
             if self.config_path.exists():
                 shutil.copyfile(self.config_path, folder / self.config_path.name)
             self.set_state("failed")
@@ -352,7 +399,9 @@ class RunFolder:
     def _keep_ends_of_logs(self, folder: Path) -> None:
         newest = sorted(self.logs.glob("*.log"), key=_written, reverse=True)[:_MOST_LOGS]
         for path in newest:
-            if not path.is_file():  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
+            if (
+                not path.is_file()
+            ):  # gone meanwhile, a broken link, or a pipe, which nobody may ever write to
                 continue
             folder.mkdir(exist_ok=True)
             said = redact_text(_end_of(path).decode("utf-8", "surrogateescape"))
@@ -360,14 +409,19 @@ class RunFolder:
 
 
 def config_files(folder: Path) -> dict[str, Path]:
-    """Stage ("" for the only one) → its configuration file, the one that was written last at the end. Copies by file
-    managers (``config (copy).json``, ``config.json~``) are none."""
-    named = {match.group(1) or "": path for path in entries_of(folder) if (match := _CONFIG.fullmatch(path.name))}
+    """Stage ("" for the only one) → its configuration file, the one that was written last at the
+    end. Copies by file managers (``config (copy).json``, ``config.json~``) are none."""
+    named = {
+        match.group(1) or "": path
+        for path in entries_of(folder)
+        if (match := _CONFIG.fullmatch(path.name))
+    }
     return dict(sorted(named.items(), key=lambda item: _written(item[1])))
 
 
 def _no_plain_files(folder: Path, levels: int = 2) -> Iterator[Path]:
-    """What has the name of a run's file in a folder, or one of a stage in it, and is a folder, a link or a pipe."""
+    """What has the name of a run's file in a folder, or one of a stage in it, and is a folder, a
+    link or a pipe."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -401,7 +455,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        if os.path.lexists(folder / ".lock") and error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+        if os.path.lexists(folder / ".lock") and error.errno in (
+            errno.EISDIR,
+            errno.ELOOP,
+            errno.ENXIO,
+        ):
             what = f"{folder / '.lock'} is in the run's way"
             raise UserError(what, error.strerror or "", "remove it, if it is not yours") from error
         raise _cannot_write(folder, error) from error
@@ -456,7 +514,9 @@ def check_no_run_writes(output: Path, flag: str, own: Collection[Path] = ()) -> 
     for folder in (place, *place.parents):
         if folder not in own and is_held(folder):
             why = f"a run is writing to {folder}, and nobody else may"
-            raise UserError(f"{flag} {output} is in a folder of a run that goes on", why, "pass another place")
+            raise UserError(
+                f"{flag} {output} is in a folder of a run that goes on", why, "pass another place"
+            )
 
 
 def _take_lock(descriptor: int) -> None:

@@ -1,8 +1,9 @@
-"""Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per run.
+"""Where metrics go: console, ``metrics.jsonl``, TensorBoard, W&B. The driver holds one `Sinks` per
+run.
 
-``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and rollout k with its
-training is step k + 1. Each step is logged once, and once more where an evaluation of its weights went on beside later
-ones.
+``step`` is the number of rollouts trained on so far: an evaluation before training is step 0, and
+rollout k with its training is step k + 1. Each step is logged once, and once more where an
+evaluation of its weights went on beside later ones.
 
 Example (what a driver does):
     sinks = Sinks(config, run)
@@ -50,7 +51,8 @@ class Sink(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def rewind(self, next_step: int) -> None:
-        """The run goes on with `next_step`; what an earlier process logged from there on is void."""
+        """The run goes on with `next_step`; what an earlier process logged from there on is
+        void."""
 
     def close(self) -> None: ...
 
@@ -65,7 +67,8 @@ def _named_seconds(times: Mapping[str, float]) -> float:
 
 
 class Sinks:
-    """All sinks of a run, and the driver's phases. Whoever makes them holds the lock on the run folder.
+    """All sinks of a run, and the driver's phases. Whoever makes them holds the lock on the run
+    folder.
 
     Args:
         console: where progress is shown; by default stderr.
@@ -76,7 +79,11 @@ class Sinks:
     """
 
     def __init__(
-        self, config: Config, run: RunFolder, console: Console | None = None, more: Sequence[Sink] = ()
+        self,
+        config: Config,
+        run: RunFolder,
+        console: Console | None = None,
+        more: Sequence[Sink] = (),
     ) -> None:
         self._run = run
         self._tracing = config.observe.trace
@@ -90,21 +97,31 @@ class Sinks:
         self._log_seconds = 0.0
         """That went into logging since the last step: a part of the one under way."""
 
-    # -- while the run goes on -------------------------------------------------------------------------
+    # -- while the run goes on
+    # -------------------------------------------------------------------------
 
     def begin(
-        self, first_step: int, total_steps: int, launch_seconds: float = 0.0, saved: dict[str, float] | None = None
+        self,
+        first_step: int,
+        total_steps: int,
+        launch_seconds: float = 0.0,
+        saved: dict[str, float] | None = None,
     ) -> None:
-        """Everything is up: `first_step` steps are done already (a checkpoint was loaded), `total_steps` is the goal.
+        """Everything is up: `first_step` steps are done already (a checkpoint was loaded),
+        `total_steps` is the goal.
 
-        What an earlier process of this run logged beyond `first_step` is dropped: it will be logged again.
+        What an earlier process of this run logged beyond `first_step` is dropped: it will be logged
+        again.
 
         Args:
-            saved: of `first_step`, by its checkpoint; logged where that process was killed before it could.
+            saved: of `first_step`, by its checkpoint; logged where that process was killed before
+                it could.
         """
         self.rewind(first_step + 1 if first_step else 0)
         self._console.begin(first_step, total_steps, launch_seconds)
-        logged = [row for row in read_lines(self._run.metrics_path) if row.get("stage") == self._run.stage]
+        logged = [
+            row for row in read_lines(self._run.metrics_path) if row.get("stage") == self._run.stage
+        ]
         if saved and not any(row["step"] == first_step and _is_step(row) for row in logged):
             for sink in self._sinks:
                 sink.log(first_step, saved)
@@ -121,7 +138,8 @@ class Sinks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the driver does in this block: ``perf/{name}_time``, its lane in the trace, the live display."""
+        """What the driver does in this block: ``perf/{name}_time``, its lane in the trace, the live
+        display."""
         try:
             with self._timer.phase(name):
                 yield
@@ -131,19 +149,22 @@ class Sinks:
 
     @property
     def open_phase(self) -> str | None:
-        """What the driver is doing now, or was doing when it failed; for messages and crash reports."""
+        """What the driver is doing now, or was doing when it failed; for messages and crash
+        reports."""
         return self._timer.open_phase or self._failed_phase
 
     def progress(self, counters: Mapping[str, float]) -> None:
-        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens``; for the console only."""
+        """How far the open phase is: ``done`` of ``target`` prompts, ``tokens``; for the console
+        only."""
         self._console.progress(counters)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step's metrics everywhere, with the times of the phases since the last call.
 
-        ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to rows that hold a
-        rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it that the trainer spent waiting. Values
-        given in `metrics` win. What is wrong with the run is said on the console, once, and logged as ``alarm/<name>``.
+        ``perf/step_time`` is the wall-clock time since the last call without evaluation, added to
+        rows that hold a rollout or a training step; ``perf/trainer_wait_ratio`` is the part of it
+        that the trainer spent waiting. Values given in `metrics` win. What is wrong with the run is
+        said on the console, once, and logged as ``alarm/<name>``.
         """
         is_step = _is_step(metrics)
         end = now()
@@ -151,12 +172,18 @@ class Sinks:
         if is_step:
             merged["perf/log_time"] = self._log_seconds
             self._log_seconds = 0.0
-            seconds = merged["perf/step_time"] = end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            seconds = merged["perf/step_time"] = (
+                end - self._step_start - merged.get("perf/evaluate_time", 0.0)
+            )
             waited = sum(merged.get(f"perf/{phase}_time", 0.0) for phase in _TRAINER_WAITS)
             merged |= {"perf/trainer_wait_ratio": waited / seconds} if seconds > 0 else {}
         merged = {**waited_for, **metrics}
-        if is_step:  # what the driver waited for a part of the run beyond what that part says it has worked
-            merged["perf/handover_time"] = max(0.0, _named_seconds(waited_for) - _named_seconds(merged))
+        if (
+            is_step
+        ):  # what the driver waited for a part of the run beyond what that part says it has worked
+            merged["perf/handover_time"] = max(
+                0.0, _named_seconds(waited_for) - _named_seconds(merged)
+            )
         self._step_start = end
         alarms, on = self._alarms.look(metrics_row(step, merged, self._run.stage))
         merged |= on
@@ -166,25 +193,31 @@ class Sinks:
             self._console.alarm(alarm)
         if is_step:
             phases = self._timer.pop_events()
-            if self._tracing:  # the rollout has ended, so the file of its samples is there (or ours to make)
+            if (
+                self._tracing
+            ):  # the rollout has ended, so the file of its samples is there (or ours to make)
                 add_phases(self._run.trace / f"rollout_{step - 1:06d}.json", phases)
         self._log_seconds += now() - end
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation that went on beside steps that have been logged: a row of its own, which readers add to that of
-        its step. It has no phases, and what is wrong with it is said with the next step."""
+        """An evaluation that went on beside steps that have been logged: a row of its own, which
+        readers add to that of its step. It has no phases, and what is wrong with it is said with
+        the next step."""
         self._alarms.add(metrics_row(step, dict(metrics), self._run.stage))
         for sink in self._sinks:
             sink.log(step, dict(metrics))
 
     def closing_lines(self, most: int) -> list[str]:
-        """What is wrong with the run if it ends here, the gravest first, for the last lines on the console."""
+        """What is wrong with the run if it ends here, the gravest first, for the last lines on the
+        console."""
         return self._console.closing_lines(self._alarms.at_the_end()[:most])
 
-    # -- the end ---------------------------------------------------------------------------------------
+    # -- the end
+    # ---------------------------------------------------------------------------------------
 
     def close(self, state: str = "stopped") -> None:
-        """Flush and close everything and note in ``run.json`` how the run ended. A second call does nothing.
+        """Flush and close everything and note in ``run.json`` how the run ended. A second call does
+        nothing.
 
         Args:
             state: "finished" (reached its goal), "stopped" (can be resumed) or "failed".
@@ -195,23 +228,31 @@ class Sinks:
         self._sinks = []
         ends: list[Callable[[], None]] = [sink.close for sink in sinks]
         if self._run.state() != "failed":  # `RunFolder.write_crash` has said so already
-            ends.insert(0, lambda: self._run.set_state(state))  # W&B may upload for long, and be killed over it
+            ends.insert(
+                0, lambda: self._run.set_state(state)
+            )  # W&B may upload for long, and be killed over it
         for end in ends:
             try:
                 end()
-            except OSError as problem:  # a full disk, of which the run may be dying: that error must come through
+            # a full disk, of which the run may be dying: that error must come through
+            except OSError as problem:
                 logger.error("could not finish the run folder: %s", problem)
 
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close("finished" if kind is None else "failed")
 
 
-def _make(config: Config, run: RunFolder, console: Console | None) -> tuple[ConsoleSink, list[Sink]]:
+def _make(
+    config: Config, run: RunFolder, console: Console | None
+) -> tuple[ConsoleSink, list[Sink]]:
     """The console's, and all of them."""
     supervised = config.algorithm.loss_type == "sft_loss"
     name = f"{run.path.name}/{run.stage}" if run.stage else run.path.name

@@ -1,4 +1,5 @@
-"""TensorBoard event files, written with tensorboard's own record format and without torch or TensorFlow."""
+"""TensorBoard event files, written with tensorboard's own record format and without torch or
+TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ _file_count = itertools.count()
 
 
 class TensorBoardSink:
-    """Writes scalars to ``directory``; flushed once per step, so that curves grow while the run goes on."""
+    """Writes scalars to ``directory``; flushed once per step, so that curves grow while the run
+    goes on."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         number = f"{next(_file_count):04d}"  # readers take files in the order of their names
-        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{number}"
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{number}"
+        )
         self._writer = RecordWriter((directory / name).open("wb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -29,13 +33,21 @@ class TensorBoardSink:
         self._writer.write(event.SerializeToString())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        values = [
+            Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()
+        ]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def rewind(self, next_step: int) -> None:
         """Tell readers to forget what earlier event files say from `next_step` on."""
-        self._write(Event(wall_time=time.time(), step=next_step, session_log=SessionLog(status=SessionLog.START)))
+        self._write(
+            Event(
+                wall_time=time.time(),
+                step=next_step,
+                session_log=SessionLog(status=SessionLog.START),
+            )
+        )
         self._writer.flush()
 
     def close(self) -> None:

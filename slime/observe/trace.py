@@ -6,9 +6,10 @@
                            │                   └─ reward_model
                            └─ …
 
-``sample.trace = {"version": 1, "trace_id": …, "events": […]}``; each event is ``{"type": "span_start" | "span_end" |
-"event", "name", "ts", "trace_id", "sample_id", "group_id", "attempt", "span_id", "parent_span_id", "attrs"}`` with
-``ts`` in epoch seconds. Spans nest by context variable, so they nest right in asyncio tasks and in threads alike.
+``sample.trace = {"version": 1, "trace_id": …, "events": […]}``; each event is ``{"type":
+"span_start" | "span_end" | "event", "name", "ts", "trace_id", "sample_id", "group_id", "attempt",
+"span_id", "parent_span_id", "attrs"}`` with ``ts`` in epoch seconds. Spans nest by context
+variable, so they nest right in asyncio tasks and in threads alike.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ _enabled = True
 
 
 def set_tracing(enabled: bool) -> None:
-    """Turn recording on or off for this process (``--trace``); `span` then costs next to nothing."""
+    """Turn recording on or off for this process (``--trace``); `span` then costs next to
+    nothing."""
     global _enabled
     _enabled = enabled
 
 
 class Span:
-    """An open span. `set` adds attributes that appear at its end; `adopt` extends it to more samples."""
+    """An open span. `set` adds attributes that appear at its end; `adopt` extends it to more
+    samples."""
 
     def __init__(self, samples: Sequence[Sample], name: str, parent: Span | None) -> None:
         self.name = name
         self.span_id = secrets.token_hex(8)
         self.parent_span_id = parent.span_id if parent is not None else None
-        self.attempt: int = parent.attempt if parent is not None else _earlier_attempts(samples, name)
+        self.attempt: int = (
+            parent.attempt if parent is not None else _earlier_attempts(samples, name)
+        )
         self._samples = list(samples)
         self._attrs: dict[str, Any] = {}
 
@@ -50,23 +55,30 @@ class Span:
         self._attrs.update(attrs)
 
     def adopt(self, samples: Sequence[Sample]) -> None:
-        """Record the end in these samples too: a generate function returned others than it was given (fan-out)."""
+        """Record the end in these samples too: a generate function returned others than it was
+        given (fan-out)."""
         known = {id(sample) for sample in self._samples}
         self._samples += [sample for sample in samples if id(sample) not in known]
 
     def _record(self, kind: str, ts: float, attrs: dict[str, Any]) -> None:
         for sample in self._samples:
-            _append(sample, kind, self.name, ts, self.attempt, self.span_id, self.parent_span_id, attrs)
+            _append(
+                sample, kind, self.name, ts, self.attempt, self.span_id, self.parent_span_id, attrs
+            )
 
 
 _current: ContextVar[Span | None] = ContextVar("slime_trace_span", default=None)
 
 
 def _earlier_attempts(samples: Sequence[Sample], name: str) -> int:
-    """How often a root span of this name was recorded before: an aborted sample that is resumed has attempt 1."""
+    """How often a root span of this name was recorded before: an aborted sample that is resumed has
+    attempt 1."""
     trace = samples[0].trace if samples and _has_trace(samples[0]) else None
     events = trace["events"] if trace is not None else []
-    return sum(e["type"] == "span_start" and e["name"] == name and e["parent_span_id"] is None for e in events)
+    return sum(
+        e["type"] == "span_start" and e["name"] == name and e["parent_span_id"] is None
+        for e in events
+    )
 
 
 def _has_trace(sample: Sample) -> bool:
@@ -154,10 +166,12 @@ def event(samples: Sample | Sequence[Sample], name: str, **attrs: Any) -> None:
 
 
 def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Seconds a request spent in the engine as (phase, seconds), in order; empty if the engine gave no timings.
+    """Seconds a request spent in the engine as (phase, seconds), in order; empty if the engine gave
+    no timings.
 
-    Uses ``e2e_latency`` and ``queue_time`` and, to split the rest, ``decode_throughput`` (tokens per second after the
-    first token) with ``completion_tokens``. Without the last two, prefill and decode stay one phase, "decode".
+    Uses ``e2e_latency`` and ``queue_time`` and, to split the rest, ``decode_throughput`` (tokens
+    per second after the first token) with ``completion_tokens``. Without the last two, prefill and
+    decode stay one phase, "decode".
 
     Example:
         >>> engine_phases({"e2e_latency": 2.0, "queue_time": 0.5, "decode_throughput": 10.0, "completion_tokens": 11})
@@ -177,9 +191,11 @@ def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def record_engine_timings(sample: Sample, meta_info: Mapping[str, Any]) -> None:
-    """Add the engine's queue, prefill and decode times as spans below the open one; call right after the answer.
+    """Add the engine's queue, prefill and decode times as spans below the open one; call right
+    after the answer.
 
-    The engine reports durations, not times of day: they are laid end to end so that decode ends now.
+    The engine reports durations, not times of day: they are laid end to end so that decode ends
+    now.
     """
     phases = engine_phases(meta_info) if _enabled else []
     parent = _current.get()

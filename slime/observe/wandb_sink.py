@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: What to do without a server.
 _OFFLINE = (
-    "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: metrics.jsonl and "
+    "pass --wandb-mode offline (`wandb sync` uploads the run later), or leave --use-wandb out: "
+    "metrics.jsonl and "
     "TensorBoard have the same numbers"
 )
 
@@ -33,14 +34,18 @@ def check_key(config: Config) -> None:
     """
     wandb = _wandb()
     observe = config.observe
-    if observe.wandb_key or (observe.wandb_mode or os.environ.get("WANDB_MODE") or "online") != "online":
+    if (
+        observe.wandb_key
+        or (observe.wandb_mode or os.environ.get("WANDB_MODE") or "online") != "online"
+    ):
         return
     try:
         wandb.login(host=observe.wandb_host, verify=False)
     except wandb.errors.Error as error:
         raise UserError(
             "--use-wandb: there is no API key for W&B",
-            why=f"neither WANDB_API_KEY nor `wandb login` gave one, and there is no terminal to ask in ({error})",
+            why="neither WANDB_API_KEY nor `wandb login` gave one, and there is no terminal to "
+            f"ask in ({error})",
             fix=f"{_OFFLINE}; or set WANDB_API_KEY",
         ) from error
 
@@ -49,17 +54,22 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError("--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'") from error
+        raise UserError(
+            "--use-wandb needs the package wandb", fix="pip install 'slime-rl[wandb]'"
+        ) from error
     return wandb
 
 
 class WandbSink:
-    """One W&B run per run folder and stage; its id is kept there, so that resuming continues the same curves."""
+    """One W&B run per run folder and stage; its id is kept there, so that resuming continues the
+    same curves."""
 
     def __init__(self, config: Config, run: RunFolder) -> None:
         wandb = _wandb()
         observe = config.observe
-        options = wandb.Settings(console="off")  # our own logs are in the run folder; leave stdout alone
+        options = wandb.Settings(
+            console="off"
+        )  # our own logs are in the run folder; leave stdout alone
         if observe.wandb_host:
             options.base_url = observe.wandb_host  # also where the key comes from WANDB_API_KEY
         group = observe.wandb_group
@@ -85,7 +95,9 @@ class WandbSink:
             )
         except wandb.errors.Error as error:
             will_hang()
-            raise UserError("--use-wandb: W&B lets no run begin", why=str(error), fix=_OFFLINE) from error
+            raise UserError(
+                "--use-wandb: W&B lets no run begin", why=str(error), fix=_OFFLINE
+            ) from error
         finally:
             sys.argv = argv
         self._run.define_metric("step")
@@ -95,14 +107,16 @@ class WandbSink:
         self._run.log({**metrics, "step": step})
 
     def rewind(self, next_step: int) -> None:
-        """W&B history cannot be cut; repeated steps show up as later points at the same ``step``."""
+        """W&B history cannot be cut; repeated steps show up as later points at the same
+        ``step``."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _kept(run: RunFolder, name: str, fresh: str, asked: str | None = None) -> str:
-    """A value that stays the same over resumes of this stage, unless another one is ``asked`` for."""
+    """A value that stays the same over resumes of this stage, unless another one is ``asked``
+    for."""
     path = run.path / f".{name}{'-' + run.stage if run.stage else ''}"
     kept = path.read_bytes().decode("ascii", "replace").strip() if path.is_file() else ""
     if asked or not re.fullmatch(r"[\w.-]+", kept):

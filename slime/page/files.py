@@ -1,4 +1,5 @@
-"""JSONL files that grow while they are read: what is new since the last look, and whether it is still the same file."""
+"""JSONL files that grow while they are read: what is new since the last look, and whether it is
+still the same file."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _TAIL = 64
 
 @dataclass(frozen=True)
 class Place:
-    """How far a file has been read. ``tail`` are the last bytes before ``size``: another file has others there."""
+    """How far a file has been read. ``tail`` are the last bytes before ``size``: another file has
+    others there."""
 
     inode: int = 0
     size: int = 0
@@ -48,11 +50,12 @@ def is_unchanged(path: Path, place: Place) -> bool:
 def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Place]]:
     """What was appended since ``place``.
 
-    A line without its end is left for later, unless it is a whole object already; what is no JSON object is left out.
+    A line without its end is left for later, unless it is a whole object already; what is no JSON
+    object is left out.
 
     Returns:
-        (whether it is another file now, or was written anew, so that the lines are those from its beginning; the lines;
-        a list that holds the new place once they are used up).
+        (whether it is another file now, or was written anew, so that the lines are those from its
+        beginning; the lines; a list that holds the new place once they are used up).
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     status = os.fstat(file.fileno())
@@ -68,7 +71,9 @@ def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Plac
     return not same, _lines(file, status, place.size if same else 0, after), after
 
 
-def _lines(file: BinaryIO, status: os.stat_result, offset: int, after: list[Place]) -> Iterator[Line]:
+def _lines(
+    file: BinaryIO, status: os.stat_result, offset: int, after: list[Place]
+) -> Iterator[Line]:
     with file:
         file.seek(offset)
         rest = b""
@@ -97,5 +102,6 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path lies in a folder when all links are followed: what is read for others stays within the runs."""
+    """Whether a path lies in a folder when all links are followed: what is read for others stays
+    within the runs."""
     return path.resolve().is_relative_to(folder.resolve())

@@ -26,17 +26,22 @@ class RunWatch:
     Attributes:
         key: names the folder, the same in every process, and tells nothing of it.
         index: of its samples.
-        generation: changes when the metrics begin anew, as when a resumed run takes steps back; no number comes back.
+        generation: changes when the metrics begin anew, as when a resumed run takes steps back; no
+            number comes back.
     """
 
     def __init__(self, path: Path, cache: Path | None = None) -> None:
         self.path = path
         self.index = SampleIndex(path, cache)
         self.key = path_key(path)
-        self.generation = time.time_ns() // 1000  # a page that knows an earlier server's asks for everything
+        self.generation = (
+            time.time_ns() // 1000
+        )  # a page that knows an earlier server's asks for everything
         self._lock = threading.RLock()
         self._place = Place()
-        self._changed: list[tuple[str, float]] = []  # stage and step of each line, in the order of the lines
+        self._changed: list[
+            tuple[str, float]
+        ] = []  # stage and step of each line, in the order of the lines
         self._rows: dict[str, dict[float, dict[str, Any]]] = {}
         self._stages: list[Stage] = []
         self._alarms: dict[str, tuple[Any, list[dict[str, str]]]] = {}
@@ -51,7 +56,9 @@ class RunWatch:
                     self._read(path)
                 except FileNotFoundError:  # it is being replaced
                     return
-            rows = {name: [steps[step] for step in sorted(steps)] for name, steps in self._rows.items()}
+            rows = {
+                name: [steps[step] for step in sorted(steps)] for name, steps in self._rows.items()
+            }
             self._stages = read_stages(self.path, rows)
 
     def _read(self, path: Path) -> None:
@@ -76,7 +83,9 @@ class RunWatch:
     def stage(self, name: str) -> Stage | None:
         return next((stage for stage in self._stages if stage.name == name), None)
 
-    def metrics(self, stage: Stage, names: Iterable[str] | None, generation: int, since: int) -> dict[str, Any]:
+    def metrics(
+        self, stage: Stage, names: Iterable[str] | None, generation: int, since: int
+    ) -> dict[str, Any]:
         """Values of the steps that changed since a look.
 
         Args:
@@ -84,8 +93,9 @@ class RunWatch:
             generation, since: as the last answer gave them; another generation gives everything.
 
         Returns:
-            ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]}, "bad": {name: [steps
-            with a value that was no finite number]}, "names": [[name, title, unit] of all there are]}``.
+            ``{"generation", "since", "steps": [...], "columns": {name: [value or null per step]},
+            "bad": {name: [steps with a value that was no finite number]}, "names": [[name, title,
+            unit] of all there are]}``.
         """
         with self._lock:
             since = since if generation == self.generation else 0
@@ -93,7 +103,9 @@ class RunWatch:
             rows = self._rows.get(stage.name, {})
             known = stage.keys()
             wanted = known if names is None else [name for name in names if name in set(known)]
-            bad = {name: [step for step in steps if rows[step].get(name, 0) is None] for name in wanted}
+            bad = {
+                name: [step for step in steps if rows[step].get(name, 0) is None] for name in wanted
+            }
             return {
                 "generation": self.generation,
                 "since": len(self._changed),
@@ -130,13 +142,19 @@ def runs_below(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"there is no folder {path}", fix="pass run folders, or a folder that holds some")
+            raise UserError(
+                f"there is no folder {path}", fix="pass run folders, or a folder that holds some"
+            )
         if is_run(path):
             found[path] = None
             continue
-        inside = sorted((p for p in path.iterdir() if p.is_dir() and is_run(p)), key=_last_change, reverse=True)
+        inside = sorted(
+            (p for p in path.iterdir() if p.is_dir() and is_run(p)), key=_last_change, reverse=True
+        )
         if not inside:
-            raise UserError(f"{path} holds no run", why="a run folder has config.json or metrics.jsonl")
+            raise UserError(
+                f"{path} holds no run", why="a run folder has config.json or metrics.jsonl"
+            )
         found.update(dict.fromkeys(inside[:MOST_RUNS]))
     return list(found)
 

@@ -1,10 +1,12 @@
-"""An index of the samples of one run folder: which there are, where they stand, and which hold a text.
+"""An index of the samples of one run folder: which there are, where they stand, and which hold a
+text.
 
-A small SQLite database beside the samples' own files, which stay the only home of the texts: rows have numbers to sort
-by and the place of their line. A search narrows the samples down by their trigrams (FTS5) and then looks at the lines
-themselves, so that what it finds is what a look at every line would. What many samples have is met soon on a walk
-through the lines in the order asked for; words of one or two characters that are not are looked up among the beginnings
-of trigrams. Without FTS5 it looks at all lines. Texts are compared without regard to case.
+A small SQLite database beside the samples' own files, which stay the only home of the texts: rows
+have numbers to sort by and the place of their line. A search narrows the samples down by their
+trigrams (FTS5) and then looks at the lines themselves, so that what it finds is what a look at
+every line would. What many samples have is met soon on a walk through the lines in the order asked
+for; words of one or two characters that are not are looked up among the beginnings of trigrams.
+Without FTS5 it looks at all lines. Texts are compared without regard to case.
 """
 
 from __future__ import annotations
@@ -33,16 +35,17 @@ logger = get_logger(__name__)
 _VERSION = 4
 _BATCH = 1000
 _CHUNK = 100
-#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did not meet enough;
-#: lines of a walk in the order asked for, after which the rest is narrowed down.
+#: Matches of a search up to which they are sorted by themselves: at once, and after a walk that did
+#: not meet enough; lines of a walk in the order asked for, after which the rest is narrowed down.
 _FEW = 3000
 _LATE = 25_000
 _PATIENCE = 500
 #: Characters of a gram, and grams of a search that are looked up: a few hold for few others.
 _TRIGRAM = 3
 _MOST_GRAMS = 16
-#: The first stands behind each text, so that each of its characters begins a gram; it ends lines, and no word of a
-#: search has it. The second, behind a beginning of one or two characters: no gram that begins so comes later.
+#: The first stands behind each text, so that each of its characters begins a gram; it ends lines,
+#: and no word of a search has it. The second, behind a beginning of one or two characters: no gram
+#: that begins so comes later.
 _PADDING = "\n\n"
 _LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
@@ -63,7 +66,8 @@ INSERT INTO progress VALUES (0);
 """
 #: The rewards of a group, or of a sample without one.
 _SUMMARY = (
-    "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS greatest,"
+    "SELECT count(*) AS samples, min(reward) AS least, avg(reward) AS mean, max(reward) AS "
+    "greatest,"
     " group_concat(reward, ' ') AS rewards FROM rows WHERE "
 )
 
@@ -76,11 +80,14 @@ def cache_folder() -> Path:
 
 def path_key(run: Path) -> str:
     """Names a folder where its path does not belong."""
-    return hashlib.blake2b(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    return hashlib.blake2b(
+        str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=12
+    ).hexdigest()
 
 
 class SampleIndex:
-    """The index of one run folder. `update` is for one thread; the rest may be asked from others at the same time.
+    """The index of one run folder. `update` is for one thread; the rest may be asked from others at
+    the same time.
 
     Args:
         run: the run folder.
@@ -92,14 +99,20 @@ class SampleIndex:
         self._own: tempfile.TemporaryDirectory[str] | None = None
         try:
             self._open(cache or self._own_folder())
-        except sqlite3.OperationalError as problem:  # a full or odd disk, an index that is held: it is only an index
+        except (
+            sqlite3.OperationalError
+        ) as problem:  # a full or odd disk, an index that is held: it is only an index
             if cache is None:
                 raise
             logger.warning("%s: %s; the index of %s goes with this process", cache, problem, run)
             self._open(self._own_folder())
         self._state = 0
-        self._cached: dict[str, Any] = {}  # what takes a walk over all rows, until something changes
-        self.has_trigrams = bool(self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
+        self._cached: dict[
+            str, Any
+        ] = {}  # what takes a walk over all rows, until something changes
+        self.has_trigrams = bool(
+            self._writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone()
+        )
 
     def _own_folder(self) -> Path:
         self._own = tempfile.TemporaryDirectory(prefix="slime-watch-")
@@ -139,7 +152,9 @@ class SampleIndex:
                     raise sqlite3.DatabaseError("of another version")
                 for statement in _TABLES.split(";"):
                     connection.execute(statement)
-                with contextlib.suppress(sqlite3.OperationalError):  # built without FTS5, or older than trigrams
+                with contextlib.suppress(
+                    sqlite3.OperationalError
+                ):  # built without FTS5, or older than trigrams
                     connection.execute(
                         "CREATE VIRTUAL TABLE texts USING fts5"
                         " (text, content='', detail=none, tokenize='trigram case_sensitive 1')"
@@ -154,10 +169,12 @@ class SampleIndex:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    # -- what is new -------------------------------------------------------------------------------------------------
+    # -- what is new
+    # -------------------------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Read what was written since the last time: first the numbers of all samples, then their texts.
+        """Read what was written since the last time: first the numbers of all samples, then their
+        texts.
 
         Args:
             goes_on: asked between batches; False leaves the rest for later.
@@ -166,7 +183,9 @@ class SampleIndex:
             Whether anything changed.
         """
         changed = self._update(stages, goes_on)
-        state = self._writer.execute("PRAGMA data_version").fetchone()[0]  # another process may keep the same index
+        state = self._writer.execute("PRAGMA data_version").fetchone()[
+            0
+        ]  # another process may keep the same index
         if changed or state != self._state:
             self._state = state
             self._cached = {}
@@ -176,7 +195,9 @@ class SampleIndex:
         files = {}
         for stage in stages:
             for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations)):
-                files.update({str(p.relative_to(self.run)): (p, stage, kind) for p in paths.values()})
+                files.update(
+                    {str(p.relative_to(self.run)): (p, stage, kind) for p in paths.values()}
+                )
         known = {row["name"]: row for row in self._writer.execute("SELECT * FROM files")}
         changed = False
         for name in known.keys() - files.keys():
@@ -189,7 +210,9 @@ class SampleIndex:
             row = known.get(name)
             place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
             if not is_unchanged(path, place) and is_inside(path, self.run):
-                with contextlib.suppress(OSError):  # a resumed run moved it away, or it is not ours to read
+                with contextlib.suppress(
+                    OSError
+                ):  # a resumed run moved it away, or it is not ours to read
                     self._read(name, path, stage, kind)
                     self._cached = {}
                     changed = True
@@ -200,7 +223,9 @@ class SampleIndex:
         self._writer.execute("DELETE FROM files WHERE id = ?", (file,))
 
     def _read(self, name: str, path: Path, stage: Stage, kind: str) -> None:
-        reward_key = config_value(stage.config, "reward_key" if kind == "rollout" else "eval_reward_key")
+        reward_key = config_value(
+            stage.config, "reward_key" if kind == "rollout" else "eval_reward_key"
+        )
         with _transaction(self._writer):  # what another process has read meanwhile is seen here
             row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
             place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
@@ -209,12 +234,18 @@ class SampleIndex:
                 self._forget(row["id"])
                 row = None
             if row is None:
-                file = self._writer.execute("INSERT INTO files (name) VALUES (?)", (name,)).lastrowid
+                file = self._writer.execute(
+                    "INSERT INTO files (name) VALUES (?)", (name,)
+                ).lastrowid
             else:
                 file = row["id"]
             marks = ", ".join("?" * (3 + len(COLUMNS)))
-            statement = f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
-            values = (row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines)
+            statement = (
+                f"INSERT INTO rows (file, offset, length, {', '.join(COLUMNS)}) VALUES ({marks})"
+            )
+            values = (
+                row_of(file or 0, line, stage.name, kind, path.stem, reward_key) for line in lines
+            )
             while batch := list(itertools.islice(values, _BATCH)):
                 self._writer.executemany(statement, batch)
             new = after[0]
@@ -223,12 +254,14 @@ class SampleIndex:
                 (new.inode, new.size, new.mtime, new.tail, file),
             )
             by_group = (
-                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows WHERE file = ?"
+                "SELECT avg(reward), max(reward) - min(reward), file, grp, dataset FROM rows "
+                "WHERE file = ?"
                 " GROUP BY grp, dataset"
             )
             groups = self._writer.execute(by_group, (file,)).fetchall()
             self._writer.executemany(
-                "UPDATE rows SET above = reward - ?, spread = ? WHERE file = ? AND grp IS ? AND dataset IS ?",
+                "UPDATE rows SET above = reward - ?, spread = ? WHERE file = ? AND grp IS ? AND "
+                "dataset IS ?",
                 map(tuple, groups),
             )
 
@@ -240,7 +273,9 @@ class SampleIndex:
             with _transaction(self._writer):
                 upto = self._texts_upto(self._writer)
                 rows = self._writer.execute(
-                    f"SELECT id, file, offset, length FROM rows WHERE id > ? ORDER BY id LIMIT {_BATCH}", (upto,)
+                    "SELECT id, file, offset, length FROM rows WHERE id > ? ORDER BY id LIMIT "
+                    f"{_BATCH}",
+                    (upto,),
                 ).fetchall()
                 if not rows:
                     return added
@@ -255,21 +290,28 @@ class SampleIndex:
         return added
 
     def progress(self) -> dict[str, int]:
-        """``{"samples", "texts"}``: how many samples there are, and of how many the texts are indexed."""
+        """``{"samples", "texts"}``: how many samples there are, and of how many the texts are
+        indexed."""
         cached = self._cached
         if "progress" not in cached:
             with self._reader() as reader:
                 upto = self._texts_upto(reader)
                 samples = reader.execute("SELECT count(*) FROM rows").fetchone()[0]
-                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[0]
-            cached["progress"] = {"samples": samples, "texts": samples - (left if self.has_trigrams else 0)}
+                left = reader.execute("SELECT count(*) FROM rows WHERE id > ?", (upto,)).fetchone()[
+                    0
+                ]
+            cached["progress"] = {
+                "samples": samples,
+                "texts": samples - (left if self.has_trigrams else 0),
+            }
         return dict(cached["progress"])
 
     @staticmethod
     def _texts_upto(connection: sqlite3.Connection) -> int:
         return int(connection.execute("SELECT texts FROM progress").fetchone()[0])
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- questions
+    # ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
@@ -277,13 +319,14 @@ class SampleIndex:
             yield connection
 
     def steps(self, stage: str) -> list[dict[str, Any]]:
-        """One entry per step with samples and per evaluation: ``{"kind", "step", "samples", "groups", "reward",
-        "length"}``; reward and length are means."""
+        """One entry per step with samples and per evaluation: ``{"kind", "step", "samples",
+        "groups", "reward", "length"}``; reward and length are means."""
         cached = self._cached
         if stage not in cached.setdefault("steps", {}):
             with self._reader() as reader:
                 rows = reader.execute(
-                    "SELECT kind, step, count(*) AS samples, count(DISTINCT grp) AS groups, avg(reward) AS reward,"
+                    "SELECT kind, step, count(*) AS samples, count(DISTINCT grp) AS groups, "
+                    "avg(reward) AS reward,"
                     " avg(response_length) AS length FROM rows WHERE stage = ? GROUP BY kind, step"
                     " ORDER BY step, kind",
                     (stage,),
@@ -291,18 +334,23 @@ class SampleIndex:
                 cached["steps"][stage] = [dict(row) for row in rows]
         return list(cached["steps"][stage])
 
-    def groups(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
-        """A page of the groups that have a sample which `query` finds, in the order of these samples.
+    def groups(
+        self, query: Query, offset: int = 0, limit: int = 50
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """A page of the groups that have a sample which `query` finds, in the order of these
+        samples.
 
         Returns:
-            (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of the whole group,
-            with ``id`` and ``record`` of the sample that was found first; whether there are more). A sample without a
-            group is a group of its own.
+            (``{"step", "dataset", "group", "samples", "least", "mean", "greatest", "rewards"}`` of
+            the whole group, with ``id`` and ``record`` of the sample that was found first; whether
+            there are more). A sample without a group is a group of its own.
         """
         with self._reader() as reader:
             first: dict[Any, sqlite3.Row] = {}
             for row in self._found(reader, query):
-                first.setdefault((row["file"], row["dataset"], row["grp"], row["grp"] is None and row["id"]), row)
+                first.setdefault(
+                    (row["file"], row["dataset"], row["grp"], row["grp"] is None and row["id"]), row
+                )
                 if len(first) > offset + limit:
                     break
             page = list(first.values())[offset : offset + limit]
@@ -314,18 +362,28 @@ class SampleIndex:
                     where = "file = ? AND grp IS ? AND dataset IS ?"
                     values = [row["file"], row["grp"], row["dataset"]]
                 summary = dict(reader.execute(_SUMMARY + where, values).fetchone())
-                place = {"id": row["id"], "step": row["step"], "dataset": row["dataset"], "group": row["grp"]}
+                place = {
+                    "id": row["id"],
+                    "step": row["step"],
+                    "dataset": row["dataset"],
+                    "group": row["grp"],
+                }
                 groups.append(place | summary | {"record": record})
         return groups, len(first) > offset + limit
 
-    def find(self, query: Query, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], bool]:
+    def find(
+        self, query: Query, offset: int = 0, limit: int = 50
+    ) -> tuple[list[dict[str, Any]], bool]:
         """A page of samples.
 
         Returns:
             (rows with their numbers and ``record``, the line itself; whether there are more).
         """
         with self._reader() as reader:
-            ids = [row["id"] for row in itertools.islice(self._found(reader, query), offset, offset + limit + 1)]
+            ids = [
+                row["id"]
+                for row in itertools.islice(self._found(reader, query), offset, offset + limit + 1)
+            ]
             found = [_shown(row, record) for row, record in self._rows(reader, iter(ids[:limit]))]
         return found, len(ids) > limit
 
@@ -345,19 +403,24 @@ class SampleIndex:
                 yield row
 
     def sample(self, number: int) -> dict[str, Any] | None:
-        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None when it is no
-        longer there."""
+        """One sample as `find` gives it, by its ``id``, with what training knew of its tokens; None
+        when it is no longer there."""
         with self._reader() as reader:
             for row, record in self._rows(reader, iter([number])):
-                named = reader.execute("SELECT name FROM files WHERE id = ?", (row["file"],)).fetchone()
+                named = reader.execute(
+                    "SELECT name FROM files WHERE id = ?", (row["file"],)
+                ).fetchone()
                 if row["kind"] == "rollout" and named is not None:
                     known = training_of(self.run / named["name"], row["step"] - 1, self.run)
                     record = with_training(record, known)
                 return _shown(row, record)
         return None
 
-    def _likely(self, reader: sqlite3.Connection, query: Query, words: Sequence[str]) -> Iterator[int]:
-        """Rows that may have the words, in the order asked for: all that have them, and few others."""
+    def _likely(
+        self, reader: sqlite3.Connection, query: Query, words: Sequence[str]
+    ) -> Iterator[int]:
+        """Rows that may have the words, in the order asked for: all that have them, and few
+        others."""
         grams = _grams(words)
         few = self._matches(reader, words, _FEW) if grams else None
         if few is not None and len(few) < _FEW:
@@ -372,32 +435,49 @@ class SampleIndex:
         if matches is None:
             yield from ids
         elif len(matches) < _LATE:
-            yield from (number for number in _ids(reader, query, among=matches) if number not in tried)
+            yield from (
+                number for number in _ids(reader, query, among=matches) if number not in tried
+            )
         else:
             yield from (number for number in ids if number in matches)
 
-    def _matches(self, reader: sqlite3.Connection, words: Sequence[str], most: int = -1) -> set[int] | None:
-        """All rows that may have the words, or the first of them; None where that cannot be told."""
+    def _matches(
+        self, reader: sqlite3.Connection, words: Sequence[str], most: int = -1
+    ) -> set[int] | None:
+        """All rows that may have the words, or the first of them; None where that cannot be
+        told."""
         if not self.has_trigrams or any("\0" in word for word in words):
             return None
         if grams := _grams(words):
             match = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
-            found = reader.execute("SELECT rowid FROM texts WHERE texts MATCH ? LIMIT ?", (match, most))
+            found = reader.execute(
+                "SELECT rowid FROM texts WHERE texts MATCH ? LIMIT ?", (match, most)
+            )
         else:
-            reader.execute("CREATE VIRTUAL TABLE temp.grams USING fts5vocab('main', 'texts', 'instance')")
-            parts = " INTERSECT ".join(["SELECT doc FROM temp.grams WHERE term >= ? AND term <= ?"] * len(words))
+            reader.execute(
+                "CREATE VIRTUAL TABLE temp.grams USING fts5vocab('main', 'texts', 'instance')"
+            )
+            parts = " INTERSECT ".join(
+                ["SELECT doc FROM temp.grams WHERE term >= ? AND term <= ?"] * len(words)
+            )
             bounds = [bound for word in words for bound in (word, word + _LAST)]
             found = reader.execute(f"{parts} LIMIT ?", (*bounds, most))
         numbers = {row[0] for row in found}
         new = reader.execute("SELECT id FROM rows WHERE id > ?", (self._texts_upto(reader),))
         return numbers | {row["id"] for row in new}
 
-    def _rows(self, connection: sqlite3.Connection, ids: Iterator[int]) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
+    def _rows(
+        self, connection: sqlite3.Connection, ids: Iterator[int]
+    ) -> Iterator[tuple[sqlite3.Row, dict[str, Any]]]:
         """Rows and their lines, in the order of their ids."""
         while chunk := list(itertools.islice(ids, _CHUNK)):
-            rows = connection.execute(f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})")
+            rows = connection.execute(
+                f"SELECT * FROM rows WHERE id IN ({', '.join(map(str, chunk))})"
+            )
             known = {row["id"]: row for row in rows}
-            yield from self._records(connection, [known[number] for number in chunk if number in known])
+            yield from self._records(
+                connection, [known[number] for number in chunk if number in known]
+            )
 
     def _records(
         self, connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]
@@ -433,19 +513,25 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _ids(reader: sqlite3.Connection, query: Query, among: Iterable[int] | None = None) -> Iterator[int]:
+def _ids(
+    reader: sqlite3.Connection, query: Query, among: Iterable[int] | None = None
+) -> Iterator[int]:
     """The rows that a query means by their numbers, in its order; its words do not count."""
     condition, values = condition_of(query)
     if among is not None:
         condition += " AND id IN (SELECT value FROM json_each(?))"
         values.append(orjson.dumps(list(among)).decode())
-    found = reader.execute(f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}", values)
+    found = reader.execute(
+        f"SELECT id FROM rows WHERE {condition} ORDER BY {order_of(query)}", values
+    )
     return (row["id"] for row in found)
 
 
 def _grams(words: Sequence[str]) -> list[str]:
     """Trigrams of the words, a few of them where there are many."""
-    grams = sorted({word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)})
+    grams = sorted(
+        {word[i : i + _TRIGRAM] for word in words for i in range(len(word) - _TRIGRAM + 1)}
+    )
     return grams[:: -(-len(grams) // _MOST_GRAMS)] if grams else []
 
 

@@ -1,4 +1,5 @@
-"""The timeline of a step, made of its trace: the driver's phases, engine counters, and a lane per sample."""
+"""The timeline of a step, made of its trace: the driver's phases, engine counters, and a lane per
+sample."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ _SPANS = {
 
 def traced_steps(run: Path, stage: Stage) -> list[int]:
     """Steps of which there is a trace: that of rollout k is step k + 1."""
-    names = (path.stem.removeprefix("rollout_") for path in (run / "trace" / stage.name).glob("rollout_*.json"))
+    names = (
+        path.stem.removeprefix("rollout_")
+        for path in (run / "trace" / stage.name).glob("rollout_*.json")
+    )
     return sorted(int(name) + 1 for name in names if name.isdecimal())
 
 
@@ -48,14 +52,27 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     """A trace in Chrome's format as lanes, in milliseconds since its beginning.
 
     Returns:
-        ``{"length", "phases": [[name, start, ms, color]], "counters": {name: [[at, value]]}, "lanes": [{"name",
-        "spans": [[name, start, ms, depth, args]]}], "lanes_from", "lanes_to": when the first of all lanes begins and
-        the last one ends, "left_out": lanes that are not shown}``.
+        ``{"length", "phases": [[name, start, ms, color]], "counters": {name: [[at, value]]},
+        "lanes": [{"name", "spans": [[name, start, ms, depth, args]]}], "lanes_from", "lanes_to":
+        when the first of all lanes begins and the last one ends, "left_out": lanes that are not
+        shown}``.
     """
     events = [e for e in events if isinstance(e, dict) and isinstance(e.get("ts"), (int, float))]
-    timed = [e for e in events if e.get("ph") in ("X", "C", "i") and e.get("pid") in (DRIVER, ENGINE, SAMPLES)]
+    timed = [
+        e
+        for e in events
+        if e.get("ph") in ("X", "C", "i") and e.get("pid") in (DRIVER, ENGINE, SAMPLES)
+    ]
     if not timed:
-        return {"length": 0, "phases": [], "counters": {}, "lanes": [], "lanes_from": 0, "lanes_to": 0, "left_out": 0}
+        return {
+            "length": 0,
+            "phases": [],
+            "counters": {},
+            "lanes": [],
+            "lanes_from": 0,
+            "lanes_to": 0,
+            "left_out": 0,
+        }
     start = min(e["ts"] for e in timed)
     end = max(e["ts"] + _duration(e) for e in timed)
 
@@ -63,7 +80,12 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
         return round(microseconds / 1000, 3)
 
     driver: list[list[Any]] = [
-        [phase_word(str(e.get("name"))), ms(e["ts"] - start), ms(_duration(e)), PHASE_COLORS.get(str(e.get("name")), 7)]
+        [
+            phase_word(str(e.get("name"))),
+            ms(e["ts"] - start),
+            ms(_duration(e)),
+            PHASE_COLORS.get(str(e.get("name")), 7),
+        ]
         for e in timed
         if e["pid"] == DRIVER and e["ph"] == "X"
     ]
@@ -75,18 +97,31 @@ def timeline(events: Sequence[Any]) -> dict[str, Any]:
     titles = {
         e.get("tid"): str(e["args"].get("name"))
         for e in events
-        if e.get("ph") == "M" and e.get("name") == "thread_name" and e.get("pid") == SAMPLES and e.get("args")
+        if e.get("ph") == "M"
+        and e.get("name") == "thread_name"
+        and e.get("pid") == SAMPLES
+        and e.get("args")
     }
     lanes: dict[Any, list[list[Any]]] = {tid: [] for tid in titles}
     for event in timed:
         if event["pid"] == SAMPLES and event["ph"] in ("X", "i"):
             name = str(event.get("name"))
-            span = [_SPANS.get(name, name), ms(event["ts"] - start), ms(_duration(event)), 0, event.get("args") or {}]
+            span = [
+                _SPANS.get(name, name),
+                ms(event["ts"] - start),
+                ms(_duration(event)),
+                0,
+                event.get("args") or {},
+            ]
             lanes.setdefault(event.get("tid"), []).append(span)
     for spans in lanes.values():
         _set_depths(spans)
-    named = [{"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans]
-    named.sort(key=lambda lane: -max(span[1] + span[2] for span in lane["spans"]))  # the last to end first
+    named = [
+        {"name": titles.get(tid, str(tid)), "spans": spans} for tid, spans in lanes.items() if spans
+    ]
+    named.sort(
+        key=lambda lane: -max(span[1] + span[2] for span in lane["spans"])
+    )  # the last to end first
     shown = [span for lane in named for span in lane["spans"]]
     return {
         "length": ms(end - start),

@@ -1,4 +1,5 @@
-"""The page's files: one by one for a browser that asks a server, or all of them in one file that asks nobody."""
+"""The page's files: one by one for a browser that asks a server, or all of them in one file that
+asks nobody."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _EXPORT = re.compile(r"^export ((?:async function|function|const|class) (\w+))",
 def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> str:
     """The page with what it shows, as a file that needs no server and no network.
 
-    The script is allowed by its digest, and nothing else can run: `data` is in an alphabet that has no ``<``, and
-    all text that the page shows goes into it as text alone.
+    The script is allowed by its digest, and nothing else can run: `data` is in an alphabet that has
+    no ``<``, and all text that the page shows goes into it as text alone.
 
     Args:
         title: of the window.
@@ -42,7 +43,10 @@ def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> s
         is_live: the file will be written anew, and the page loads itself again.
     """
     script, style, frame = _parts()
-    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src "
+        "data:"
+    )
     policy += "; base-uri 'none'; form-action 'none'"
     for place, text in (
         ('<html lang="en">', '<html lang="en" data-live>' if is_live else '<html lang="en">'),
@@ -52,7 +56,10 @@ def one_file(title: str, words: str, data: bytes, *, is_live: bool = False) -> s
         ("<!-- style -->", f"<style>{style}</style>"),
         ("<!-- script -->", f'<script type="module">{script}</script>'),
         ("<!-- words -->", words),
-        ("<!-- data -->", f'<script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>'),
+        (
+            "<!-- data -->",
+            f'<script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>',
+        ),
     ):
         before, found, after = frame.partition(place)
         assert found, place
@@ -77,15 +84,19 @@ def _parts() -> tuple[str, str, str]:
     styles = re.findall(r'<link rel="stylesheet" href="/(\w+\.css)">\n?', frame)
     frame = re.sub(r'<link rel="stylesheet".*?>\n?', "", frame)
     frame = frame.replace(
-        '<script type="module" src="/main.js"></script>', "<!-- policy --><!-- style --><!-- script -->"
+        '<script type="module" src="/main.js"></script>',
+        "<!-- policy --><!-- style --><!-- script -->",
     )
     frame = frame.replace('<p class="none">Loading …</p>', "<!-- words -->")
     return script, "".join(map(_read, styles)), frame.replace("</body>", "<!-- data --></body>")
 
 
 def _as_value(name: str, module: str) -> str:
-    """A module as a constant: what it exports, without its other names among those of the other modules."""
+    """A module as a constant: what it exports, without its other names among those of the other
+    modules."""
     exported = ", ".join(match[2] for match in _EXPORT.finditer(module))
     inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const { \1 } = $\2;", module))
-    assert not re.search(r"^(?:import|export)\b", inner, re.MULTILINE), f"{name}.js imports or exports in another way"
+    assert not re.search(r"^(?:import|export)\b", inner, re.MULTILINE), (
+        f"{name}.js imports or exports in another way"
+    )
     return f"const ${name} = (() => {{\n{inner}\nreturn {{ {exported} }};\n}})();"

@@ -1,7 +1,8 @@
-"""``report.html``: the page of `slime watch` with a run frozen into it, one file. The run writes it while it goes on,
-`slime report RUN_DIR` at any time.
+"""``report.html``: the page of `slime watch` with a run frozen into it, one file. The run writes it
+while it goes on, `slime report RUN_DIR` at any time.
 
-The file needs no network and no server: open it from the file system, send it by mail, attach it to an issue.
+The file needs no network and no server: open it from the file system, send it by mail, attach it to
+an issue.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ __all__ = ["ReportSink", "try_to_write_report", "write_comparison", "write_repor
 
 logger = get_logger(__name__)
 
-#: Seconds from one report of a running run to the next, at least; and its cost may be this share of the time.
+#: Seconds from one report of a running run to the next, at least; and its cost may be this share of
+#: the time.
 _INTERVAL = 10.0
 _SHARE = 0.01
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a run folder and return its path (``<run_dir>/report.html`` unless `output` is given).
+    """Write the report of a run folder and return its path (``<run_dir>/report.html`` unless
+    `output` is given).
 
     Raises:
         UserError: `run_dir` is no run folder.
@@ -41,7 +44,8 @@ def write_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
 
 
 def try_to_write_report(run: RunFolder) -> None:
-    """`write_report` for a run, which is worth more than its page: whatever goes wrong is logged."""
+    """`write_report` for a run, which is worth more than its page: whatever goes wrong is
+    logged."""
     try:
         write_report(run.path)
     except Exception as problem:
@@ -49,7 +53,8 @@ def try_to_write_report(run: RunFolder) -> None:
 
 
 def write_comparison(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write several runs on one page and return its path (``comparison.html`` beside the first, by default).
+    """Write several runs on one page and return its path (``comparison.html`` beside the first, by
+    default).
 
     Raises:
         UserError: one of them is no run folder.
@@ -65,12 +70,14 @@ def _page(runs: Sequence[RunData]) -> bytes:
     is_live = len(runs) == 1 and runs[0].stages[-1].summary.get("state") == "running"
     data = contents_of(runs, is_passing=is_live)
     title = " vs ".join(run.name for run in runs)
-    return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode("utf-8", "replace")
+    return one_file(title, words_html(data["runs"]["runs"]), packed(data), is_live=is_live).encode(
+        "utf-8", "replace"
+    )
 
 
 class ReportSink:
-    """Keeps the report of a run that goes on: written behind a step, but so seldom that it costs less than 1 % of the
-    time, however long the run is. The page loads itself anew.
+    """Keeps the report of a run that goes on: written behind a step, but so seldom that it costs
+    less than 1 % of the time, however long the run is. The page loads itself anew.
 
     Args:
         clock: seconds.

@@ -1,4 +1,5 @@
-"""What of a run goes into its report: all its numbers, and of what is large a part that says what it is a part of."""
+"""What of a run goes into its report: all its numbers, and of what is large a part that says what
+it is a part of."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from slime.page.rows import COLUMNS, SORTS, row_of, short_texts
 from slime.page.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
 from slime.page.trained import training_of, with_training
 
-#: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that this costs little.
+#: Bytes of samples' lines over all stages of a report; of one that is soon written anew, so that
+#: this costs little.
 SAMPLE_BYTES = 5 << 20
 _PASSING_BYTES = 1 << 20
 #: Of how many files samples are when not all of them fit.
@@ -43,7 +45,9 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
         runs: of several, the newest stage of each is shown at first.
         is_passing: it is soon written anew.
     """
-    named = {f"{i}.{stage.name}": (run.path, stage) for i, run in enumerate(runs) for stage in run.stages}
+    named = {
+        f"{i}.{stage.name}": (run.path, stage) for i, run in enumerate(runs) for stage in run.stages
+    }
     share = (_PASSING_BYTES if is_passing else SAMPLE_BYTES) // len(named)
     stages = {key: _of_stage(path, stage, share) for key, (path, stage) in named.items()}
     told = []
@@ -60,7 +64,10 @@ def contents_of(runs: Sequence[RunData], *, is_passing: bool = False) -> dict[st
         },
         "sorts": SORTS,
         "stages": stages,
-        "differences": {"runs": list(named), "flags": settings_that_differ([stage for _, stage in named.values()])},
+        "differences": {
+            "runs": list(named),
+            "flags": settings_that_differ([stage for _, stage in named.values()]),
+        },
     }
 
 
@@ -90,14 +97,20 @@ def _of_stage(run: Path, stage: Stage, sample_bytes: int) -> dict[str, Any]:
 
 def _few(stage: Stage, name: str) -> tuple[list[float], list[float | None]]:
     points = thin(stage.series(name))
-    return [step for step, _ in points], [None if y is None else float(f"{y:.{_DIGITS}g}") for _, y in points]
+    return [step for step, _ in points], [
+        None if y is None else float(f"{y:.{_DIGITS}g}") for _, y in points
+    ]
 
 
 def _timelines(run: Path, stage: Stage) -> dict[str, Any]:
     there = traced_steps(run, stage)
     kept = spread(there, _MOST_TIMELINES)
     timelines = {step: timeline_of(run, stage, step) for step in kept}
-    note = f"This file contains the timelines of {len(kept)} of {len(there)} steps." if len(kept) < len(there) else ""
+    note = (
+        f"This file contains the timelines of {len(kept)} of {len(there)} steps."
+        if len(kept) < len(there)
+        else ""
+    )
     return {"steps": kept, "timelines": timelines, "note": note}
 
 
@@ -113,15 +126,24 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-# -- samples -------------------------------------------------------------------------------------------------------
+# -- samples
+# -------------------------------------------------------------------------------------------------------
 
 
-def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[dict[str, Any]], str]:
-    """Rows as the page has them, with their lines; what there was of each file; and what to say of it."""
-    there = {kind: _sizes(paths) for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))}
+def _samples(
+    run: Path, stage: Stage, most_bytes: int
+) -> tuple[list[Row], list[dict[str, Any]], str]:
+    """Rows as the page has them, with their lines; what there was of each file; and what to say of
+    it."""
+    there = {
+        kind: _sizes(paths)
+        for kind, paths in (("rollout", stage.rollouts), ("eval", stage.evaluations))
+    }
     is_whole = sum(size for files in there.values() for size in files.values()) <= most_bytes
     kept = {
-        "rollout": spread(list(there["rollout"]), len(there["rollout"]) if is_whole else _MOST_ROLLOUTS),
+        "rollout": spread(
+            list(there["rollout"]), len(there["rollout"]) if is_whole else _MOST_ROLLOUTS
+        ),
         "eval": spread(list(there["eval"]), len(there["eval"]) if is_whole else _MOST_EVALUATIONS),
     }
     files = [(kind, path) for kind, paths in kept.items() for path in paths]
@@ -141,8 +163,10 @@ def _samples(run: Path, stage: Stage, most_bytes: int) -> tuple[list[Row], list[
     note = ""
     if not is_whole:
         note = (
-            f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of {len(there['rollout'])} steps"
-            f" and {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, largest reward spread first."
+            f"This file contains {len(rows):,} samples from {len(kept['rollout'])} of "
+            f"{len(there['rollout'])} steps"
+            f" and {len(kept['eval'])} of {len(there['eval'])} evaluations: whole groups, largest "
+            "reward spread first."
             f" For all recorded samples, run: slime watch {run}"
         )
     return rows, told, note
@@ -155,12 +179,16 @@ def _sizes(paths: dict[str, Path]) -> dict[Path, int]:
         with contextlib.suppress(FileNotFoundError):
             sizes[path] = path.stat().st_size
             if path.name.startswith("rollout_"):
-                sizes[path] += path.with_name(path.name.replace("rollout_", "trained_")).stat().st_size
+                sizes[path] += (
+                    path.with_name(path.name.replace("rollout_", "trained_")).stat().st_size
+                )
     return sizes
 
 
 def _rows(path: Path, stage: Stage, kind: str) -> Iterator[Row]:
-    reward_key = config_value(stage.config, "reward_key" if kind == "rollout" else "eval_reward_key")
+    reward_key = config_value(
+        stage.config, "reward_key" if kind == "rollout" else "eval_reward_key"
+    )
     try:
         _, lines, _ = new_lines(path, Place())
     except OSError:  # a resumed run moved it away, or it is not ours to read
@@ -212,12 +240,15 @@ def _mean(rows: Sequence[Row]) -> float | None:
 
 
 def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
-    """Whole groups that fit, of all data sets alike. Where none does: best and worst of one, without their tokens."""
+    """Whole groups that fit, of all data sets alike. Where none does: best and worst of one,
+    without their tokens."""
     by_dataset: dict[Any, list[list[Row]]] = {}
     for group in groups:
         by_dataset.setdefault(group[0]["dataset"], []).append(group)
     ordered = [list(most_telling_first(each)) for each in by_dataset.values()]
-    in_turns = [group for turn in itertools.zip_longest(*ordered) for group in turn if group is not None]
+    in_turns = [
+        group for turn in itertools.zip_longest(*ordered) for group in turn if group is not None
+    ]
     kept = []
     left = most_bytes
     for group in in_turns:
@@ -229,7 +260,9 @@ def _chosen(groups: Sequence[list[Row]], most_bytes: int) -> list[list[Row]]:
         ends = sorted(in_turns[0], key=lambda row: -_or_least(row["reward"]))
         kept = [[ends[0], ends[-1]] if len(ends) > 1 else ends]
         for row in kept[0]:
-            row["record"] = {name: value for name, value in row["record"].items() if name != "tokens"}
+            row["record"] = {
+                name: value for name, value in row["record"].items() if name != "tokens"
+            }
     return kept
 
 
@@ -238,7 +271,8 @@ def _or_least(value: float | None) -> float:
 
 
 def most_telling_first(groups: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Groups whose rewards differ most first; of those that differ alike, the best and the worst in turns."""
+    """Groups whose rewards differ most first; of those that differ alike, the best and the worst in
+    turns."""
     by_spread: dict[float, list[list[Row]]] = {}
     for group in groups:
         rewards = [row["reward"] for row in group if row["reward"] is not None]

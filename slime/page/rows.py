@@ -1,4 +1,5 @@
-"""A sample as a row of the index: its sort keys, the text that a search reads, the question it answers.
+"""A sample as a row of the index: its sort keys, the text that a search reads, the question it
+answers.
 
 Rows count in steps as metrics do: rollout k is step k + 1, an evaluation before training is step 0.
 """
@@ -16,8 +17,28 @@ from slime.page.files import Line
 
 #: Of a row, beside the place of its line: file, offset and length.
 COLUMNS = (
-    *("stage", "kind", "step", "dataset", "grp", "sample", "status", "reward", "above", "spread", "prompt_length"),
-    *("response_length", "trained_tokens", "log_prob", "cached_tokens", "tool_seconds", "removed", "prompt"),
+    *(
+        "stage",
+        "kind",
+        "step",
+        "dataset",
+        "grp",
+        "sample",
+        "status",
+        "reward",
+        "above",
+        "spread",
+        "prompt_length",
+    ),
+    *(
+        "response_length",
+        "trained_tokens",
+        "log_prob",
+        "cached_tokens",
+        "tool_seconds",
+        "removed",
+        "prompt",
+    ),
 )
 #: Sort key → column.
 SORTS = {
@@ -73,7 +94,11 @@ def reward_of(record: dict[str, Any], reward_key: str | None = None) -> float | 
 def searched_text(record: dict[str, Any]) -> str:
     """What a search looks through: prompt, response and label, folded."""
     parts = [record.get("prompt"), record.get("response"), record.get("label")]
-    texts = [part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part is not None]
+    texts = [
+        part if isinstance(part, str) else orjson.dumps(part).decode()
+        for part in parts
+        if part is not None
+    ]
     return "\n".join(texts).casefold()
 
 
@@ -97,7 +122,8 @@ _NO_QUESTION = ("<tool_response>", "<|tool_response|>", "<information>")
 
 
 def question_of(prompt: Any) -> str:
-    """The last user turn of a prompt: of chat messages, or of text that a chat template has rendered.
+    """The last user turn of a prompt: of chat messages, or of text that a chat template has
+    rendered.
 
     A prompt without turns is the question itself.
 
@@ -119,9 +145,15 @@ def question_of(prompt: Any) -> str:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, dict) and "type" in part for part in value)
+    ):
         return " ".join(str(part.get("text") or f"[{part['type']}]") for part in value)
-    return "" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
+    return (
+        "" if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
+    )
 
 
 def short_texts(record: dict[str, Any], most: int = 240) -> dict[str, str]:
@@ -140,7 +172,9 @@ def _number(value: Any) -> float | int | None:
     return value if abs(value) < _INT64 else float(value)  # SQLite has no larger integers
 
 
-def row_of(file: int, line: Line, stage: str, kind: str, stem: str, reward_key: str | None) -> tuple[Any, ...]:
+def row_of(
+    file: int, line: Line, stage: str, kind: str, stem: str, reward_key: str | None
+) -> tuple[Any, ...]:
     """File, offset and length of a line, and the values of `COLUMNS`."""
     record = line.value
     number = stem.partition("_")[2]

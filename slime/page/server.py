@@ -1,4 +1,5 @@
-"""The server behind `slime watch`: the page, and what it asks for as JSON. It only reads, and answers GET alone."""
+"""The server behind `slime watch`: the page, and what it asks for as JSON. It only reads, and
+answers GET alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _LARGEST = 1 << 62
 
 
 class Runs:
-    """The runs that are shown, by the names that the page knows them by; a thread keeps them up to date.
+    """The runs that are shown, by the names that the page knows them by; a thread keeps them up to
+    date.
 
     Args:
         paths: run folders, or folders of runs, of which new runs are shown as they appear.
@@ -72,20 +74,25 @@ class Runs:
         self._refreshed = time.monotonic()
 
     def _goes_on(self) -> bool:
-        """Asked while an index is made: until it is whole, which may take minutes, curves are followed."""
+        """Asked while an index is made: until it is whole, which may take minutes, curves are
+        followed."""
         if time.monotonic() - self._refreshed > _LOOK_SECONDS:
             self._refresh()
         return not self._stop.is_set()
 
     def _tried(self, path: Path, action: Callable[[], Any]) -> None:
-        """What cannot be read of one run, for whatever reason, keeps nobody from the others. Said once."""
+        """What cannot be read of one run, for whatever reason, keeps nobody from the others. Said
+        once."""
         try:
             action()
-        except Exception as problem:  # a folder that goes, a full disk, files that something else wrote: tried again
+        # a folder that goes, a full disk, files that something else wrote: tried again
+        except Exception as problem:
             trouble = f"{type(problem).__name__}: {problem}"
             if self._troubles.get(path) != trouble:
                 self._troubles[path] = trouble
-                logger.warning("could not read what is new in %s, and will try again: %s", path, trouble)
+                logger.warning(
+                    "could not read what is new in %s, and will try again: %s", path, trouble
+                )
 
     def start(self) -> None:
         self._thread.start()
@@ -106,7 +113,9 @@ class Runs:
             for path, watch in self._watches.items():
                 if self._stop.is_set():
                     return
-                self._tried(path, lambda watch=watch: watch.index.update(watch.stages(), self._goes_on))  # type: ignore[misc]
+                self._tried(
+                    path, lambda watch=watch: watch.index.update(watch.stages(), self._goes_on)
+                )  # type: ignore[misc]
 
     def _keep_looking(self) -> None:
         while not self._stop.is_set():
@@ -117,8 +126,8 @@ class Runs:
             self._stop.wait(_LOOK_SECONDS)
 
     def all(self) -> dict[str, tuple[RunWatch, Stage]]:
-        """Id → run and stage, the newest first. Ids are made of a folder's path, but are none: what an address of the
-        page shows stays the same when the server starts again."""
+        """Id → run and stage, the newest first. Ids are made of a folder's path, but are none: what
+        an address of the page shows stays the same when the server starts again."""
         found = {}
         for watch in list(self._watches.values()):
             for stage in reversed(watch.stages()):
@@ -150,15 +159,24 @@ class Pages:
             "settings": self._settings,
             "differences": self._differences,
         }
-        answers = [web.get(f"/api/{name}", self._answering(question)) for name, question in questions.items()]
-        return [web.get("/", self._asset), web.get("/{name:[a-z_]+[.](?:js|css)}", self._asset), *answers]
+        answers = [
+            web.get(f"/api/{name}", self._answering(question))
+            for name, question in questions.items()
+        ]
+        return [
+            web.get("/", self._asset),
+            web.get("/{name:[a-z_]+[.](?:js|css)}", self._asset),
+            *answers,
+        ]
 
     async def _asset(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name", "index.html")
         file = PAGE.joinpath(name)
         if not file.is_file():
             raise web.HTTPNotFound
-        return web.Response(text=file.read_text(encoding="utf-8"), content_type=_TYPES["." + name.split(".")[-1]])
+        return web.Response(
+            text=file.read_text(encoding="utf-8"), content_type=_TYPES["." + name.split(".")[-1]]
+        )
 
     def _answering(self, question: Callable[[web.Request], Any]) -> Handler:
         def encoded(request: web.Request) -> bytes:
@@ -180,13 +198,17 @@ class Pages:
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         known = self.runs.all()
-        return stages.all_runs([watch.describe(stage, key) for key, (watch, stage) in known.items()])
+        return stages.all_runs(
+            [watch.describe(stage, key) for key, (watch, stage) in known.items()]
+        )
 
     def _metrics(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
         names = request.query.get("names")
         wanted = None if names is None else [unquote(name) for name in names.split(",") if name]
-        return watch.metrics(stage, wanted, _number(request, "generation", -1), _number(request, "since", 0))
+        return watch.metrics(
+            stage, wanted, _number(request, "generation", -1), _number(request, "since", 0)
+        )
 
     def _phases(self, request: web.Request) -> list[dict[str, Any]]:
         return phases(self._asked(request)[1])
@@ -208,7 +230,9 @@ class Pages:
         asked = request.query
         sort = asked.get("sort", "step")
         if sort not in SORTS or asked.get("kind", "rollout") not in ("rollout", "eval"):
-            raise web.HTTPBadRequest(text=f"samples are sorted by {', '.join(SORTS)}; kinds are rollout and eval\n")
+            raise web.HTTPBadRequest(
+                text=f"samples are sorted by {', '.join(SORTS)}; kinds are rollout and eval\n"
+            )
         return Query(
             stage=stage.name,
             kind=asked.get("kind", "rollout"),
@@ -224,7 +248,9 @@ class Pages:
 
     def _groups(self, request: web.Request) -> dict[str, Any]:
         watch, stage = self._asked(request)
-        groups, more = watch.index.groups(self._query(request, stage), *_page(request, _MOST_GROUPS))
+        groups, more = watch.index.groups(
+            self._query(request, stage), *_page(request, _MOST_GROUPS)
+        )
         return {"groups": [_short(group) for group in groups], "more": more}
 
     def _samples(self, request: web.Request) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What the page is told of a stage of a run, by the server of a live page or by the file of a frozen one."""
+"""What the page is told of a stage of a run, by the server of a live page or by the file of a
+frozen one."""
 
 from __future__ import annotations
 
@@ -20,29 +21,43 @@ from slime.redact import redact_text, redacted
 
 #: Settings that say where a run is, not what it does.
 _PLACES = ("run_name", "output_dir", "save", "load", "save_hf", "wandb_group", "wandb_run_id")
-_ENGINES = ("rollout/engine_load/", "rollout/prefix_cache", "rollout/avg_cached", "rollout/spec_", "perf/engines_idle")
+_ENGINES = (
+    "rollout/engine_load/",
+    "rollout/prefix_cache",
+    "rollout/avg_cached",
+    "rollout/spec_",
+    "perf/engines_idle",
+)
 
 
 def all_runs(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page asks first: the stages that there are, the newest first, and which charts it draws of them.
+    """What the page asks first: the stages that there are, the newest first, and which charts it
+    draws of them.
 
     Args:
         described: of each what `describe` says; runs of one name are called by their folders.
 
     Returns:
-        ``{"runs", "catalog": [{"section", "charts": [the fields of a ChartSpec]}], "sorts", "version"}``.
+        ``{"runs", "catalog": [{"section", "charts": [the fields of a ChartSpec]}], "sorts",
+        "version"}``.
     """
     names = [run["name"] for run in described]
-    told = [{**run, "name": run["path"] if names.count(run["name"]) > 1 else run["name"]} for run in described]
+    told = [
+        {**run, "name": run["path"] if names.count(run["name"]) > 1 else run["name"]}
+        for run in described
+    ]
     told.sort(key=lambda run: -(run["started"] or 0.0))
     sections = {"Learning": LEARNING, "Policy": POLICY, "Speed": SPEED}
     catalog = [
-        {"section": name, "charts": [dataclasses.asdict(spec) for spec in specs]} for name, specs in sections.items()
+        {"section": name, "charts": [dataclasses.asdict(spec) for spec in specs]}
+        for name, specs in sections.items()
     ]
     return {"runs": told, "catalog": catalog, "sorts": list(SORTS), "version": __version__}
 
 
-def describe(run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], index: dict[str, int]) -> dict[str, Any]:
+def describe(
+    run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], index: dict[str, int]
+) -> dict[str, Any]:
     """What the list of runs says of a stage.
 
     Args:
@@ -70,7 +85,8 @@ def describe(run: Path, stage: Stage, key: str, alarms: list[dict[str, str]], in
 
 
 def alarms_of(stage: Stage) -> list[dict[str, str]]:
-    """What `find_alarms` says of the stage, the gravest first: ``{"name", "title", "detail", "fix"}``."""
+    """What `find_alarms` says of the stage, the gravest first: ``{"name", "title", "detail",
+    "fix"}``."""
     flags = {flag: value for flag, value, _ in flags_with_origins(stage.config)}
     found = find_alarms(stage.rows, ended=stage.summary.get("ended") is not None, flags=flags)
     return [{"name": a.name, "title": a.title, "detail": a.detail, "fix": a.fix} for a in found]
@@ -83,7 +99,10 @@ def crash(run: Path) -> dict[str, Any] | None:
         return None
     details = read_object(files[-1])
     kept = {name: details.get(name) for name in ("error", "message", "notes", "note")}
-    kept = {name: redact_text(text) if isinstance(text, str) else redacted(text) for name, text in kept.items()}
+    kept = {
+        name: redact_text(text) if isinstance(text, str) else redacted(text)
+        for name, text in kept.items()
+    }
     return {**kept, "folder": str(files[-1].parent.relative_to(run))}
 
 
@@ -91,10 +110,19 @@ def facts(stage: Stage) -> list[str]:
     """Model, method, batch and host in a few words."""
     model = str(config_value(stage.config, "hf_checkpoint") or "").rstrip("/").rsplit("/", 1)[-1]
     loss = config_value(stage.config, "loss_type")
-    method = config_value(stage.config, "advantage_estimator") if loss in (None, "policy_loss") else loss
-    prompts, samples = (config_value(stage.config, name) for name in ("rollout_batch_size", "n_samples_per_prompt"))
+    method = (
+        config_value(stage.config, "advantage_estimator") if loss in (None, "policy_loss") else loss
+    )
+    prompts, samples = (
+        config_value(stage.config, name) for name in ("rollout_batch_size", "n_samples_per_prompt")
+    )
     batch = f"{prompts} prompts × {samples} samples" if prompts and samples else ""
-    told = (model, str(method or "").upper().replace("_", " "), batch, str(stage.summary.get("host") or ""))
+    told = (
+        model,
+        str(method or "").upper().replace("_", " "),
+        batch,
+        str(stage.summary.get("host") or ""),
+    )
     return [text for text in told if text]
 
 
@@ -107,9 +135,11 @@ def settings(stage: Stage) -> list[dict[str, str]]:
 
 
 def settings_that_differ(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """``{"flag", "values": [its value in each stage, as text]}`` of the flags that are not the same in all; where a run
-    is does not count."""
-    known = [{flag: value for flag, value, _ in flags_with_origins(stage.config)} for stage in stages]
+    """``{"flag", "values": [its value in each stage, as text]}`` of the flags that are not the same
+    in all; where a run is does not count."""
+    known = [
+        {flag: value for flag, value, _ in flags_with_origins(stage.config)} for stage in stages
+    ]
     flags = dict.fromkeys(flag for values in known for flag in values if flag not in _PLACES)
     shown = {flag: [_text(flag, values.get(flag)) for values in known] for flag in flags}
     return [{"flag": flag, "values": texts} for flag, texts in shown.items() if len(set(texts)) > 1]
@@ -121,7 +151,8 @@ def _text(flag: str, value: Any) -> str:
 
 
 def engines(stage: Stage) -> dict[str, Any]:
-    """Mean load of each engine, and the metrics that tell of engines: ``{"loads": {engine: requests}, "names"}``."""
+    """Mean load of each engine, and the metrics that tell of engines: ``{"loads": {engine:
+    requests}, "names"}``."""
     loads = dict(sorted(engine_loads(stage.rows).items(), key=lambda item: int(item[0])))
     keys = stage.keys()
     return {"loads": loads, "names": [name for name in keys if name.startswith(_ENGINES)]}

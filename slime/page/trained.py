@@ -1,4 +1,5 @@
-"""What training knew of the tokens of recorded samples: read beside them, when one is looked at or a run is frozen."""
+"""What training knew of the tokens of recorded samples: read beside them, when one is looked at or
+a run is frozen."""
 
 from __future__ import annotations
 
@@ -28,18 +29,25 @@ def training_of(file: Path, rollout: int, run: Path) -> _Training:
         lines = read_lines(path)
     except OSError:  # it went meanwhile
         return {}
-    return {_key(line.get("index"), line.get("total_length"), line.get("response_length")): line for line in lines}
+    return {
+        _key(line.get("index"), line.get("total_length"), line.get("response_length")): line
+        for line in lines
+    }
 
 
 def with_training(record: dict[str, Any], known: _Training) -> dict[str, Any]:
-    """The line of a sample, with ``advantages`` and ``log_prob_diffs`` among its ``tokens``: an entry per token, or
-    null.
+    """The line of a sample, with ``advantages`` and ``log_prob_diffs`` among its ``tokens``: an
+    entry per token, or null.
 
     Args:
         known: as `training_of` gives it.
     """
     tokens = record.get("tokens")
-    if not known or not isinstance(tokens, dict) or not isinstance(texts := tokens.get("text"), list):
+    if (
+        not known
+        or not isinstance(tokens, dict)
+        or not isinstance(texts := tokens.get("text"), list)
+    ):
         return record
     prompt = record.get("prompt_length")
     response = record.get("response_length")
@@ -47,7 +55,9 @@ def with_training(record: dict[str, Any], known: _Training) -> dict[str, Any]:
     found = known.get(_key(record.get("index"), total, response))
     if found is None:
         return record
-    more = {name: _per_token(found.get(name), len(texts)) for name in ("advantages", "log_prob_diffs")}
+    more = {
+        name: _per_token(found.get(name), len(texts)) for name in ("advantages", "log_prob_diffs")
+    }
     return {**record, "tokens": {**tokens, **more}}
 
 

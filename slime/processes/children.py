@@ -18,7 +18,9 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 def children_of(native: int) -> list[psutil.Process]:
     """Processes that the thread of this process with that number of the kernel's has started."""
     try:
-        pids = [int(word) for word in Path(f"/proc/self/task/{native}/children").read_text().split()]
+        pids = [
+            int(word) for word in Path(f"/proc/self/task/{native}/children").read_text().split()
+        ]
     except OSError:  # the thread has ended, or the kernel does not tell
         return []
     found = []
@@ -29,8 +31,11 @@ def children_of(native: int) -> list[psutil.Process]:
 
 
 def ticks() -> float:
-    """Seconds on a clock that no correction of the time of day moves, in the kernel's whole ticks."""
-    return math.floor(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_SECOND) / _TICKS_PER_SECOND
+    """Seconds on a clock that no correction of the time of day moves, in the kernel's whole
+    ticks."""
+    return (
+        math.floor(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_SECOND) / _TICKS_PER_SECOND
+    )
 
 
 def began_at(pid: int) -> float:

@@ -1,6 +1,8 @@
-"""How much host memory processes hold for themselves: what grows when something is kept that nobody needs.
+"""How much host memory processes hold for themselves: what grows when something is kept that nobody
+needs.
 
-Pages that are shared with others (weights on their way, libraries) are left out. A look costs some 20 µs a process.
+Pages that are shared with others (weights on their way, libraries) are left out. A look costs some
+20 µs a process.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from slime.processes.host import free_host_memory
 
 _GB = 1e9
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds after which the children are looked up anew; that costs a look at every process of the host.
+#: Seconds after which the children are looked up anew; that costs a look at every process of the
+#: host.
 _CHILDREN_AGE = 60.0
 
 
 def own_bytes(pid: int) -> int:
-    """Resident memory of a process without shared pages; 0 where it is gone, or the system does not tell."""
+    """Resident memory of a process without shared pages; 0 where it is gone, or the system does not
+    tell."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except (OSError, ValueError):

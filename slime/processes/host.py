@@ -1,4 +1,5 @@
-"""What this host has, found without torch: processors, memory, limits, addresses, free ports, the way past proxies."""
+"""What this host has, found without torch: processors, memory, limits, addresses, free ports, the
+way past proxies."""
 
 from __future__ import annotations
 
@@ -28,21 +29,26 @@ _PORT_TRIES = 200
 #: Open files that are enough for any run, and without which none comes up.
 MANY_FILES = 65536
 FEWEST_FILES = 256
-#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107 of a socket's name.
+#: Bytes of a folder with /ray/session_<26 characters>_<pid>/sockets/plasma_store in it, of the 107
+#: of a socket's name.
 _LONGEST_FOLDER = 107 - 68
 _SHORT_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 #: Ray's logs of a start.
 _TRIED_BYTES = 1 << 20
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
 )
 
 
 def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")) -> int:
     """GPUs of this host that the process may use.
 
-    ``SLIME_NUM_GPUS`` overrides; else the NVIDIA device nodes, narrowed by ``CUDA_VISIBLE_DEVICES``.
+    ``SLIME_NUM_GPUS`` overrides; else the NVIDIA device nodes, narrowed by
+    ``CUDA_VISIBLE_DEVICES``.
 
     Example:
         >>> num_gpus({"SLIME_NUM_GPUS": "4"})
@@ -56,7 +62,9 @@ def num_gpus(environ: dict[str, str] | None = None, devices: Path = Path("/dev")
     if told.isdigit():
         return int(told)
     if told:
-        raise UserError(f"SLIME_NUM_GPUS is {told!r}", fix="set it to the number of GPUs of a host, or unset it")
+        raise UserError(
+            f"SLIME_NUM_GPUS is {told!r}", fix="set it to the number of GPUs of a host, or unset it"
+        )
     there = sum(1 for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None or there == 0:
@@ -105,11 +113,13 @@ def _number(path: Path) -> float | None:
     return float(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
-# -- limits of a process -----------------------------------------------------------------------------------------
+# -- limits of a process
+# -----------------------------------------------------------------------------------------
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files towards the hard one, for this process and those that it starts.
+    """Raise the soft limit of open files towards the hard one, for this process and those that it
+    starts.
 
     Returns:
         The limit from now on.
@@ -125,13 +135,15 @@ def raise_open_files() -> int:
         raise UserError(
             f"a process may open {hard} files here, and a run needs at least {FEWEST_FILES}",
             why="its processes hold connections to each other, and one for each request under way",
-            fix=f"ulimit -Hn {MANY_FILES}, as root; docker run --ulimit nofile={MANY_FILES}; LimitNOFILE= of systemd",
+            fix=f"ulimit -Hn {MANY_FILES}, as root; docker run --ulimit nofile={MANY_FILES}; "
+            "LimitNOFILE= of systemd",
         )
     return soft
 
 
 def folder_of_sockets(environ: Mapping[str, str] = os.environ) -> tuple[Path, str]:
-    """Return the folder in which Ray keeps its sockets and logs, and why it is not the one that TMPDIR names, or "".
+    """Return the folder in which Ray keeps its sockets and logs, and why it is not the one that
+    TMPDIR names, or "".
 
     Raises:
         UserError: RAY_TMPDIR names a folder that does not serve, or none does.
@@ -172,7 +184,8 @@ def _write_to(folder: Path) -> None:
         file.flush()
 
 
-# -- address and ports ---------------------------------------------------------------------------------------------
+# -- address and ports
+# ---------------------------------------------------------------------------------------------
 
 
 def own_addresses() -> set[str]:
@@ -181,7 +194,8 @@ def own_addresses() -> set[str]:
 
 
 def slime_command() -> str:
-    """How the command `slime` is called here: by its name where a shell finds it, else through this interpreter."""
+    """How the command `slime` is called here: by its name where a shell finds it, else through this
+    interpreter."""
     return "slime" if shutil.which("slime") else f"{sys.executable} -m slime"
 
 
@@ -211,8 +225,8 @@ def without_working_directory() -> Iterator[None]:
 
 
 def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables by which clients that read them reach ``hosts`` and this one directly, whatever proxy is set. Our own
-    clients of engines never read them.
+    """Variables by which clients that read them reach ``hosts`` and this one directly, whatever
+    proxy is set. Our own clients of engines never read them.
 
     Example:
         >>> past_proxies(["10.0.0.7"], {"NO_PROXY": "intranet", "HTTP_PROXY": "http://proxy:3128"})["no_proxy"]
@@ -220,7 +234,10 @@ def past_proxies(hosts: Iterable[str], environ: Mapping[str, str] = os.environ) 
     """
     known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     names = dict.fromkeys([*filter(None, known.split(",")), "localhost", "127.0.0.1", *hosts])
-    return {"no_proxy": ",".join(names), "NO_PROXY": ",".join(names)}  # libraries differ in which one they read
+    return {
+        "no_proxy": ",".join(names),
+        "NO_PROXY": ",".join(names),
+    }  # libraries differ in which one they read
 
 
 @dataclass
@@ -237,8 +254,9 @@ class PortReservation:
 def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservation:
     """Reserve a free TCP port on this node, by a lock file and a test of binding.
 
-    It is held until `PortReservation.release`, so that of two servers that start at once each gets its own: guessing
-    ports ends in "Max retries exceeded … /get_model_info" when several start on one host.
+    It is held until `PortReservation.release`, so that of two servers that start at once each gets
+    its own: guessing ports ends in "Max retries exceeded … /get_model_info" when several start on
+    one host.
 
     Args:
         port: this one.
@@ -259,7 +277,11 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
             lock.close()
             continue
         return PortReservation(number, lock)
-    sought = f"between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries" if port is None else f"at {port}"
+    sought = (
+        f"between {_FIRST_PORT} and {_LAST_PORT} in {_PORT_TRIES} tries"
+        if port is None
+        else f"at {port}"
+    )
     raise UserError(
         f"no free port of this host {sought}",
         fix="end what holds them: ss -ltnp lists the listening processes",
@@ -267,8 +289,8 @@ def reserve_port(host: str = "0.0.0.0", port: int | None = None) -> PortReservat
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port for a server that binds it by itself, soon: not of those from which the kernel gives one to every outgoing
-    connection, as it does where port 0 is bound to find one."""
+    """A port for a server that binds it by itself, soon: not of those from which the kernel gives
+    one to every outgoing connection, as it does where port 0 is bound to find one."""
     reservation = reserve_port(host)
     reservation.release()
     return reservation.port
@@ -289,6 +311,8 @@ def bind(host: str, port: int, inherited_fd: int | None = None) -> socket.socket
         listener.bind((host, port))
     except (OSError, OverflowError) as error:  # what is larger than a port overflows
         listener.close()
-        raise UserError(f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port") from error
+        raise UserError(
+            f"cannot listen on {host}:{port}", why=str(error), fix="choose another --port"
+        ) from error
     listener.listen(1024)
     return listener

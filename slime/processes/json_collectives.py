@@ -1,7 +1,8 @@
 """What trainer ranks tell each other besides tensors: JSON in tensors of bytes.
 
-torch's own collectives of objects send pickles, and whoever has joined a process group could run code in the others by
-one. All functions here are collective over their group. What goes in is what `orjson` takes; tuples come back as lists.
+torch's own collectives of objects send pickles, and whoever has joined a process group could run
+code in the others by one. All functions here are collective over their group. What goes in is what
+`orjson` takes; tuples come back as lists.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes] | No
 
 
 def gather_tensors(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """`gather` of plain containers with tensors in them, which are read as `torch.load` reads files of strangers."""
+    """`gather` of plain containers with tensors in them, which are read as `torch.load` reads files
+    of strangers."""
     content = io.BytesIO()
     torch.save(value, content)
     found = _gather(content.getvalue(), group)
-    return None if found is None else [torch.load(io.BytesIO(one), weights_only=True) for one in found]
+    return (
+        None if found is None else [torch.load(io.BytesIO(one), weights_only=True) for one in found]
+    )
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -64,7 +68,8 @@ def _to_tensor(content: bytes, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """This rank's bytes, with zeros behind them as long as the longest rank's; and the bytes of each rank."""
+    """This rank's bytes, with zeros behind them as long as the longest rank's; and the bytes of
+    each rank."""
     own = _to_tensor(content, group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=own.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

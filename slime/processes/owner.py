@@ -1,8 +1,9 @@
 """How a process ends with the one that it belongs to, however that one ended.
 
     die_with_parent    the kernel kills it at once: servers, graders
-    follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines, workers of the data check
-    end_within         the other way round: what has a deadline to end, before its owner leaves without it
+    follow_parent      it is told, has a moment to end tidily, and leaves: embedded engines, workers
+    of the data check end_within         the other way round: what has a deadline to end, before its
+    owner leaves without it
 
 What a local Ray starts ends as a whole (`slime.processes.tree`).
 """
@@ -22,19 +23,24 @@ from collections.abc import Callable
 logger = logging.getLogger("slime.processes.owner")
 
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded once: between fork and exec of a child there should be little to do
+_LIBC = ctypes.CDLL(
+    None
+)  # loaded once: between fork and exec of a child there should be little to do
 _LEAVE_SECONDS = 5.0
 _HURRY_SECONDS = 2.0
 
-#: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter from ending, too.
+#: Something here did not end in time (`end_within`, `will_hang`), and would keep the interpreter
+#: from ending, too.
 _hangs = threading.Event()
 
 
 def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent dies, and end it now should that have happened already.
+    """Have the kernel end this process when its parent dies, and end it now should that have
+    happened already.
 
-    To be called in the child: first thing in its ``main``, or by ``subprocess.Popen(preexec_fn=…)``. The kernel means
-    the *thread* that started the child: it must be one that lives as long as its process.
+    To be called in the child: first thing in its ``main``, or by
+    ``subprocess.Popen(preexec_fn=…)``. The kernel means the *thread* that started the child: it
+    must be one that lives as long as its process.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it died before the line above
@@ -42,11 +48,12 @@ def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> Non
 
 
 def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
-    """Call ``stop`` when process ``parent_pid`` ends, and leave for good if that has not ended us within 5 seconds.
+    """Call ``stop`` when process ``parent_pid`` ends, and leave for good if that has not ended us
+    within 5 seconds.
 
-    Noticed in two ways: by a thread that waits on the parent's pidfd, and by the kernel's parent-death signal. The
-    kernel sends that when the *thread* which started us ends, so its handler looks whether the parent is really gone.
-    Call from the main thread.
+    Noticed in two ways: by a thread that waits on the parent's pidfd, and by the kernel's
+    parent-death signal. The kernel sends that when the *thread* which started us ends, so its
+    handler looks whether the parent is really gone. Call from the main thread.
     """
     try:
         descriptor = os.pidfd_open(parent_pid)
@@ -55,7 +62,9 @@ def follow_parent(parent_pid: int, stop: Callable[[], object]) -> None:
         os._exit(1)
     except OSError:
         descriptor = -1  # no pidfd on this kernel: look once a second
-    threading.Thread(target=_wait_and_leave, args=(parent_pid, descriptor, stop), name="parent", daemon=True).start()
+    threading.Thread(
+        target=_wait_and_leave, args=(parent_pid, descriptor, stop), name="parent", daemon=True
+    ).start()
     if os.getppid() == parent_pid:
         signal.signal(signal.SIGUSR2, lambda *_: stop() if os.getppid() != parent_pid else None)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
@@ -87,10 +96,12 @@ def _exists(pid: int) -> bool:
 
 
 def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event) -> bool:
-    """Call ``end``, and wait for it so long at most, or 2 seconds from when somebody is in a ``hurry``.
+    """Call ``end``, and wait for it so long at most, or 2 seconds from when somebody is in a
+    ``hurry``.
 
-    Ray waits a minute for a daemon of its own that is gone, and then ends the process in which it is. A call that hangs
-    is left behind in its thread; whoever knows the exit status is to call `leave_what_hangs`.
+    Ray waits a minute for a daemon of its own that is gone, and then ends the process in which it
+    is. A call that hangs is left behind in its thread; whoever knows the exit status is to call
+    `leave_what_hangs`.
 
     Returns:
         False when it hangs. What it raises in time is raised here.
@@ -120,7 +131,8 @@ def end_within(seconds: float, end: Callable[[], object], hurry: threading.Event
 
 
 def will_hang() -> None:
-    """Something was started here that keeps the interpreter from ending: W&B's service without its server, for one."""
+    """Something was started here that keeps the interpreter from ending: W&B's service without its
+    server, for one."""
     _hangs.set()
 
 

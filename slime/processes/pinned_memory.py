@@ -1,4 +1,5 @@
-"""Host memory that tensors of a GPU are copied into: page-locked, of the exact size, kept and used again."""
+"""Host memory that tensors of a GPU are copied into: page-locked, of the exact size, kept and used
+again."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ _LOCK_SECONDS = 300.0  # for one buffer, at most
 
 
 def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
-    """uint8 [nbytes]; with ``pin`` page-locked, so that a GPU copies at full speed and beside other work.
+    """uint8 [nbytes]; with ``pin`` page-locked, so that a GPU copies at full speed and beside other
+    work.
 
-    torch's own allocator rounds pinned memory up to a power of two, which for a snapshot of 60 GB is 64 and for one of
-    70 GB is 128. So pages of our own are taken and registered with the driver, until the tensor goes.
+    torch's own allocator rounds pinned memory up to a power of two, which for a snapshot of 60 GB
+    is 64 and for one of 70 GB is 128. So pages of our own are taken and registered with the driver,
+    until the tensor goes.
 
     Raises:
         RuntimeError, OSError: the host has not enough memory, or locks none for this process.
@@ -37,22 +40,27 @@ def host_buffer(nbytes: int, *, pin: bool) -> Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
-    owner = (ctypes.c_char * nbytes).from_buffer(pages)  # lives as long as the storage, of which there may be views
+    owner = (ctypes.c_char * nbytes).from_buffer(
+        pages
+    )  # lives as long as the storage, of which there may be views
     buffer = torch.frombuffer(owner, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:
         raise torch.cuda.CudaError(status)
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False  # the driver does it at exit
+    weakref.finalize(
+        owner, runtime.cudaHostUnregister, address
+    ).atexit = False  # the driver does it at exit
     return buffer
 
 
 class BuffersAhead:
-    """Page-locked `host_buffer`s that a thread makes before they are needed: to lock 8 GiB takes 3 s.
+    """Page-locked `host_buffer`s that a thread makes before they are needed: to lock 8 GiB takes 3
+    s.
 
-    The driver works without Python's lock. What fails is told in the log and no more: whoever needs the memory asks
-    for it again, and gets the error then.
+    The driver works without Python's lock. What fails is told in the log and no more: whoever needs
+    the memory asks for it again, and gets the error then.
 
     Args:
         sizes: in bytes.
@@ -63,7 +71,9 @@ class BuffersAhead:
         self._made: list[Tensor] = []
         self._enough = threading.Event()
         arguments = (list(sizes), gpu, self._made)
-        self._thread = threading.Thread(target=self._make, args=arguments, name="host-buffers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._make, args=arguments, name="host-buffers", daemon=True
+        )
         self._thread.start()
 
     def take(self) -> list[Tensor]:
@@ -71,7 +81,9 @@ class BuffersAhead:
         self._enough.set()
         self._thread.join(_LOCK_SECONDS)
         if self._thread.is_alive():
-            logger.warning("host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS)
+            logger.warning(
+                "host memory has been locked for %d s now, and is not waited for", _LOCK_SECONDS
+            )
             return []
         made = self._made
         self._made = []
@@ -85,7 +97,9 @@ class BuffersAhead:
                 return
             free = free_host_memory()
             if size + _SPARE_BYTES > free:
-                _tell_rest(sizes[done:], f"{free / 1e9:.1f} GB are free, which may fill up meanwhile")
+                _tell_rest(
+                    sizes[done:], f"{free / 1e9:.1f} GB are free, which may fill up meanwhile"
+                )
                 return
             try:
                 made.append(host_buffer(size, pin=True))
@@ -96,12 +110,15 @@ class BuffersAhead:
 
 def _tell_rest(sizes: Sequence[int], why: str) -> None:
     logger.warning(
-        "%.1f GB of host memory are not locked ahead of time, but when they are needed: %s", sum(sizes) / 1e9, why
+        "%.1f GB of host memory are not locked ahead of time, but when they are needed: %s",
+        sum(sizes) / 1e9,
+        why,
     )
 
 
 class HostMemory:
-    """Kept from one snapshot to the next: getting it, and above all pinning it, costs more than copying."""
+    """Kept from one snapshot to the next: getting it, and above all pinning it, costs more than
+    copying."""
 
     def __init__(self) -> None:
         self._buffer = host_buffer(0, pin=False)
@@ -112,12 +129,16 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of ``tensors`` in this memory, valid until the next call. Waits until they are complete.
+        """Copies of ``tensors`` in this memory, valid until the next call. Waits until they are
+        complete.
 
         Raises:
             UserError: the host has not enough memory.
         """
-        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        sizes = [
+            -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+            for tensor in tensors
+        ]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if sum(sizes) > self.nbytes:
             self._grow(sum(sizes), pin=on_gpu)
@@ -143,7 +164,8 @@ class HostMemory:
             raise UserError(
                 f"no {nbytes / 1e9:.1f} GB of host memory for the snapshot of an asynchronous save",
                 why=str(error).splitlines()[0],
-                fix="drop --async-save: then checkpoints are written straight from the trainer's memory",
+                fix="drop --async-save: then checkpoints are written straight from the trainer's "
+                "memory",
             ) from error
 
     def _view(self, offset: int, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Python stacks of processes that hang: asked by a signal, each writes its own into its log.
 
-SIGUSR2, which the standard library answers in C: also where Python code runs for minutes, or holds the interpreter's
-lock. A process that is stopped (SIGSTOP) answers when it goes on.
+SIGUSR2, which the standard library answers in C: also where Python code runs for minutes, or holds
+the interpreter's lock. A process that is stopped (SIGSTOP) answers when it goes on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def answer() -> None:
 
 
 def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
-    """Ask these processes of this host, and the servers that they have started. Those that do not answer to the signal,
-    and would end of it, are left alone.
+    """Ask these processes of this host, and the servers that they have started. Those that do not
+    answer to the signal, and would end of it, are left alone.
 
     Args:
         wait: until the stacks are written, half a second.
@@ -56,7 +56,9 @@ def ask(pids: Iterable[int], *, wait: bool = False) -> list[int]:
 def _signalled(pid: int) -> bool:
     try:
         os.kill(pid, _SIGNAL)
-    except OSError:  # it has ended since it was looked at: whoever asks tells of a failure, and must not meet another
+    # it has ended since it was looked at: whoever asks tells of a failure, and must not meet
+    # another
+    except OSError:
         return False
     return True
 
@@ -82,12 +84,15 @@ def _answers(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    mask = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+    )
     return bool(int(mask, 16) >> (_SIGNAL - 1) & 1)
 
 
 def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only the outermost."""
+    """Where a suspended task stands, the innermost frame last; `asyncio.Task.get_stack` tells only
+    the outermost."""
     frames: list[FrameType] = []
     coroutine: Any = task.get_coro()
     while coroutine is not None:
@@ -100,13 +105,22 @@ def frames_of_task(task: asyncio.Task[Any]) -> list[FrameType]:
 def stack_of_thread(thread: int) -> str:
     """`lines_of_users` of a thread of this process, by its ident; "" where it has ended."""
     frame = sys._current_frames().get(thread)
-    return lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1]) if frame is not None else ""
+    return (
+        lines_of_users([frame for frame, _ in traceback.walk_stack(frame)][::-1])
+        if frame is not None
+        else ""
+    )
 
 
 def lines_of_users(frames: list[FrameType]) -> str:
-    """Where frames are, the innermost last, without those of the event loop and of what calls users' code."""
+    """Where frames are, the innermost last, without those of the event loop and of what calls
+    users' code."""
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
     shown = [
-        one for one in summary if f"{os.sep}asyncio{os.sep}" not in one.filename and not one.filename.endswith(_CALLER)
+        one
+        for one in summary
+        if f"{os.sep}asyncio{os.sep}" not in one.filename and not one.filename.endswith(_CALLER)
     ]
-    return "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""
+    return (
+        "\n" + "".join(traceback.format_list(shown[-_MOST_FRAMES:])).rstrip("\n") if shown else ""
+    )

@@ -1,12 +1,15 @@
-"""A tree of processes that ends as a whole. Who leaves it, by a new session or a double fork, is adopted and found.
+"""A tree of processes that ends as a whole. Who leaves it, by a new session or a double fork, is
+adopted and found.
 
-    driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever users' functions start
+    driver ─► this file as a script, twice ─► raylet ─► agents, workers, engines, and whatever
+    users' functions start
 
-The script starts one command and ends all that came of it when the command ends, when it is told to (SIGTERM), or when
-the driver is gone, however that came. The kernel gives it every process of the tree that loses its parent
-(PR_SET_CHILD_SUBREAPER), so that it needs no list of them.
+The script starts one command and ends all that came of it when the command ends, when it is told to
+(SIGTERM), or when the driver is gone, however that came. The kernel gives it every process of the
+tree that loses its parent (PR_SET_CHILD_SUBREAPER), so that it needs no list of them.
 
-Standard library only, and nothing of slime's: scripts that start in a few milliseconds import this file.
+Standard library only, and nothing of slime's: scripts that start in a few milliseconds import this
+file.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[int]:
-    """Return the processes that came of this one. Each names its children; kernels that are built without that are
-    searched."""
+    """Return the processes that came of this one. Each names its children; kernels that are built
+    without that are searched."""
     children = _children_by_parent() if _SEARCHED else None
     found = []
     asked = [os.getpid()]
@@ -74,8 +77,8 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def has_ended(child: int) -> bool:
-    """Whether a child has ended. It stays a zombie, so that its number is nobody else's; others that have ended are
-    reaped."""
+    """Whether a child has ended. It stays a zombie, so that its number is nobody else's; others
+    that have ended are reaped."""
     while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if found.si_pid == child:
             return True
@@ -84,7 +87,8 @@ def has_ended(child: int) -> bool:
 
 
 def end_all() -> None:
-    """Kill all descendants: stopped first, so that none starts another while the others are killed."""
+    """Kill all descendants: stopped first, so that none starts another while the others are
+    killed."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -101,14 +105,16 @@ def end_all() -> None:
         time.sleep(0.002)
 
 
-# -- the script ------------------------------------------------------------------------------------------------------
+# -- the script
+# ------------------------------------------------------------------------------------------------------
 
 
 def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int:
-    """Run ``command`` until it ends, SIGTERM asks for its end, or process ``owner``, our parent, is gone; then end all
-    that came of it.
+    """Run ``command`` until it ends, SIGTERM asks for its end, or process ``owner``, our parent, is
+    gone; then end all that came of it.
 
-    Two processes do so, one below the other: when one of them is killed, the other one ends what is left.
+    Two processes do so, one below the other: when one of them is killed, the other one ends what is
+    left.
 
     Args:
         last_command: run when the owner is gone, for what the tree leaves besides processes.
@@ -118,7 +124,9 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     import subprocess
 
     adopt_orphans()
-    _LIBC.prctl(_PDEATHSIG, 0)  # Ray sets it for its daemons; this one has work to do when the driver dies
+    _LIBC.prctl(
+        _PDEATHSIG, 0
+    )  # Ray sets it for its daemons; this one has work to do when the driver dies
     if os.getppid() != owner:
         return 1
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for
@@ -127,7 +135,9 @@ def hold(owner: int, command: Sequence[str], last_command: Sequence[str]) -> int
     if inner:
         status = _watch(owner, inner, _GRACE_SECONDS + _LOOK_SECONDS / 2)
         if os.getppid() != owner:
-            subprocess.run(last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False)
+            subprocess.run(
+                last_command, stdin=subprocess.DEVNULL, timeout=_LAST_COMMAND_SECONDS, check=False
+            )
         return status
     adopt_orphans()  # which a fork does not inherit
     own = os.getpid()

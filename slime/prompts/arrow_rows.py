@@ -45,7 +45,8 @@ class TableRows:
 
 
 def cache_folder() -> str | None:
-    """Return a temporary folder where the cache of `datasets`, which it locks even to read text, is read-only."""
+    """Return a temporary folder where the cache of `datasets`, which it locks even to read text, is
+    read-only."""
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -87,7 +88,8 @@ def iter_parquet(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(
             f"'{file}' is no Parquet file",
             why=str(error).split(". ")[0],
-            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it stands for)",
+            fix="it may be cut short, or a pointer of git lfs (git lfs pull fetches what it "
+            "stands for)",
         ) from error
     with opened as table:
         converts = _conversions(table.schema_arrow)
@@ -107,13 +109,19 @@ def loading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # of "An error occurred while generating the dataset", which says nothing
+        cause = (
+            error.__cause__ or error
+        )  # of "An error occurred while generating the dataset", which says nothing
         why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
-        fix = "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one data set"
+        fix = (
+            "name a .jsonl or .parquet file, or a folder that holds nothing but the files of one "
+            "data set"
+        )
         raise UserError(f"the data set '{path}' cannot be read", why=why, fix=fix) from error
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, Any]:
@@ -123,7 +131,8 @@ def _converted(row: dict[str, Any], converts: dict[str, _Convert]) -> dict[str, 
 
 
 def _conversions(schema: pyarrow.Schema) -> dict[str, _Convert]:
-    """By column, what Arrow's own conversion to Python gets wrong: short floats come with the digits of a long one."""
+    """By column, what Arrow's own conversion to Python gets wrong: short floats come with the
+    digits of a long one."""
     found = {field.name: _conversion(field.type) for field in schema}
     return {name: convert for name, convert in found.items() if convert is not None}
 
@@ -147,7 +156,8 @@ def _conversion(kind: pyarrow.DataType) -> _Convert | None:
 
 
 def _shortest(kind: type[np.floating[Any]], value: Any) -> Any:
-    """The float with the fewest digits that is ``value`` when rounded to ``kind``: 0.1, not 0.10000000149011612."""
+    """The float with the fewest digits that is ``value`` when rounded to ``kind``: 0.1, not
+    0.10000000149011612."""
     return float(str(kind(value))) if isinstance(value, float) else value
 
 

@@ -17,7 +17,11 @@ from slime.prompts.conversation import REASONING_KEYS, Messages, read_messages
 _PROBE = "probe of the turn's end"
 _PAST_PROBE = "probe of a past turn"
 #: Pairs of marks around reasoning within content: Qwen3, DeepSeek-R1, GLM; Magistral; Seed-OSS.
-REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 
 
 class TemplateRefuses(UserError):
@@ -25,7 +29,8 @@ class TemplateRefuses(UserError):
 
 
 def template_source(tokenizer: Any) -> str:
-    """The source of the tokenizer's chat template (of all of them, where it has several); "" without one."""
+    """The source of the tokenizer's chat template (of all of them, where it has several); ""
+    without one."""
     found = getattr(tokenizer, "chat_template", None)
     return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 
@@ -47,7 +52,13 @@ def render_messages(
     """
     form = template_form(tokenizer, **template_kwargs)
     shown = [form.shown(message) for message in form.merged(read_messages(messages, tools=tools))]
-    return render_shown(tokenizer, shown, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
+    return render_shown(
+        tokenizer,
+        shown,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **template_kwargs,
+    )
 
 
 def render_shown(
@@ -68,8 +79,10 @@ def render_shown(
     if not tokenizer.chat_template:
         raise UserError(
             "--apply-chat-template is set, but the tokenizer has no chat template",
-            why=f"neither tokenizer_config.json nor chat_template.jinja in '{tokenizer.name_or_path}' has one",
-            fix="take an instruct model, add a chat_template.jinja, or leave --apply-chat-template out",
+            why="neither tokenizer_config.json nor chat_template.jinja in "
+            f"'{tokenizer.name_or_path}' has one",
+            fix="take an instruct model, add a chat_template.jinja, or leave "
+            "--apply-chat-template out",
         )
     try:
         return str(
@@ -85,17 +98,28 @@ def render_shown(
         raise UserError(
             "the tokenizer's chat template has a syntax error",
             why=f"line {error.lineno}: {error.message}",
-            fix=f"mend chat_template.jinja or the chat_template of tokenizer_config.json in '{tokenizer.name_or_path}'",
+            fix="mend chat_template.jinja or the chat_template of tokenizer_config.json in "
+            f"'{tokenizer.name_or_path}'",
         ) from error
-    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+    ) as error:
         raise TemplateRefuses(
             "the chat template refuses the messages",
-            why=f"{type(error).__name__}: {error}; roles: {', '.join(str(m.get('role')) for m in messages)}",
+            why=f"{type(error).__name__}: {error}; roles: "
+            f"{', '.join(str(m.get('role')) for m in messages)}",
             fix="check the roles and their order, and --apply-chat-template-kwargs",
         ) from error
 
 
-# -- the form in which a template takes messages -------------------------------------------------------------------
+# -- the form in which a template takes messages
+# -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,8 +133,10 @@ class TemplateForm:
         parts: content is to be a list of parts, not text.
         reasoning_key: the key under which reasoning is written; None: there is none.
         calls_reasoning_key: the key under which reasoning before a call is written.
-        thinking_parts: reasoning is written where it is a part of content, of the type "thinking" (Mistral's).
-        writes_inline: reasoning between <think> marks in the content of the last answer is written as it stands.
+        thinking_parts: reasoning is written where it is a part of content, of the type "thinking"
+            (Mistral's).
+        writes_inline: reasoning between <think> marks in the content of the last answer is written
+            as it stands.
         thinks_inline: so it is, and the template knows these marks.
         knows_developer: there is a role "developer"; otherwise its messages are the system's.
         writes_names: the ``name`` of a user's message is written.
@@ -137,8 +163,8 @@ class TemplateForm:
     end: str = ""
 
     def merged(self, messages: Messages) -> Messages:
-        """The messages with roles that the template knows: without a role "developer" its messages become the
-        system's, one message with a system message right before."""
+        """The messages with roles that the template knows: without a role "developer" its messages
+        become the system's, one message with a system message right before."""
         if self.knows_developer or all(message["role"] != "developer" for message in messages):
             return messages
         found: Messages = []
@@ -153,7 +179,11 @@ class TemplateForm:
 
     def shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """One message, of the form that `read_messages` gives, as the template takes it."""
-        shown = {key: value for key, value in message.items() if key not in ("step_loss_mask", "reasoning_content")}
+        shown = {
+            key: value
+            for key, value in message.items()
+            if key not in ("step_loss_mask", "reasoning_content")
+        }
         if message["role"] == "assistant":
             shown |= self._answer(message)
         if self.short_ids and "tool_call_id" in shown:
@@ -181,7 +211,9 @@ class TemplateForm:
         elif not self.writes_inline or thought.marks is None:
             content = thought.answer
         if "tool_calls" in message:
-            answer["tool_calls"] = [self._call(call, at) for at, call in enumerate(message["tool_calls"])]
+            answer["tool_calls"] = [
+                self._call(call, at) for at, call in enumerate(message["tool_calls"])
+            ]
             if self.null_content and not content:
                 content = None
         return answer | {"content": content}
@@ -189,9 +221,14 @@ class TemplateForm:
     def _call(self, call: dict[str, Any], at: int) -> dict[str, Any]:
         function = call["function"]
         if self.text_arguments:
-            function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            function = function | {
+                "arguments": json.dumps(function["arguments"], ensure_ascii=False)
+            }
         if self.short_ids:
-            return call | {"function": function, "id": short_id(call.get("id") or f"{function['name']} {at}")}
+            return call | {
+                "function": function,
+                "id": short_id(call.get("id") or f"{function['name']} {at}"),
+            }
         return call | {"function": function}
 
 
@@ -204,11 +241,14 @@ def short_id(given: Any) -> str:
 
 
 def template_form(tokenizer: Any, **template_kwargs: Any) -> TemplateForm:
-    """How the tokenizer's chat template takes messages; rendered once for a template and its keyword arguments."""
+    """How the tokenizer's chat template takes messages; rendered once for a template and its
+    keyword arguments."""
     source = template_source(tokenizer)
     if not source:
         return TemplateForm()
-    return _template_form(tokenizer, source, json.dumps(template_kwargs, sort_keys=True, default=repr))
+    return _template_form(
+        tokenizer, source, json.dumps(template_kwargs, sort_keys=True, default=repr)
+    )
 
 
 _NAME = "probe_name"
@@ -219,19 +259,29 @@ _ANSWER = "probe of the answer"
 _PROBE_TOOLS = [
     {
         "type": "function",
-        "function": {"name": _NAME, "description": "probe", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": _NAME,
+            "description": "probe",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
 ]
 
 
 @functools.lru_cache(maxsize=16)
 def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateForm:
-    kwargs = {key: value for key, value in json.loads(kwargs_json).items() if key not in ("tools", "messages")}
+    kwargs = {
+        key: value
+        for key, value in json.loads(kwargs_json).items()
+        if key not in ("tools", "messages")
+    }
 
     def render(messages: Messages, *, ask: bool = False, tools: Any = None) -> str | None:
         for some in (tools, _PROBE_TOOLS):  # templates for tools alone refuse to go without
             try:
-                return render_shown(tokenizer, messages, tools=some, add_generation_prompt=ask, **kwargs)
+                return render_shown(
+                    tokenizer, messages, tools=some, add_generation_prompt=ask, **kwargs
+                )
             except TemplateRefuses:
                 continue
         return None
@@ -252,18 +302,28 @@ def _template_form(tokenizer: Any, source: str, kwargs_json: str) -> TemplateFor
         return render([user, *map(form.shown, messages)], tools=tools) or ""
 
     form = _form_of_calls(form, probe)
-    inline = probe(form, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
+    inline = probe(
+        form, {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
+    )
     writes_inline = 0 <= inline.find(_THOUGHT) < inline.find(_ANSWER)
     writes_inline = writes_inline and inline.count("<think>") == inline.count("</think>")
     form = dataclasses.replace(
         form,
-        reasoning_key=next((key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None),
+        reasoning_key=next(
+            (key for key in REASONING_KEYS if _writes_thought(form, key, probe)), None
+        ),
         calls_reasoning_key=next(
             (key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=True)), None
         ),
         thinking_parts=_writes_thought(dataclasses.replace(form, thinking_parts=True), None, probe),
         writes_names=_NAME in (render([user | {"name": _NAME}]) or ""),
-        varies=len({render([user, form.shown({"role": "assistant", "content": _ANSWER})] * 4) for _ in range(4)}) > 1,
+        varies=len(
+            {
+                render([user, form.shown({"role": "assistant", "content": _ANSWER})] * 4)
+                for _ in range(4)
+            }
+        )
+        > 1,
         writes_inline=writes_inline,
         thinks_inline=writes_inline and "</think>" in source,
         asks=render([user]) != render([user], ask=True),
@@ -283,11 +343,16 @@ def user_again(user: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": user["content"]}
 
 
-_PROBE_CALL = {"id": "call_1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_PROBE_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
+}
 
 
 def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateForm:
-    """Forms of calls are tried from the most usual on; the first that the template writes as they are counts."""
+    """Forms of calls are tried from the most usual on; the first that the template writes as they
+    are counts."""
     messages = (
         {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
         {"role": "tool", "content": "probe", "name": _NAME, "tool_call_id": "call_1"},
@@ -296,7 +361,10 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
         for text_arguments in (False, True):
             for null_content in (False, True):
                 tried = dataclasses.replace(
-                    form, short_ids=short_ids, text_arguments=text_arguments, null_content=null_content
+                    form,
+                    short_ids=short_ids,
+                    text_arguments=text_arguments,
+                    null_content=null_content,
                 )
                 for count in (1, 2):
                     text = probe(tried, *messages[:count], tools=_PROBE_TOOLS)
@@ -306,30 +374,50 @@ def _form_of_calls(form: TemplateForm, probe: Callable[..., str]) -> TemplateFor
     return form
 
 
-def _key_of_thought(form: TemplateForm, probe: Callable[..., str], *, calls: bool = False) -> str | None:
-    return next((key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=calls)), None)
+def _key_of_thought(
+    form: TemplateForm, probe: Callable[..., str], *, calls: bool = False
+) -> str | None:
+    return next(
+        (key for key in REASONING_KEYS if _writes_thought(form, key, probe, calls=calls)), None
+    )
 
 
-def _writes_thought(form: TemplateForm, key: str | None, probe: Callable[..., str], *, calls: bool = False) -> bool:
+def _writes_thought(
+    form: TemplateForm, key: str | None, probe: Callable[..., str], *, calls: bool = False
+) -> bool:
     tried = dataclasses.replace(form, reasoning_key=key)
-    message: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": _ANSWER,
+        "reasoning_content": _THOUGHT,
+    }
     if calls:
         message |= {"content": "", "tool_calls": [_PROBE_CALL]}
     text = probe(tried, message, tools=_PROBE_TOOLS if calls else None)
-    is_dumped = '"thinking":' in text or "'thinking':" in text  # a list of parts, written as Python or JSON
+    is_dumped = (
+        '"thinking":' in text or "'thinking':" in text
+    )  # a list of parts, written as Python or JSON
     return 0 <= text.find(_THOUGHT) < text.rfind(_VALUE if calls else _ANSWER) and not is_dumped
 
 
 def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
-    """What of the tail the model generates: up to the last special token that is also there when a user's message
-    follows (some templates end the whole text with another one); else up to the first special token."""
-    special = {token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token}
+    """What of the tail the model generates: up to the last special token that is also there when a
+    user's message follows (some templates end the whole text with another one); else up to the
+    first special token."""
+    special = {
+        token for token in [*special_tokens(tokenizer).values(), tokenizer.eos_token] if token
+    }
     if not special:
         return ""
-    pattern = re.compile("(" + "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) + ")")
+    pattern = re.compile(
+        "(" + "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) + ")"
+    )
     pieces = [piece for piece in pattern.split(tail) if piece]
     others = [piece for piece in pattern.split(behind) if piece]
-    count = next((at for at, (a, b) in enumerate(zip(pieces, others)) if a != b), min(len(pieces), len(others)))
+    count = next(
+        (at for at, (a, b) in enumerate(zip(pieces, others)) if a != b),
+        min(len(pieces), len(others)),
+    )
     if tokenizer.eos_token in pieces[:count]:
         count = pieces.index(tokenizer.eos_token) + 1
     while count and pieces[count - 1] not in special:
@@ -339,7 +427,8 @@ def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
     return "".join(pieces[:count])
 
 
-# -- reasoning in content ------------------------------------------------------------------------------------------
+# -- reasoning in content
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -347,7 +436,8 @@ class Thought:
     """Reasoning and answer of an assistant's message; ``text`` is "" where there is no reasoning.
 
     Attributes:
-        marks: the pair of marks around it in the content; None: it has a key of its own, or there is none.
+        marks: the pair of marks around it in the content; None: it has a key of its own, or there
+            is none.
         gap: line breaks between the closing mark and the answer.
     """
 
@@ -385,9 +475,14 @@ def _inline_thought(content: str) -> Thought:
 
 
 def render_prompt(
-    tokenizer: Any, prompt: str | Messages, *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    tokenizer: Any,
+    prompt: str | Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    **template_kwargs: Any,
 ) -> str:
-    """Like `render_messages`, up to where the assistant is to speak; bare text is taken as one user message."""
+    """Like `render_messages`, up to where the assistant is to speak; bare text is taken as one user
+    message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return render_messages(tokenizer, messages, tools=tools, **template_kwargs)
 
@@ -400,45 +495,63 @@ def between_turns(
     to_past: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """What the template writes from the end of an assistant's words to where the assistant is to speak again, with
-    ``messages`` between: the end of the turn, the messages, the head of the next turn.
+    """What the template writes from the end of an assistant's words to where the assistant is to
+    speak again, with ``messages`` between: the end of the turn, the messages, the head of the next
+    turn.
 
     Args:
-        to_past: the next turn is one that was spoken before; templates may begin those in another way.
+        to_past: the next turn is one that was spoken before; templates may begin those in another
+            way.
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
     """
     between = [messages] if isinstance(messages, dict) else messages
-    start: Messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    start: Messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": _PROBE},
+    ]
     render: Callable[..., str] = before_past_turn if to_past else render_messages
     try:
         text = render(tokenizer, start + between, tools=tools, **template_kwargs)
     except TemplateRefuses:
         if not to_past:
             raise
-        # Mistral's: the assistant speaks twice in a row, where nothing but answers of tools comes between
+        # Mistral's: the assistant speaks twice in a row, where nothing but answers of tools comes
+        # between
         text = render_messages(tokenizer, start + between, tools=tools, **template_kwargs)
     return text[text.find(_PROBE) + len(_PROBE) :]  # the first: messages may speak of it, too
 
 
 def before_past_turn(
-    tokenizer: Any, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    **template_kwargs: Any,
 ) -> str:
     """Like `render_prompt`, up to words of the assistant that are not its last ones.
 
     Raises:
         UserError, TemplateRefuses: as `render_messages`.
     """
-    past: Messages = [{"role": "assistant", "content": _PAST_PROBE}, {"role": "user", "content": "hello"}]
-    text = render_messages(tokenizer, messages + past, tools=tools, add_generation_prompt=False, **template_kwargs)
+    past: Messages = [
+        {"role": "assistant", "content": _PAST_PROBE},
+        {"role": "user", "content": "hello"},
+    ]
+    text = render_messages(
+        tokenizer, messages + past, tools=tools, add_generation_prompt=False, **template_kwargs
+    )
     return text[: text.rfind(_PAST_PROBE)]
 
 
 def takes_any_order(tokenizer: Any) -> bool:
-    """Whether the template writes messages where they stand, several of one role in a row and system messages in the
-    midst, too, which agents send. Some refuse them (Mistral's), or write all system messages first (DeepSeek's)."""
+    """Whether the template writes messages where they stand, several of one role in a row and
+    system messages in the midst, too, which agents send. Some refuse them (Mistral's), or write all
+    system messages first (DeepSeek's)."""
     roles = ("system", "system", "user", "user", "assistant", "user", "system")
-    told: Messages = [{"role": role, "content": f"probe{number}"} for number, role in enumerate(roles)]
+    told: Messages = [
+        {"role": role, "content": f"probe{number}"} for number, role in enumerate(roles)
+    ]
     try:
         text = render_messages(tokenizer, told)
     except TemplateRefuses:
@@ -448,8 +561,8 @@ def takes_any_order(tokenizer: Any) -> bool:
 
 
 def in_turns(messages: Messages, *, begins: bool) -> Messages:
-    """Messages for templates that do not `take any order <takes_any_order>`: one system message at the beginning, later
-    ones as the user's, and what is said in a row as one.
+    """Messages for templates that do not `take any order <takes_any_order>`: one system message at
+    the beginning, later ones as the user's, and what is said in a row as one.
 
     Args:
         begins: whether the conversation begins with them.
@@ -467,7 +580,8 @@ def in_turns(messages: Messages, *, begins: bool) -> Messages:
 
 
 def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
-    """Tokens of `between_turns` as they follow ``before``: a model that has ended its turn itself needs no second end.
+    """Tokens of `between_turns` as they follow ``before``: a model that has ended its turn itself
+    needs no second end.
 
     Example:
         >>> without_repeated_end([7, 99], [99, 5]), without_repeated_end([7], [99, 5])
@@ -477,11 +591,14 @@ def without_repeated_end(before: list[int], between: list[int]) -> list[int]:
 
 
 def template_markers(tokenizer: Any) -> list[str]:
-    """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>", "<|im_end|>"]``."""
+    """Special tokens that the chat template writes around messages, e.g. ``["<|im_start|>",
+    "<|im_end|>"]``."""
     if not tokenizer.chat_template:
         return []
     text = render_prompt(tokenizer, "hello")
-    return sorted({token for token in special_tokens(tokenizer).values() if token and token in text})
+    return sorted(
+        {token for token in special_tokens(tokenizer).values() if token and token in text}
+    )
 
 
 def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
@@ -491,7 +608,8 @@ def carries_template(prompt: str | Messages, markers: list[str]) -> bool:
 
 
 def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens (id → text) that the chat template puts right after an assistant's message; {} without one."""
+    """Special tokens (id → text) that the chat template puts right after an assistant's message; {}
+    without one."""
     if not getattr(tokenizer, "chat_template", None):
         return {}
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
@@ -504,5 +622,9 @@ def end_of_turn_tokens(tokenizer: Any) -> dict[int, str]:
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Special tokens by id, those added for chat templates included."""
-    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))

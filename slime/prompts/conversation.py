@@ -1,12 +1,15 @@
-"""Turn every wire form of a conversation into one form: the messages that `slime.prompts.chat_template` renders.
+"""Turn every wire form of a conversation into one form: the messages that
+`slime.prompts.chat_template` renders.
 
-Wire forms: OpenAI's chat completions and Responses, Anthropic's messages, ShareGPT (``from``/``value``), Gemini's
-``parts``, a whole conversation as JSON text, and what columnar files make of each of them.
+Wire forms: OpenAI's chat completions and Responses, Anthropic's messages, ShareGPT
+(``from``/``value``), Gemini's ``parts``, a whole conversation as JSON text, and what columnar files
+make of each of them.
 
-A message in the one form has ``role``, ``content`` (text), and where there is something to say: ``reasoning_content``
-(text), ``tool_calls`` (``id``, ``type``, ``function`` with ``name`` and ``arguments`` as an object), ``tool_call_id``,
-``name``, and ``step_loss_mask`` 0 for a turn that is not trained. Other keys stay as they are: a template may read
-them. Reading messages that are in the one form changes nothing.
+A message in the one form has ``role``, ``content`` (text), and where there is something to say:
+``reasoning_content`` (text), ``tool_calls`` (``id``, ``type``, ``function`` with ``name`` and
+``arguments`` as an object), ``tool_call_id``, ``name``, and ``step_loss_mask`` 0 for a turn that is
+not trained. Other keys stay as they are: a template may read them. Reading messages that are in the
+one form changes nothing.
 
 >>> read_messages([{"from": "human", "value": "hi"}, {"role": "assistant", "content": [{"text": "hello"}]}])
 [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}]
@@ -45,12 +48,21 @@ _ROLES = {
 }
 #: Roles of the assistant whose text is a call of a tool (ShareGPT).
 _CALLING_ROLES = ("function_call", "tool_call")
-#: Keys under which other systems keep what was thought before an answer, the first that is there counts.
+#: Keys under which other systems keep what was thought before an answer, the first that is there
+#: counts.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether an assistant's turn is trained; 0 and false: it is not.
 LOSS_KEYS = ("step_loss_mask", "weight", "loss", "loss_mask", "train", "trainable")
 #: Keys of a message in the one form.
-_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "step_loss_mask")
+_KEYS = (
+    "role",
+    "content",
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "step_loss_mask",
+)
 #: Keys of wire forms that carry no meaning of their own once the message is read.
 _CONSUMED = ("from", "value", "parts", "function_call", *REASONING_KEYS, *LOSS_KEYS)
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text")
@@ -58,14 +70,17 @@ _REASONING_PARTS = ("thinking", "reasoning", "reasoning_text")
 _MEDIA = ("image", "audio", "video", "file", "document", "pdf")
 _ITEMS = ("function_call", "function_call_output", "reasoning", "message")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL)
+_LOOKS_LIKE_MESSAGES = re.compile(
+    r"""\s*\[\s*\{.*?['"](role|from|content|value)['"]\s*:""", re.DOTALL
+)
 
 
 class ConversationError(UserError):
     """A message, a call or a tool cannot be understood.
 
     Args:
-        kind: a noun phrase without places and values, so that rows of one kind are counted together.
+        kind: a noun phrase without places and values, so that rows of one kind are counted
+            together.
         where: the place, e.g. ``messages[3].tool_calls[0]``.
         detail: what was found there.
     """
@@ -82,14 +97,17 @@ class ConversationError(UserError):
         return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
-# -- a conversation ------------------------------------------------------------------------------------------------
+# -- a conversation
+# ------------------------------------------------------------------------------------------------
 
 
 def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any] | None:
-    """The messages, still in their wire form, and the tools of a value that is a conversation; None for any other.
+    """The messages, still in their wire form, and the tools of a value that is a conversation; None
+    for any other.
 
-    A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one message, a struct of lists
-    (what columnar files make of a sequence of structs), or any of these as JSON text.
+    A list of objects, an object with ``messages`` or ``conversations`` (and ``tools``), one
+    message, a struct of lists (what columnar files make of a sequence of structs), or any of these
+    as JSON text.
 
     Raises:
         ConversationError: text that is meant as a conversation and is not valid JSON.
@@ -105,7 +123,11 @@ def conversation_in(value: Any, where: str = "messages") -> tuple[list[Any], Any
             columns = {key: column for key, column in value.items() if isinstance(column, list)}
             return [dict(zip(columns, item)) for item in zip(*columns.values())], None
         return ([value], None) if "role" in value or "from" in value else None
-    if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(item, Mapping) for item in value)
+    ):
         return list(value), None
     return None
 
@@ -146,10 +168,12 @@ def read_messages(
     Args:
         where: name of the list, for errors.
         tools: as `read_tools` returns them: their schemas say where null is a value.
-        drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are absent, unless the
-            tool's schema allows null there. Columnar files fill each record up to the union of all keys.
+        drops_nulls: keys of calls' arguments (given as objects, not as JSON text) that are null are
+            absent, unless the tool's schema allows null there. Columnar files fill each record up
+            to the union of all keys.
     Raises:
-        ConversationError: a message that cannot be understood, images and other media; names the place.
+        ConversationError: a message that cannot be understood, images and other media; names the
+            place.
     """
     reader = _Reader(_schemas(tools), drops_nulls)
     for number, message in enumerate(messages):
@@ -189,12 +213,15 @@ def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
         said[key] = int(value)
     if len(set(said.values())) > 1:
         given = ", ".join(f"{key}: {value}" for key, value in said.items())
-        raise ConversationError("keys of the loss that contradict each other", where, given, "keep one of them")
+        raise ConversationError(
+            "keys of the loss that contradict each other", where, given, "keep one of them"
+        )
     return next(iter(said.values()), None)
 
 
 class _Reader:
-    """Collects messages; a wire message may become several, and several items of Responses may become one."""
+    """Collects messages; a wire message may become several, and several items of Responses may
+    become one."""
 
     def __init__(self, schemas: Mapping[str, Any], drops_nulls: bool) -> None:
         self.messages: Messages = []
@@ -213,14 +240,18 @@ class _Reader:
             )
         given = {key: value for key, value in message.items() if value is not None}
         kind = given.get("type")
-        is_item = kind in _ITEMS and ("role" not in given or kind == "message") and "from" not in given
+        is_item = (
+            kind in _ITEMS and ("role" not in given or kind == "message") and "from" not in given
+        )
         if is_item and (kind in ("reasoning", "function_call") or given.get("role") == "assistant"):
             self._add_item(given, where)
             return
         self._open = None
         if is_item and kind == "function_call_output":
             output = self.content(given.get("output"), where, role="tool")
-            self.messages.append({"role": "tool", "content": output.text} | _pick(given, call_id="tool_call_id"))
+            self.messages.append(
+                {"role": "tool", "content": output.text} | _pick(given, call_id="tool_call_id")
+            )
             return
         if is_item:
             given.pop("type")
@@ -234,7 +265,11 @@ class _Reader:
         kind = item["type"]
         begins = said is None or (
             kind != "function_call"
-            and bool(said["content"] or "tool_calls" in said or (kind == "reasoning" and "reasoning_content" in said))
+            and bool(
+                said["content"]
+                or "tool_calls" in said
+                or (kind == "reasoning" and "reasoning_content" in said)
+            )
         )
         if begins or said is None:
             said = {"role": "assistant", "content": ""}
@@ -246,7 +281,11 @@ class _Reader:
         elif kind == "message":
             said["content"] = self.content(item.get("content"), where, role="assistant").text
         else:
-            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+            call = {
+                "id": item.get("call_id"),
+                "name": item.get("name"),
+                "arguments": item.get("arguments"),
+            }
             said.setdefault("tool_calls", []).append(self._call(call, where))
 
     def _add_message(self, given: dict[str, Any], where: str) -> None:
@@ -254,7 +293,10 @@ class _Reader:
         if not isinstance(wire_role, str) or not wire_role.strip():
             keys = ", ".join(map(str, given)) or "none"
             raise ConversationError(
-                "a message without a role", where, f"its keys are: {keys}", "a message is {'role': …, 'content': …}"
+                "a message without a role",
+                where,
+                f"its keys are: {keys}",
+                "a message is {'role': …, 'content': …}",
             )
         role = _ROLES.get(wire_role.lower(), wire_role.lower())
         if role not in ("system", "developer", "user", "assistant", "tool"):
@@ -278,10 +320,14 @@ class _Reader:
         loss = reading_loss_keys(given, where)
         if role == "assistant" and loss == 0:
             said["step_loss_mask"] = 0
-        elif role != "assistant" and loss == 1:  # asks for what is not done; kept, so that it is reported
+        elif (
+            role != "assistant" and loss == 1
+        ):  # asks for what is not done; kept, so that it is reported
             said |= {key: given[key] for key in LOSS_KEYS[1:] if key in given}
         known = (*_KEYS, *_CONSUMED)
-        said |= {key: value for key, value in given.items() if key not in known and value not in _NOTHING}
+        said |= {
+            key: value for key, value in given.items() if key not in known and value not in _NOTHING
+        }
         self.messages += content.results
         if not content.results or content.has_text or reasoning or calls:
             self.messages.append(said)
@@ -294,7 +340,9 @@ class _Reader:
             if value in _NOTHING:
                 continue
             if not isinstance(value, str):
-                raise ConversationError(f"a '{key}' that is not text", where, f"found {_named(value)}")
+                raise ConversationError(
+                    f"a '{key}' that is not text", where, f"found {_named(value)}"
+                )
             found[key] = value
         if len({text.strip() for text in found.values()}) > 1:
             kind = "reasoning in several places that differ"
@@ -315,7 +363,9 @@ class _Reader:
             try:
                 found.add(json.dumps(value, ensure_ascii=False))
             except (TypeError, ValueError) as error:
-                raise ConversationError("a tool's result that JSON cannot write", where, str(error)) from error
+                raise ConversationError(
+                    "a tool's result that JSON cannot write", where, str(error)
+                ) from error
             return found
         parts = [content] if isinstance(content, Mapping) else content
         if not isinstance(parts, list | tuple):
@@ -334,7 +384,9 @@ class _Reader:
             found.add(part, join)
             return
         if not isinstance(part, Mapping):
-            raise ConversationError("a part of content that is not an object", where, f"found {_named(part)}")
+            raise ConversationError(
+                "a part of content that is not an object", where, f"found {_named(part)}"
+            )
         given = {key: value for key, value in part.items() if value is not None}
         kind = given.get("type")
         if kind is None:
@@ -343,7 +395,9 @@ class _Reader:
         if kind in _TEXT_PARTS:
             text = given.get("text", "")
             if not isinstance(text, str):
-                raise ConversationError("a part of text that is not text", where, f"found {_named(text)}")
+                raise ConversationError(
+                    "a part of text that is not text", where, f"found {_named(text)}"
+                )
             found.add(text, join)
         elif kind == "refusal":
             found.add(str(given.get("refusal", "")), join)
@@ -357,7 +411,9 @@ class _Reader:
             found.calls.append(self._call(given, where))
         elif kind == "tool_result":
             inner = self.content(given.get("content"), where, role="tool", join="\n")
-            result = {"role": "tool", "content": inner.text} | _pick(given, tool_use_id="tool_call_id")
+            result = {"role": "tool", "content": inner.text} | _pick(
+                given, tool_use_id="tool_call_id"
+            )
             found.results.append(result)
         elif isinstance(kind, str) and _is_media(kind):
             raise ConversationError(
@@ -369,7 +425,9 @@ class _Reader:
         else:
             keys = ", ".join(map(str, given)) or "none"
             shown = f"of the type {kind!r}" if kind else "without a type"
-            raise ConversationError(f"a part {shown}: only text is taken here", where, f"its keys are: {keys}")
+            raise ConversationError(
+                f"a part {shown}: only text is taken here", where, f"its keys are: {keys}"
+            )
 
     # -- calls of tools --
 
@@ -378,8 +436,12 @@ class _Reader:
         legacy = _decoded(given.get("function_call"), f"{where}.function_call")
         found = [calls] if isinstance(calls, Mapping) else calls or []
         if not isinstance(found, list | tuple):
-            raise ConversationError("tool_calls that are not a list", f"{where}.tool_calls", f"found {_named(calls)}")
-        read = [self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)]
+            raise ConversationError(
+                "tool_calls that are not a list", f"{where}.tool_calls", f"found {_named(calls)}"
+            )
+        read = [
+            self._call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(found)
+        ]
         if isinstance(legacy, Mapping) and any(value is not None for value in legacy.values()):
             read.append(self._call(legacy, f"{where}.function_call"))
         return read
@@ -452,7 +514,9 @@ def _is_media(kind: str) -> bool:
 
 
 def _pick(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    return {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) not in _NOTHING}
+    return {
+        ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) not in _NOTHING
+    }
 
 
 def _named(value: Any) -> str:
@@ -480,7 +544,10 @@ def _json(text: str, kind: str, where: str) -> Any:
         return found
     except (ValueError, RecursionError) as error:
         raise ConversationError(
-            kind, where, f"{error}: {text[:200]!r}", "write them as an object, or as the JSON text of one"
+            kind,
+            where,
+            f"{error}: {text[:200]!r}",
+            "write them as an object, or as the JSON text of one",
         ) from error
 
 
@@ -493,13 +560,17 @@ def _not_json(word: str) -> Any:
     raise ValueError(f"{word} is not a number that JSON can write")
 
 
-# -- tools ---------------------------------------------------------------------------------------------------------
+# -- tools
+# ---------------------------------------------------------------------------------------------------------
 
 
-def read_tools(value: Any, *, where: str = "tools", drops_nulls: bool = False) -> list[dict[str, Any]]:
+def read_tools(
+    value: Any, *, where: str = "tools", drops_nulls: bool = False
+) -> list[dict[str, Any]]:
     """Tools in OpenAI's form ``{"type": "function", "function": {"name": …, "parameters": …}}``.
 
-    They may come wrapped so, bare, in Anthropic's form (``input_schema``), and all of them or each as JSON text.
+    They may come wrapped so, bare, in Anthropic's form (``input_schema``), and all of them or each
+    as JSON text.
 
     Args:
         drops_nulls: keys that are null in nested records are absent.
@@ -513,13 +584,21 @@ def read_tools(value: Any, *, where: str = "tools", drops_nulls: bool = False) -
         return []
     if not isinstance(value, list | tuple):
         raise ConversationError("tools that are not a list", where, f"found {_named(value)}")
-    return [_tool(tool, f"{where}[{number}]", drops_nulls) for number, tool in enumerate(value) if tool is not None]
+    return [
+        _tool(tool, f"{where}[{number}]", drops_nulls)
+        for number, tool in enumerate(value)
+        if tool is not None
+    ]
 
 
 def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
     tool = _decoded(tool, where)
     function = _decoded(tool.get("function"), where) if isinstance(tool, Mapping) else None
-    if function is None and isinstance(tool, Mapping) and tool.get("type") in (None, "function", "custom"):
+    if (
+        function is None
+        and isinstance(tool, Mapping)
+        and tool.get("type") in (None, "function", "custom")
+    ):
         function = {key: value for key, value in tool.items() if key != "type"}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConversationError(
@@ -528,7 +607,9 @@ def _tool(tool: Any, where: str, drops_nulls: bool) -> dict[str, Any]:
             f"found {str(tool)[:200]}",
             "a tool is {'type': 'function', 'function': {'name': …, 'parameters': …}}",
         )
-    function = {key: value for key, value in function.items() if value is not None or not drops_nulls}
+    function = {
+        key: value for key, value in function.items() if value is not None or not drops_nulls
+    }
     if "input_schema" in function:
         function["parameters"] = function.pop("input_schema")
     if isinstance(function.get("parameters"), str):
@@ -545,7 +626,8 @@ def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, schema: Any = None) -> Any:
-    """The value without keys that are null, at any depth, except where ``schema`` allows null. Lists keep theirs.
+    """The value without keys that are null, at any depth, except where ``schema`` allows null.
+    Lists keep theirs.
 
     Example:
         >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
@@ -575,7 +657,10 @@ def allows_null(schema: Any) -> bool:
     kinds = [kinds] if isinstance(kinds, str) else kinds or []
     values = schema.get("enum")
     choices = [
-        choice for found in (schema.get("anyOf"), schema.get("oneOf")) if isinstance(found, list) for choice in found
+        choice
+        for found in (schema.get("anyOf"), schema.get("oneOf"))
+        if isinstance(found, list)
+        for choice in found
     ]
     return (
         "null" in kinds
@@ -585,7 +670,8 @@ def allows_null(schema: Any) -> bool:
     )
 
 
-# -- keys that nothing reads -----------------------------------------------------------------------------------------
+# -- keys that nothing reads
+# -----------------------------------------------------------------------------------------
 
 
 def unread_keys(messages: Messages, template: str | None, *, writes_names: bool = True) -> set[str]:
@@ -596,12 +682,19 @@ def unread_keys(messages: Messages, template: str | None, *, writes_names: bool 
         writes_names: whether the template writes the ``name`` of a message that is not a tool's.
     """
     found = {
-        f"{key} (of the role {message['role']})" for message in messages for key in LOSS_KEYS[1:] if key in message
+        f"{key} (of the role {message['role']})"
+        for message in messages
+        for key in LOSS_KEYS[1:]
+        if key in message
     }
-    if not writes_names and any("name" in message and message["role"] != "tool" for message in messages):
+    if not writes_names and any(
+        "name" in message and message["role"] != "tool" for message in messages
+    ):
         found.add("name")
     others = {key for message in messages for key in message if key not in (*_KEYS, *LOSS_KEYS)}
-    return found | {key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))}
+    return found | {
+        key for key in others if not (template and re.search(rf"\b{re.escape(key)}\b", template))
+    }
 
 
 @dataclass
@@ -613,7 +706,8 @@ class UnreadKeys:
         >>> unread.add(columns=["id"], keys=["citations"])
         >>> unread.add(columns=["id"], keys=[])
         >>> unread.warning("train.jsonl", 2)
-        'train.jsonl: nothing reads the columns id (2 of 2 rows), nor the message keys citations (1 of 2 rows)'
+        'train.jsonl: nothing reads the columns id (2 of 2 rows), nor the message keys citations (1
+        of 2 rows)'
     """
 
     columns: Counter[str] = field(default_factory=Counter)
@@ -631,7 +725,8 @@ class UnreadKeys:
     def warning(self, path: str, num_rows: int) -> str:
         """One sentence; "" where every key is read."""
         said = [
-            f"the {what} {', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"
+            f"the {what} "
+            f"{', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"
             for what, found in (("columns", self.columns), ("message keys", self.keys))
             if found
         ]

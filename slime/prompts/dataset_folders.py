@@ -2,8 +2,8 @@
 
     path[/config][:split]
 
-Files of text (JSON, CSV) are only located with the help of `datasets`; `slime.prompts.readers` reads them, so that
-their values stay as they are written.
+Files of text (JSON, CSV) are only located with the help of `datasets`; `slime.prompts.readers`
+reads them, so that their values stay as they are written.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class FoundSplit:
 
 
 def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit | None:
-    """Find what a path without slice stands for; None where there is no such folder or configuration.
+    """Find what a path without slice stands for; None where there is no such folder or
+    configuration.
 
     Args:
         split: its name; None takes the first of ``preferred`` that there is, or the only one.
     Raises:
-        UserError: no such split or configuration, several to choose from, or a folder that cannot be read.
+        UserError: no such split or configuration, several to choose from, or a folder that cannot
+            be read.
     """
     import datasets
 
@@ -62,7 +64,11 @@ def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit |
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         with loading(path):
             saved = datasets.load_from_disk(str(folder))
-        parts = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+        parts = (
+            saved
+            if isinstance(saved, datasets.DatasetDict)
+            else {str(saved.split or "train"): saved}
+        )
         chosen = _choose(path, list(parts), split, preferred)
         return FoundSplit(
             name=shown_path(path),
@@ -96,7 +102,8 @@ def find(path: str, split: str | None, preferred: Sequence[str]) -> FoundSplit |
 
 
 def split_notice(path: str, preferred: Sequence[str]) -> str | None:
-    """One line on which split is taken where the path (``path[:split][@[a:b]]``) names none; None without a choice.
+    """One line on which split is taken where the path (``path[:split][@[a:b]]``) names none; None
+    without a choice.
 
     Raises:
         UserError: as `find`.
@@ -111,7 +118,10 @@ def split_notice(path: str, preferred: Sequence[str]) -> str | None:
             return None
         return f"{found.name}: {use} takes the split {found.split}, as there is no other"
     others = ", ".join(name for name in found.splits if name != found.split)
-    return f"{found.name}: {use} takes the split {found.split} (others: {others}; {found.name}:SPLIT names one)"
+    return (
+        f"{found.name}: {use} takes the split {found.split} (others: {others}; {found.name}:SPLIT "
+        "names one)"
+    )
 
 
 def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
@@ -124,7 +134,8 @@ def _load(folder: Path, config: str | None, split: str, path: str) -> Any:
 def _folder_and_config(path: str) -> tuple[Path | None, str | None]:
     """A folder, and the configuration of it where the last part of the path is the name of one.
 
-    A configuration that the folder above declares wins over a folder of its name, which it may not be limited to.
+    A configuration that the folder above declares wins over a folder of its name, which it may not
+    be limited to.
     """
     folder = Path(path)
     if folder.parent.is_dir() and folder.name in _declared_configs(folder.parent):
@@ -143,7 +154,9 @@ def _declared_configs(folder: Path) -> list[str]:
         configs = DatasetCard.load(readme).data.to_dict().get("configs") or []
     except ValueError:  # a README that is no data set's card
         return []
-    return [str(one["config_name"]) for one in configs if isinstance(one, dict) and "config_name" in one]
+    return [
+        str(one["config_name"]) for one in configs if isinstance(one, dict) and "config_name" in one
+    ]
 
 
 def _builder(folder: Path, config: str | None, path: str) -> Any:
@@ -197,6 +210,7 @@ def _check_plain(config: Any, kind: str, path: str) -> None:
         other = "sep or delimiter"
     if other:
         raise UserError(
-            f"the README.md of '{shown_path(path)}' sets {other} for its files, which are read without",
+            f"the README.md of '{shown_path(path)}' sets {other} for its files, which are read "
+            "without",
             fix="convert them to JSONL or Parquet, or name a file",
         )

@@ -1,7 +1,8 @@
 """Labels as they are written in the data.
 
-A reward function compares a label with a response, which is text. So a number among the labels becomes the text that
-stands in the data, digit by digit: ``5.10`` is "5.10" and not "5.1", and integers keep all digits.
+A reward function compares a label with a response, which is text. So a number among the labels
+becomes the text that stands in the data, digit by digit: ``5.10`` is "5.10" and not "5.1", and
+integers keep all digits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from slime.prompts.problems import RowProblem, missing_key
 
-#: Built-in rewards that compare the response with a label, which must then be text, a number, a boolean or a date.
+#: Built-in rewards that compare the response with a label, which must then be text, a number, a
+#: boolean or a date.
 _COMPARING = frozenset({"math", "deepscaler", "dapo", "f1", "gpqa"})
 #: Built-in rewards to which a number is not its digits: gpqa takes it as the position of a choice.
 _POSITIONS = frozenset({"gpqa"})
@@ -22,7 +24,8 @@ _DATES = (datetime.date, datetime.time, datetime.timedelta)
 
 
 class NumberAsWritten(float):
-    """A JSON number that prints as it is written (``5.10``, ``1e5``); in arithmetic the nearest float.
+    """A JSON number that prints as it is written (``5.10``, ``1e5``); in arithmetic the nearest
+    float.
 
     Example:
         >>> NumberAsWritten("5.10"), NumberAsWritten("5.10") == 5.1
@@ -47,7 +50,8 @@ class NumberAsWritten(float):
 
 
 class JsonRow(dict[str, Any]):
-    """A JSON object. Its values are plain; `written` reads one again with the digits that the text has."""
+    """A JSON object. Its values are plain; `written` reads one again with the digits that the text
+    has."""
 
     __slots__ = ("_text",)
 
@@ -64,7 +68,8 @@ class JsonRow(dict[str, Any]):
 
 
 def written_integer(text: str) -> int | NumberAsWritten:
-    """A JSON integer as an int where that has the same digits: not of "-0", nor beyond what `int` reads."""
+    """A JSON integer as an int where that has the same digits: not of "-0", nor beyond what `int`
+    reads."""
     try:
         return NumberAsWritten(text) if text == "-0" else int(text)
     except ValueError:  # sys.get_int_max_str_digits()
@@ -82,8 +87,8 @@ def read_label(row: dict[str, Any], key: str, flag: str, *, raw: bool, rm_type: 
     Args:
         flag: what names the column, for messages.
         raw: numbers stay Python numbers (--label-type raw).
-        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must be text, a number, a
-            boolean or a date.
+        rm_type: the built-in reward of this row; "" for none. Of one that compares, the label must
+            be text, a number, a boolean or a date.
     Raises:
         RowProblem: no such column, or a label that cannot be compared.
     """
@@ -113,9 +118,10 @@ def written(row: dict[str, Any], key: str) -> Any:
 def label_text(label: Any) -> Any:
     """The label with numbers, booleans, decimals, dates and times as text.
 
-    A number of JSON is its own text, a decimal keeps its scale, a float of a columnar file is the shortest text that
-    reads as the same float; booleans are spelled as JSON does. NaN, which is how columnar files say that there is
-    none, becomes None. Lists and dicts stay, with decimals and dates in them as text. So do text and None.
+    A number of JSON is its own text, a decimal keeps its scale, a float of a columnar file is the
+    shortest text that reads as the same float; booleans are spelled as JSON does. NaN, which is how
+    columnar files say that there is none, becomes None. Lists and dicts stay, with decimals and
+    dates in them as text. So do text and None.
 
     Example:
         >>> label_text(22), label_text(True), label_text(0.5), label_text(Decimal("5.10")), label_text([1, 2])

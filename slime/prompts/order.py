@@ -1,5 +1,6 @@
-"""In which order prompts are drawn. An order is a pure function of data, seed and epoch, so a position is enough to
-resume: ``seek(epoch, offset)``, then ``take()`` one prompt after another, from epoch to epoch."""
+"""In which order prompts are drawn. An order is a pure function of data, seed and epoch, so a
+position is enough to resume: ``seek(epoch, offset)``, then ``take()`` one prompt after another,
+from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ SHUFFLE_BUFFER = 10_000
 
 
 class Order(Protocol):
-    """Prompts one after another. ``tell()`` is the position of the next ``take()``. What ``reorder`` chooses, shuffled
-    or as the data is, holds from the next ``seek`` on."""
+    """Prompts one after another. ``tell()`` is the position of the next ``take()``. What
+    ``reorder`` chooses, shuffled or as the data is, holds from the next ``seek`` on."""
 
     def reorder(self, shuffle: bool) -> None: ...
     def tell(self) -> tuple[int, int]: ...
@@ -36,17 +37,26 @@ class Order(Protocol):
 
 
 class MappedOrder:
-    """Random access: each epoch is the original order, or a permutation of it seeded by ``seed + epoch``.
+    """Random access: each epoch is the original order, or a permutation of it seeded by ``seed +
+    epoch``.
 
     Args:
         kept: positions of the rows that can be drawn; int64 [number of rows].
-        unchecked: ``kept`` has all rows, of which most were not checked. Each is checked when its turn comes: prompts
-            that are too long, and rows that cannot be used, are passed over with a warning. An offset counts them, so
-            that a position stands for the same draws whatever was passed over.
+        unchecked: ``kept`` has all rows, of which most were not checked. Each is checked when its
+            turn comes: prompts that are too long, and rows that cannot be used, are passed over
+            with a warning. An offset counts them, so that a position stands for the same draws
+            whatever was passed over.
     """
 
     def __init__(
-        self, rows: Rows, kept: np.ndarray, checker: Checker, *, shuffle: bool, seed: int, unchecked: bool = False
+        self,
+        rows: Rows,
+        kept: np.ndarray,
+        checker: Checker,
+        *,
+        shuffle: bool,
+        seed: int,
+        unchecked: bool = False,
     ) -> None:
         self._rows = rows
         self._kept = kept
@@ -83,7 +93,8 @@ class MappedOrder:
                 prompt.where = self._rows.where(position)
                 return prompt
         raise UserError(
-            f"none of {len(self._kept)} rows in a row can be used", fix="the warnings above say what is wrong with them"
+            f"none of {len(self._kept)} rows in a row can be used",
+            fix="the warnings above say what is wrong with them",
         )
 
     def _prompt(self, position: int) -> Prompt | None:
@@ -106,7 +117,7 @@ class MappedOrder:
             return prompt
         tell(
             logger,
-            "%s: a prompt of %d tokens is longer than %d and left out, as are others when they are drawn (%s)",
+            "%s: a prompt of %d tokens is longer than %d and left out, as are others when they " "are drawn (%s)",
             self._rows.where(position), length, self._checker.max_tokens, self._checker.limit_flags,
             once="a prompt that is too long",
         )  # fmt: skip
@@ -121,7 +132,8 @@ class MappedOrder:
         )  # fmt: skip
 
     def fingerprint(self) -> str:
-        """Changes with the rows that can be drawn: their number, and content of the first, middle and last."""
+        """Changes with the rows that can be drawn: their number, and content of the first, middle
+        and last."""
         digest = xxhash.xxh3_64(self._kept.tobytes())
         for position in (0, len(self._kept) // 2, len(self._kept) - 1):
             try:
@@ -140,10 +152,12 @@ def permutation(size: int, seed: int, epoch: int) -> list[int]:
 
 
 class StreamedOrder:
-    """Sequential access (``--streaming-data``): rows are read, checked and measured when they are drawn.
+    """Sequential access (``--streaming-data``): rows are read, checked and measured when they are
+    drawn.
 
-    Shuffling picks at random, seeded by ``seed + epoch``, from a buffer of the next `SHUFFLE_BUFFER` rows. An offset
-    counts drawn prompts of the epoch; seeking reads the epoch again up to there.
+    Shuffling picks at random, seeded by ``seed + epoch``, from a buffer of the next
+    `SHUFFLE_BUFFER` rows. An offset counts drawn prompts of the epoch; seeking reads the epoch
+    again up to there.
     """
 
     def __init__(self, path: str, checker: Checker, *, shuffle: bool, seed: int) -> None:
@@ -179,7 +193,9 @@ class StreamedOrder:
             if self._offset == 0:
                 raise UserError(
                     f"{self._path} has no prompt of at most {self._checker.max_tokens} tokens",
-                    why=f"{self._too_long} prompts are longer" if self._too_long else "it has no rows",
+                    why=f"{self._too_long} prompts are longer"
+                    if self._too_long
+                    else "it has no rows",
                     fix=f"raise {self._checker.limit_flags}, or take other data",
                 )
             if self._too_long:
@@ -208,7 +224,15 @@ class StreamedOrder:
                 self._longest = max(self._longest, length)
                 if self._too_long == 1:
                     said = "%s: a prompt of %d tokens is longer than %d and left out (%s)"
-                    tell(logger, said, self._path, length, limit, self._checker.limit_flags, once=f"one {self._path}")
+                    tell(
+                        logger,
+                        said,
+                        self._path,
+                        length,
+                        limit,
+                        self._checker.limit_flags,
+                        once=f"one {self._path}",
+                    )
 
     def fingerprint(self) -> str:
         """Changes with the first row: a stream is not read to its end for this."""

@@ -1,7 +1,8 @@
-"""The check of rows: read, render and measure each one, leave out prompts that are too long, keep the order.
+"""The check of rows: read, render and measure each one, leave out prompts that are too long, keep
+the order.
 
-The driver checks rows before a launch (`slime.rollout.validate_rows`), with further checks of its own; the process
-that draws prompts then takes over which rows were kept.
+The driver checks rows before a launch (`slime.rollout.validate_rows`), with further checks of its
+own; the process that draws prompts then takes over which rows were kept.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ logger = get_logger(__name__)
 #: Rows per tokeniser call, and per task of a data worker.
 _BATCH = 512
 _TASK = 1024
-#: Data sets of at most so many rows are checked whole before the first draw; of larger ones a sample is.
+#: Data sets of at most so many rows are checked whole before the first draw; of larger ones a
+#: sample is.
 ALL_ROWS = 20_000
-#: Rows of each part of such a sample: the first ones, the last ones, and as many evenly spaced between them.
+#: Rows of each part of such a sample: the first ones, the last ones, and as many evenly spaced
+#: between them.
 SAMPLED_ROWS = 2_000
 #: A check that would take one process more seconds than this is shared among several.
 _SLOW_CHECK = 20.0
@@ -63,9 +66,10 @@ class Scan:
     Attributes:
         looked_at: how many rows were checked.
         kept: positions of the rows that can be drawn.
-        too_long, shortest, longest, first_too_long: how many prompts exceed the limit, the lengths of the shortest
-            and the longest, and where the first is.
-        templated, first_templated: how many prompts already carry the chat template, and where the first is.
+        too_long, shortest, longest, first_too_long: how many prompts exceed the limit, the lengths
+            of the shortest and the longest, and where the first is.
+        templated, first_templated: how many prompts already carry the chat template, and where the
+            first is.
         unread: columns of rows, and keys of their messages, that nothing reads.
     """
 
@@ -112,11 +116,15 @@ class Scan:
 
     def warnings(self, path: str, checker: Checker, *, has_more: bool = False) -> list[str]:
         """What the user should know of rows that can be used, and of prompts that are left out."""
-        found = self.problems.tolerated(self.looked_at).warnings(path, self.looked_at, has_more=has_more)
+        found = self.problems.tolerated(self.looked_at).warnings(
+            path, self.looked_at, has_more=has_more
+        )
         if self.too_long:
             found.append(
-                f"{path}: {self.too_long} of {self._rows(has_more)} are longer than {checker.max_tokens} tokens and "
-                f"left out (the longest: {self.longest}; {checker.limit_flags}; first: {self.first_too_long})"
+                f"{path}: {self.too_long} of {self._rows(has_more)} are longer than "
+                f"{checker.max_tokens} tokens and "
+                f"left out (the longest: {self.longest}; {checker.limit_flags}; first: "
+                f"{self.first_too_long})"
             )
         if self.unread.keys:
             found.append(self.unread.warning(path, self.looked_at))
@@ -124,7 +132,11 @@ class Scan:
 
     def notes(self, path: str) -> list[str]:
         """What is usual, and may still explain something: columns that nothing reads."""
-        return [self.unread.warning(path, self.looked_at)] if self.unread.columns and not self.unread.keys else []
+        return (
+            [self.unread.warning(path, self.looked_at)]
+            if self.unread.columns and not self.unread.keys
+            else []
+        )
 
     def templated_warning(self, path: str, checker: Checker) -> str:
         """Prompts that carry the chat template already; "" if there are none."""
@@ -178,7 +190,9 @@ class Checker:
             prompts.append((position, prompt))
         read = [prompt for _, prompt in prompts]
         judged = self.judge(read) if self.judge is not None else [[] for _ in read]
-        for (position, _), length, problems in zip(prompts, self.lengths(read), judged, strict=True):
+        for (position, _), length, problems in zip(
+            prompts, self.lengths(read), judged, strict=True
+        ):
             for one in problems:
                 found.problems.add(rows.where(position), one)
             if any(one.refuse_at == 0.0 for one in problems):
@@ -195,12 +209,14 @@ class Checker:
         return self.max_tokens is None or length <= self.max_tokens
 
     def lengths(self, prompts: list[Prompt]) -> list[int]:
-        """Tokens of each prompt; 0 where nothing need or can be measured: no limit, a text that is far too short to
-        exceed it, or chat messages without template."""
+        """Tokens of each prompt; 0 where nothing need or can be measured: no limit, a text that is
+        far too short to exceed it, or chat messages without template."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         if self.max_tokens is None or self.form.raw:
             return [0] * len(prompts)
-        texts = {i: p.text for i, p in enumerate(prompts) if not p.tokens and self._may_exceed(p.text)}
+        texts = {
+            i: p.text for i, p in enumerate(prompts) if not p.tokens and self._may_exceed(p.text)
+        }
         if texts:
             encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             templated = self.form.apply_chat_template
@@ -210,11 +226,13 @@ class Checker:
 
     def _may_exceed(self, text: str | Messages) -> TypeGuard[str]:
         """Tokens hold at least a byte each, but for what a tokenizer's normaliser adds."""
-        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > (self.max_tokens or 0)
+        return isinstance(text, str) and 2 * len(text.encode("utf-8", "replace")) + _ADDED > (
+            self.max_tokens or 0
+        )
 
     def stream(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[Prompt, int]]:
-        """(prompt, length) of rows that come one by one; a row that cannot be used is a `UserError`. The judge is
-        not asked."""
+        """(prompt, length) of rows that come one by one; a row that cannot be used is a
+        `UserError`. The judge is not asked."""
         for where, row in rows:
             try:
                 prompt = read_prompt(row, self.form, self.tokenizer)
@@ -228,8 +246,8 @@ class Checker:
 
 
 def prepare(rows: Rows, path: str, checker: Checker, num_workers: int = 0) -> np.ndarray:
-    """Positions of the rows that can be drawn, in order; int64 [number kept]. What was found before the launch
-    (`remember`) is not looked for again.
+    """Positions of the rows that can be drawn, in order; int64 [number kept]. What was found before
+    the launch (`remember`) is not looked for again.
 
     Args:
         num_workers: processes that render and tokenise; 0: as many as the work needs.
@@ -258,13 +276,18 @@ def read_samples(path: str, checker: Checker, splits: Sequence[str] = TRAINING) 
     """
     rows = open_rows(path, splits)
     kept = prepare(rows, path, checker)
-    prompts = [read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept]
-    return [Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts]
+    prompts = [
+        read_prompt(rows[int(position)], checker.form, checker.tokenizer) for position in kept
+    ]
+    return [
+        Sample(prompt=p.text, tokens=p.tokens, label=p.label, metadata=p.metadata) for p in prompts
+    ]
 
 
 def positions_to_check(num_rows: int) -> Sequence[int]:
-    """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last `SAMPLED_ROWS`, and
-    as many evenly spaced between them. The choice depends on the number of rows alone.
+    """Rows that are checked before a launch: all of up to `ALL_ROWS`, else the first and the last
+    `SAMPLED_ROWS`, and as many evenly spaced between them. The choice depends on the number of rows
+    alone.
 
     Example:
         >>> len(positions_to_check(20_000)), len(positions_to_check(2_000_000))
@@ -279,7 +302,8 @@ def positions_to_check(num_rows: int) -> Sequence[int]:
     return chosen
 
 
-# -- rows that were checked before the launch ------------------------------------------------------------------------
+# -- rows that were checked before the launch
+# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,7 +312,8 @@ class CheckedRows:
 
     Attributes:
         stamp: size and time of the files.
-        first_rows: digest of the first rows and of their lengths, which tells splits and tokenizers apart.
+        first_rows: digest of the first rows and of their lengths, which tells splits and tokenizers
+            apart.
         kept: positions, int64 [number kept].
     """
 
@@ -306,7 +331,9 @@ _checked: list[CheckedRows] = []
 def checked_rows(rows: Rows, path: str, checker: Checker, found: Scan) -> CheckedRows:
     """The record of ``found``, a check of all rows."""
     kept = np.asarray(found.kept, dtype=np.int64)
-    return CheckedRows(path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept)
+    return CheckedRows(
+        path, _stamp(path), checker.form, checker.max_tokens, _digest(rows, checker), kept
+    )
 
 
 def remember(checked: Sequence[CheckedRows]) -> None:
@@ -349,8 +376,10 @@ def _digest(rows: Rows, checker: Checker) -> str:
 
 def templated_warning(path: str, count: int, where: str, markers: list[str]) -> str:
     return (
-        f"{path}: {count} prompts already carry the chat template (first: {where}; markers: {', '.join(markers)}), and "
-        "--apply-chat-template puts them into it a second time; leave the flag out, or strip the markers from the data"
+        f"{path}: {count} prompts already carry the chat template (first: {where}; markers: "
+        f"{', '.join(markers)}), and "
+        "--apply-chat-template puts them into it a second time; leave the flag out, or strip the "
+        "markers from the data"
     )
 
 
@@ -358,7 +387,8 @@ def scan_rows(rows: Rows, positions: Sequence[int], checker: Checker, num_worker
     """Check rows, in several processes where one would take long.
 
     Args:
-        num_workers: processes; 0: one, and up to eight if the first rows show that the rest takes too long.
+        num_workers: processes; 0: one, and up to eight if the first rows show that the rest takes
+            too long.
     """
     total = Scan()
     if num_workers < 2:
@@ -371,13 +401,20 @@ def scan_rows(rows: Rows, positions: Sequence[int], checker: Checker, num_worker
             total.merge(checker.scan(rows, positions))
             return total
         num_workers = min(8, num_cpus())
-        logger.info("checking %d rows in %d processes; one would take %.0f s", len(positions), num_workers, seconds)
+        logger.info(
+            "checking %d rows in %d processes; one would take %.0f s",
+            len(positions),
+            num_workers,
+            seconds,
+        )
     for part in _scan_all(rows, positions, checker, num_workers):
         total.merge(part)
     return total
 
 
-def _scan_all(rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int) -> Iterator[Scan]:
+def _scan_all(
+    rows: Rows, positions: Sequence[int], checker: Checker, num_workers: int
+) -> Iterator[Scan]:
     tasks = [positions[low : low + _TASK] for low in range(0, len(positions), _TASK)]
     workers = min(num_workers, len(tasks))
     if workers < 2:

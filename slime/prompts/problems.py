@@ -1,4 +1,5 @@
-"""What is wrong with rows of data: collected over all of them, reported once, with a count and the first place."""
+"""What is wrong with rows of data: collected over all of them, reported once, with a count and the
+first place."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ from slime.errors import UserError
 
 
 class RowProblem(Exception):
-    """Something is wrong with one row. Raised and caught where rows are read and checked; users see the `UserError`
-    or the warning made from it.
+    """Something is wrong with one row. Raised and caught where rows are read and checked; users see
+    the `UserError` or the warning made from it.
 
     Args:
         kind: completes "3 of 100 rows …"; problems of one kind are counted together.
         detail: about this row (a parse error, the type that was found).
         fix: what to do, the same for all of one kind.
-        refuse_at: share of the rows from which on the run is refused; below it is a warning. 0 refuses a single row,
-            1 refuses only if every row has the problem, and more than 1 never refuses.
+        refuse_at: share of the rows from which on the run is refused; below it is a warning. 0
+            refuses a single row, 1 refuses only if every row has the problem, and more than 1 never
+            refuses.
     """
 
-    def __init__(self, kind: str, detail: str = "", fix: str = "", *, refuse_at: float = 0.0) -> None:
+    def __init__(
+        self, kind: str, detail: str = "", fix: str = "", *, refuse_at: float = 0.0
+    ) -> None:
         super().__init__(kind, detail, fix)
         self.kind = kind
         self.detail = detail
@@ -35,22 +39,40 @@ class RowProblem(Exception):
 
 #: End of a flag → what data sets usually call its column.
 _USUAL = {
-    "input-key": ("prompt", "question", "problem", "messages", "instruction", "query", "text", "input"),
+    "input-key": (
+        "prompt",
+        "question",
+        "problem",
+        "messages",
+        "instruction",
+        "query",
+        "text",
+        "input",
+    ),
     "label-key": ("answer", "label", "solution", "target", "ground_truth", "final_answer"),
     "response-key": ("response", "completion", "output", "generated_text"),
 }
 
 
 def missing_key(key: str, flag: str, row_keys: Iterable[str]) -> RowProblem:
-    """A row without the column that ``flag`` names; tells the keys there are, and one of a like or usual name."""
+    """A row without the column that ``flag`` names; tells the keys there are, and one of a like or
+    usual name."""
     keys = [str(k) for k in row_keys]
-    usual = [name for end, names in _USUAL.items() if flag.endswith(end) for name in names if name in keys]
+    usual = [
+        name
+        for end, names in _USUAL.items()
+        if flag.endswith(end)
+        for name in names
+        if name in keys
+    ]
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5) or usual
     if near:
         fix = f"pass {flag} {near[0]}"
     else:
         fix = f"pass {flag} with the column that is meant, or leave it out where there is none"
-    return RowProblem(f"have no key '{key}'", f"the keys there are: {', '.join(keys) or 'none'}", fix)
+    return RowProblem(
+        f"have no key '{key}'", f"the keys there are: {', '.join(keys) or 'none'}", fix
+    )
 
 
 @dataclass
@@ -77,12 +99,22 @@ class Problems:
 
     def refused(self, num_rows: int) -> Problems:
         """The kinds that a run cannot work with, if ``num_rows`` rows were checked."""
-        is_refused = {kind: entry for kind, entry in self.found.items() if entry[0] >= entry[2].refuse_at * num_rows}
+        is_refused = {
+            kind: entry
+            for kind, entry in self.found.items()
+            if entry[0] >= entry[2].refuse_at * num_rows
+        }
         return Problems(is_refused)
 
     def tolerated(self, num_rows: int) -> Problems:
         """The other kinds: a run goes on with a warning."""
-        return Problems({kind: entry for kind, entry in self.found.items() if kind not in self.refused(num_rows).found})
+        return Problems(
+            {
+                kind: entry
+                for kind, entry in self.found.items()
+                if kind not in self.refused(num_rows).found
+            }
+        )
 
     def told(self, num_rows: int, *, has_more: bool = False) -> str:
         """All kinds with count and first place, the most frequent first.
@@ -92,15 +124,23 @@ class Problems:
             has_more: the data has other rows.
         """
         rows = f"the {num_rows} rows checked" if has_more else f"{num_rows} rows"
-        return "; ".join(f"{count} of {rows} {p.kind} (first: {where})" for count, where, p in self._ranked())
+        return "; ".join(
+            f"{count} of {rows} {p.kind} (first: {where})" for count, where, p in self._ranked()
+        )
 
     def error(self, path: str, num_rows: int, *, has_more: bool = False) -> UserError:
         """One error for all kinds; see `told`."""
         ranked = self._ranked()
-        details = [f"{where}: {p.detail}" if len(ranked) > 1 else p.detail for _, where, p in ranked if p.detail]
+        details = [
+            f"{where}: {p.detail}" if len(ranked) > 1 else p.detail
+            for _, where, p in ranked
+            if p.detail
+        ]
         fixes = dict.fromkeys(p.fix for _, _, p in ranked if p.fix)
         return UserError(
-            f"{path}: {self.told(num_rows, has_more=has_more)}", why="; ".join(details), fix="; ".join(fixes)
+            f"{path}: {self.told(num_rows, has_more=has_more)}",
+            why="; ".join(details),
+            fix="; ".join(fixes),
         )
 
     def warnings(self, path: str, num_rows: int, *, has_more: bool = False) -> list[str]:
@@ -109,7 +149,9 @@ class Problems:
         for entry in self._ranked():
             problem = entry[2]
             one = Problems({problem.kind: entry}).told(num_rows, has_more=has_more)
-            said.append("; ".join(part for part in (f"{path}: {one}", problem.detail, problem.fix) if part))
+            said.append(
+                "; ".join(part for part in (f"{path}: {one}", problem.detail, problem.fix) if part)
+            )
         return said
 
     def _ranked(self) -> list[tuple[int, str, RowProblem]]:

@@ -1,8 +1,9 @@
 """Rows of a data file: JSONL, JSON, CSV, Parquet, Arrow, Hugging Face data sets.
 
-JSON and CSV are read row by row through an index of offsets rather than by `datasets`, which would guess types (a CSV
-field "007" becomes 7, a JSON number 5.10 becomes 5.1), would fill every row up to the union of all keys (a row without
-"metadata" would get one full of None), and cannot say which line is malformed.
+JSON and CSV are read row by row through an index of offsets rather than by `datasets`, which would
+guess types (a CSV field "007" becomes 7, a JSON number 5.10 becomes 5.1), would fill every row up
+to the union of all keys (a row without "metadata" would get one full of None), and cannot say which
+line is malformed.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Ro
     """Open the rows of ``path[:split][@[start:stop]]``.
 
     Args:
-        splits: which split of a data set is taken where the path names none, in the order of preference.
+        splits: which split of a data set is taken where the path names none, in the order of
+            preference.
     Raises:
-        UserError: no such file, a type that is not known, several splits or configurations to choose from, a file that
-            cannot be read, or no rows.
+        UserError: no such file, a type that is not known, several splits or configurations to
+            choose from, a file that cannot be read, or no rows.
     """
     file, part = split_slice(path)
     file, split = split_name(file)
@@ -77,7 +79,9 @@ def open_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Ro
     return rows
 
 
-def iter_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> Iterator[tuple[str, Row]]:
+def iter_rows(
+    path: str, splits: Sequence[str] = dataset_folders.TRAINING
+) -> Iterator[tuple[str, Row]]:
     """(where, row) one after another; files are not loaded ahead of time, for ``--streaming-data``.
 
     Raises:
@@ -89,7 +93,11 @@ def iter_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> It
         file = _without_split(file, split)
         stream = _stream_of(file)
         if stream is not None and (part.start or 0) >= 0 and (part.stop or 0) >= 0:
-            with _decompressing(file) if file.endswith(COMPRESSED_SUFFIXES) else contextlib.nullcontext():
+            with (
+                _decompressing(file)
+                if file.endswith(COMPRESSED_SUFFIXES)
+                else contextlib.nullcontext()
+            ):
                 yield from itertools.islice(stream(file), part.start, part.stop)
             return
     rows = open_rows(path, splits)
@@ -101,7 +109,8 @@ def iter_rows(path: str, splits: Sequence[str] = dataset_folders.TRAINING) -> It
 
 
 def _stream_of(file: str) -> Callable[[str], Iterator[tuple[str, Row]]] | None:
-    """What reads a file from its beginning without an index; None for files that are read as a whole."""
+    """What reads a file from its beginning without an index; None for files that are read as a
+    whole."""
     suffix = row_suffix(file)
     if suffix in CSV_DELIMITERS:
         return _iter_csv
@@ -124,7 +133,8 @@ def _open_file(file: str, part: slice = slice(None)) -> Rows:
     raise UserError(
         f"'{file}' is of a type that cannot be read",
         why=f"its name ends in '{Path(file).suffix}'",
-        fix=f"give {types} ({', '.join(COMPRESSED_SUFFIXES)} behind a type of text), or a data set folder",
+        fix=f"give {types} ({', '.join(COMPRESSED_SUFFIXES)} behind a type of text), or a data "
+        "set folder",
     )
 
 
@@ -154,12 +164,16 @@ def _missing(file: str) -> UserError:
     there = sorted(entry.name for entry in folder.iterdir())[:12] if folder.is_dir() else []
     return UserError(
         f"there is no data file '{file}'",
-        why=f"{folder} has: {', '.join(there) or 'nothing'}" if folder.is_dir() else f"there is no folder {folder}",
-        fix="check the path; for a Hub data set pass org/name; no local path of that name may exist",
+        why=f"{folder} has: {', '.join(there) or 'nothing'}"
+        if folder.is_dir()
+        else f"there is no folder {folder}",
+        fix="check the path; for a Hub data set pass org/name; no local path of that name may "
+        "exist",
     )
 
 
-# -- parts of rows ---------------------------------------------------------------------------------------------------
+# -- parts of rows
+# ---------------------------------------------------------------------------------------------------
 
 
 class SlicedRows:
@@ -202,14 +216,16 @@ class ConcatenatedRows:
         return self._parts[number], position - (self._ends[number - 1] if number else 0)
 
 
-# -- text files ------------------------------------------------------------------------------------------------------
+# -- text files
+# ------------------------------------------------------------------------------------------------------
 
 
 def _open_bytes(file: str, *, mapped: bool = False) -> io.BufferedReader:
     """The content of a file, decompressed; to be closed by the caller.
 
     Args:
-        mapped: it is to be mapped into memory, so a compressed file is decompressed into a temporary one.
+        mapped: it is to be mapped into memory, so a compressed file is decompressed into a
+            temporary one.
     Raises:
         UserError: it is UTF-16 or UTF-32, or is not compressed as its name says.
     """
@@ -261,14 +277,18 @@ def _positions(content: np.ndarray, byte: bytes) -> np.ndarray:
     """Where a byte stands, in order; int64."""
     block = 1 << 24
     found: list[np.ndarray] = [
-        np.flatnonzero(content[at : at + block] == byte[0]) + at for at in range(0, len(content), block)
+        np.flatnonzero(content[at : at + block] == byte[0]) + at
+        for at in range(0, len(content), block)
     ]
     return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
 
 def _between(breaks: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start, end) of the stretches that line breaks end; what is behind the last one counts if there is anything."""
-    ends = breaks if (len(breaks) and breaks[-1] == size - 1) or not size else np.append(breaks, size)
+    """(start, end) of the stretches that line breaks end; what is behind the last one counts if
+    there is anything."""
+    ends = (
+        breaks if (len(breaks) and breaks[-1] == size - 1) or not size else np.append(breaks, size)
+    )
     return np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[: len(ends)], ends
 
 
@@ -278,7 +298,9 @@ class _MappedRows:
     What a pickle holds is the index: another process maps the file anew.
     """
 
-    def __init__(self, file: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
+    def __init__(
+        self, file: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray
+    ) -> None:
         self._file = file
         self._starts = starts
         self._ends = ends
@@ -300,7 +322,8 @@ class _MappedRows:
         return self._map[self._starts[position] : self._ends[position]].tobytes()
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
+# -- JSON
+# ------------------------------------------------------------------------------------------------------------
 
 
 class JsonLines(_MappedRows):
@@ -320,7 +343,9 @@ def _line_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts, ends = _between(_positions(content, b"\n"), len(content))
     keep = ends > starts
     first = content[starts[keep]]
-    for i in np.flatnonzero(keep)[first <= 32]:  # only a line that begins with white space can be blank
+    for i in np.flatnonzero(keep)[
+        first <= 32
+    ]:  # only a line that begins with white space can be blank
         keep[i] = bool(bytes(content[starts[i] : ends[i]]).strip())
     return starts[keep], ends[keep], np.flatnonzero(keep) + 1
 
@@ -407,7 +432,9 @@ def _is_json_array(file: str) -> bool:
 
 def _parse_line(line: bytes) -> JsonRow:
     try:
-        text = line.removeprefix(codecs.BOM_UTF8).decode()  # which editors on Windows put before the first line
+        text = line.removeprefix(
+            codecs.BOM_UTF8
+        ).decode()  # which editors on Windows put before the first line
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start + 1} of the line is not UTF-8") from error
     return _parse(text)
@@ -450,7 +477,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RowProblem("have a key twice in one object", f"the key '{twice}'", "keep the one that is meant")
+        raise RowProblem(
+            "have a key twice in one object", f"the key '{twice}'", "keep the one that is meant"
+        )
     return found
 
 
@@ -476,11 +505,13 @@ _DECODER = json.JSONDecoder(**_HOOKS)
 _LONG_INTEGERS = json.JSONDecoder(**_HOOKS, parse_int=written_integer)
 
 
-# -- CSV -------------------------------------------------------------------------------------------------------------
+# -- CSV
+# -------------------------------------------------------------------------------------------------------------
 
 
 class CsvRows(_MappedRows):
-    """A CSV file with a header. Every value is the text that stands there: "007" is no number, and "" is an answer."""
+    """A CSV file with a header. Every value is the text that stands there: "007" is no number, and
+    "" is an answer."""
 
     def __init__(self, file: str, part: slice) -> None:
         starts, ends, numbers = _csv_offsets(file)
@@ -525,8 +556,11 @@ def _csv_offsets(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return starts[keep], ends[keep], numbers[keep]
 
 
-def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes) -> bool:
-    """Whether line breaks with an even number of quotes before them are just those that end a record.
+def _is_regular(
+    content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, delimiter: bytes
+) -> bool:
+    """Whether line breaks with an even number of quotes before them are just those that end a
+    record.
 
     So it is where quotes stand only around fields and doubled in them; ``csv`` takes others, too.
     """
@@ -539,8 +573,13 @@ def _is_regular(content: np.ndarray, quotes: np.ndarray, returns: np.ndarray, de
     doubled: np.ndarray = np.zeros(len(opening), dtype=bool)
     doubled[1:] = opening[1:] == closing[:-1] + 1
     before = np.isin(content[np.maximum(opening - 1, 0)], edges) | (opening == first)
-    after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (closing == len(content) - 1)
-    if not (before | doubled).all() or not (after | np.append(doubled[1:], False)[: len(closing)]).all():
+    after = np.isin(content[np.minimum(closing + 1, len(content) - 1)], edges) | (
+        closing == len(content) - 1
+    )
+    if (
+        not (before | doubled).all()
+        or not (after | np.append(doubled[1:], False)[: len(closing)]).all()
+    ):
         return False
     lone = returns[np.searchsorted(quotes, returns) % 2 == 0]
     return bool((lone + 1 < len(content)).all()) and bool((content[lone + 1] == ord("\n")).all())
@@ -601,7 +640,9 @@ def _csv_records(file: str) -> Iterator[tuple[int, int, int, list[str]]]:
 
 
 def _csv_reader(lines: Any, file: str) -> Any:
-    csv.field_size_limit(sys.maxsize)  # of the process; the default of 131,072 characters is less than a long prompt
+    csv.field_size_limit(
+        sys.maxsize
+    )  # of the process; the default of 131,072 characters is less than a long prompt
     return csv.reader(lines, strict=True, delimiter=CSV_DELIMITERS[row_suffix(file)])
 
 
@@ -610,7 +651,8 @@ def _no_csv(where: str, error: str) -> UserError:
     return UserError(
         f"{where}: the row that begins here is no CSV",
         why=why,
-        fix='put values with commas, quotes or line breaks in quotes, and write a quote in them twice: "say ""hi"""',
+        fix="put values with commas, quotes or line breaks in quotes, and write a quote in them "
+        'twice: "say ""hi"""',
     )
 
 
@@ -620,7 +662,11 @@ def _not_utf8(file: str) -> UserError:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                return UserError(f"{file}:{number}: this line is not UTF-8", why=str(error), fix="save it as UTF-8")
+                return UserError(
+                    f"{file}:{number}: this line is not UTF-8",
+                    why=str(error),
+                    fix="save it as UTF-8",
+                )
     raise AssertionError("unreachable")
 
 
@@ -630,11 +676,14 @@ def _checked_header(names: list[str], file: str) -> list[str]:
     if len(names) == 1 and others:
         raise UserError(
             f"{file}:1: the header has one column, '{names[0]}'",
-            why=f"its columns seem to be separated by {others[0]!r}; those of {Path(file).suffix} are by {delimiter!r}",
+            why=f"its columns seem to be separated by {others[0]!r}; those of {Path(file).suffix} "
+            f"are by {delimiter!r}",
             fix="save it with commas as .csv, or with tabs as .tsv",
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{file}:1: the header has the column '{twice[0]}' twice", fix="rename one of them")
+        raise UserError(
+            f"{file}:1: the header has the column '{twice[0]}' twice", fix="rename one of them"
+        )
     return names
 
 

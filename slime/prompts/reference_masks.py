@@ -1,12 +1,13 @@
-"""``--loss-mask-type``: which text the reference system's rules for loss masks train, to compare it with ours.
+"""``--loss-mask-type``: which text the reference system's rules for loss masks train, to compare it
+with ours.
 
-    qwen          each message rendered alone; an assistant's is trained behind the generation prompt
-    qwen3         the same, rendered behind a user's message
-    qwen3_5       the whole conversation rendered; from behind ``<|im_start|>assistant`` (and an opened ``<think>``) on
+    qwen          each message rendered alone; an assistant's is trained behind the generation
+    prompt qwen3         the same, rendered behind a user's message qwen3_5       the whole
+    conversation rendered; from behind ``<|im_start|>assistant`` (and an opened ``<think>``) on
     distill_qwen  the first message as prompt, the last message's content as answer
 
-The first three also train the line break behind the end of a turn, which no engine generates; that is not told as a
-difference.
+The first three also train the line break behind the end of a turn, which no engine generates; that
+is not told as a difference.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _SHOWN = 80
 
 
 def mask_difference(
-    rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ours: Sequence[TrainedSequence]
+    rule: str,
+    tokenizer: Any,
+    messages: Messages,
+    tools: list[dict[str, Any]] | None,
+    ours: Sequence[TrainedSequence],
 ) -> str:
     """The first turn that a rule would train otherwise, in words; "" where it trains the same text.
 
@@ -41,11 +46,16 @@ def mask_difference(
     for turn in range(max(len(mine), len(theirs))):
         here, there = (texts[turn] if turn < len(texts) else None for texts in (mine, theirs))
         if here is None or there is None or here.rstrip() != there.rstrip():
-            return f"trained turn {turn + 1}: {_shown(here)} is trained, with {rule} it would be {_shown(there)}"
+            return (
+                f"trained turn {turn + 1}: {_shown(here)} is trained, with {rule} it would be "
+                f"{_shown(there)}"
+            )
     return ""
 
 
-def trained_texts(rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> list[str]:
+def trained_texts(
+    rule: str, tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None
+) -> list[str]:
     """The trained text of each turn by a rule of the reference system."""
 
     def render(part: Messages, **kwargs: Any) -> str:

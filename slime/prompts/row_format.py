@@ -9,7 +9,12 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.errors import UserError
-from slime.prompts.chat_template import TemplateRefuses, render_prompt, template_form, template_source
+from slime.prompts.chat_template import (
+    TemplateRefuses,
+    render_prompt,
+    template_form,
+    template_source,
+)
 from slime.prompts.conversation import (
     ConversationError,
     Messages,
@@ -30,10 +35,12 @@ class RowFormat:
     Attributes:
         raw_label: numbers among the labels stay numbers (--label-type raw); else they become text.
         rm_type: the built-in reward, where a row's own metadata does not name another.
-        own_reward: rewards come from a function of the user's, so ``rm_type`` and that of rows have no effect.
-        raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised fine-tuning renders
-            them together with the answers).
-        metadata_required, tools_required: the column was asked for by flag, so at least its key must be there.
+        own_reward: rewards come from a function of the user's, so ``rm_type`` and that of rows have
+            no effect.
+        raw: keep chat messages as they are, whatever ``apply_chat_template`` says (supervised
+            fine-tuning renders them together with the answers).
+        metadata_required, tools_required: the column was asked for by flag, so at least its key
+            must be there.
     """
 
     input_key: str = "input"
@@ -63,7 +70,12 @@ class RowFormat:
         compares = compares_labels(reward.rm_type) and not reward.custom_rm_path
         rollout = config.rollout
         user_code = rollout.rollout_function_path or rollout.custom_generate_function_path
-        if compares and data.label_key is None and not user_code and not rollout.rollout_sample_hook_path:
+        if (
+            compares
+            and data.label_key is None
+            and not user_code
+            and not rollout.rollout_sample_hook_path
+        ):
             raise UserError(
                 f"--rm-type {reward.rm_type} compares responses with labels, and there are none",
                 fix="pass --label-key with the column of the right answers",
@@ -97,7 +109,8 @@ class Prompt:
         text: text for the tokenizer, or chat messages when no template is applied.
         tokens: ids of a row that was tokenised beforehand, else [].
         bare: the prompt before the template was applied (for the check of `carries_template`).
-        unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing reads.
+        unread_columns, unread_keys: columns of the row, and keys of its messages, that nothing
+            reads.
         where: where the row comes from, "train.jsonl:17"; set when it is drawn.
     """
 
@@ -128,11 +141,15 @@ def read_prompt(row: dict[str, Any], form: RowFormat, tokenizer: Any) -> Prompt:
         tools = _tools(row, form, conversation[1] if conversation else None)
         messages = _messages(conversation[0], tools, form) if conversation else None
     except ConversationError as error:
-        raise RowProblem(f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix) from error
+        raise RowProblem(
+            f"have {error.kind}", f"{error.where}: {error.detail}".rstrip(": "), error.fix
+        ) from error
     label = None
     if form.label_key is not None:
         rm_type = "" if form.own_reward else str(metadata.get("rm_type") or form.rm_type or "")
-        label = read_label(row, form.label_key, form.label_flag, raw=form.raw_label, rm_type=rm_type)
+        label = read_label(
+            row, form.label_key, form.label_flag, raw=form.raw_label, rm_type=rm_type
+        )
     if tools:
         metadata["tools"] = tools
     if is_tokens:
@@ -201,7 +218,8 @@ def _metadata(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise RowProblem(
-            f"have metadata (key '{form.metadata_key}') that is no dict", f"found a {type(value).__name__}"
+            f"have metadata (key '{form.metadata_key}') that is no dict",
+            f"found a {type(value).__name__}",
         )
     return dict(value)
 
@@ -214,11 +232,14 @@ def _tools(row: dict[str, Any], form: RowFormat, beside: Any) -> list[dict[str, 
     if form.tool_key not in row and form.tools_required:
         raise missing_key(form.tool_key, "--tool-key", row)
     value = row.get(form.tool_key)
-    return read_tools(beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True)
+    return read_tools(
+        beside if value in (None, "", []) else value, where=form.tool_key, drops_nulls=True
+    )
 
 
 def decoded(value: Any) -> Any:
-    """The value of a JSON text, as columnar files often hold nested values; integers keep all digits."""
+    """The value of a JSON text, as columnar files often hold nested values; integers keep all
+    digits."""
     if isinstance(value, str) and value.strip():
         try:
             return json.loads(value, parse_constant=_no_json)

@@ -1,14 +1,17 @@
 """Tokens and loss masks of supervised conversations, for any chat template.
 
-A turn is trained as the model would generate it: its prompt is what the template renders up to there, with the
-generation prompt; what is trained is what the same template adds when the turn is answered, up to its end-of-turn
-token. Both are found by comparing renderings, never by line breaks or marks of a known template.
+A turn is trained as the model would generate it: its prompt is what the template renders up to
+there, with the generation prompt; what is trained is what the same template adds when the turn is
+answered, up to its end-of-turn token. Both are found by comparing renderings, never by line breaks
+or marks of a known template.
 
-Turns of a conversation share one sequence as long as each prompt begins with the turns before it, as they were
-generated. Where a template rewrites earlier turns (it leaves their reasoning out, or ends them with another token),
-a new sequence begins: the earlier turns are its context, and are trained in the sequences before it.
+Turns of a conversation share one sequence as long as each prompt begins with the turns before it,
+as they were generated. Where a template rewrites earlier turns (it leaves their reasoning out, or
+ends them with another token), a new sequence begins: the earlier turns are its context, and are
+trained in the sequences before it.
 
-Each piece is tokenised by itself, so that no token crosses the border between what is trained and what is not.
+Each piece is tokenised by itself, so that no token crosses the border between what is trained and
+what is not.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class TrainedSequence:
 
 @dataclass(frozen=True)
 class Unended:
-    """Why a turn is trained without an end token, what to do about it, and the last token that is trained."""
+    """Why a turn is trained without an end token, what to do about it, and the last token that is
+    trained."""
 
     what: str
     fix: str
@@ -75,7 +79,8 @@ class Encoded:
         lost_reasoning: turns with reasoning in the data that the template does not write.
         without_reasoning: turns without reasoning although the generation prompt opens it.
         control_tokens: messages whose words hold special tokens, which the tokenizer takes as such.
-        unended: why the first turn that is trained without an end token has none; None: every turn ends with one.
+        unended: why the first turn that is trained without an end token has none; None: every turn
+            ends with one.
         reasoning_fix: what may make the template write reasoning.
     """
 
@@ -132,23 +137,31 @@ class SftEncoding:
         self._source = template_source(tokenizer)
         self._form = template_form(tokenizer, **self._kwargs)
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        of_template = [number for number, text in self._special.items() if text and self._form.end.endswith(text)]
+        of_template = [
+            number
+            for number, text in self._special.items()
+            if text and self._form.end.endswith(text)
+        ]
         self.ends = frozenset([*ends, *eos, *of_template])
         self._known: dict[str, list[int]] = {}
-        self._control = re.compile("|".join(re.escape(text) for text in self._special.values() if text) or "(?!)")
+        self._control = re.compile(
+            "|".join(re.escape(text) for text in self._special.values() if text) or "(?!)"
+        )
         self._ends = [self._special[number] for number in self.ends if self._special.get(number)]
         self._reasoning_fix = _reasoning_fix(self._source, self._kwargs)
 
     def read_ahead(self, texts: Iterable[str]) -> None:
-        """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the tokeniser takes
-        several times as long as itself."""
+        """Tokenise texts that will be encoded next, in one call: one at a time, what surrounds the
+        tokeniser takes several times as long as itself."""
         unique = list(dict.fromkeys(texts))
         ids = self.tokenizer(unique, add_special_tokens=False)["input_ids"] if unique else []
         self._known = dict(zip(unique, ids, strict=True))
 
     def _ids(self, text: str) -> list[int]:
         known = self._known.get(text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False)) if known is None else known
+        return (
+            list(self.tokenizer.encode(text, add_special_tokens=False)) if known is None else known
+        )
 
     def encode(
         self,
@@ -219,7 +232,8 @@ class SftEncoding:
             return found
         raise UserError(
             "the chat template writes the same messages differently each time",
-            why="what is trained is found by comparing renderings, and these differ by chance or by the time of day",
+            why="what is trained is found by comparing renderings, and these differ by chance or "
+            "by the time of day",
             fix="remove random values and times from chat_template.jinja of the model",
         )
 
@@ -255,12 +269,23 @@ class SftEncoding:
         return found
 
     def _turn(
-        self, renderer: _Renderer, number: int, message: dict[str, Any], thought: Thought, found: Encoded
+        self,
+        renderer: _Renderer,
+        number: int,
+        message: dict[str, Any],
+        thought: Thought,
+        found: Encoded,
     ) -> _Turn:
         """The prompt of message ``number``, and what the model generates after it."""
         form = self._form
-        if thought.marks is None and thought.text and reasoning_of({"content": thought.answer}).text.strip():
-            raise _undetermined(number, "it has reasoning of its own, and other reasoning in its content")
+        if (
+            thought.marks is None
+            and thought.text
+            and reasoning_of({"content": thought.answer}).text.strip()
+        ):
+            raise _undetermined(
+                number, "it has reasoning of its own, and other reasoning in its content"
+            )
         answered = renderer.answered(number)
         prompt = renderer.prompt(number)
         if prompt is None or not answered.startswith(prompt):
@@ -286,12 +311,14 @@ class SftEncoding:
         prompt: str | None,
         found: Encoded,
     ) -> _Turn:
-        """The turn where the generation prompt is not the beginning of the answered turn: it opens reasoning, say."""
+        """The turn where the generation prompt is not the beginning of the answered turn: it opens
+        reasoning, say."""
         head = renderer.head(number, answered)
         said = answered[len(head) :]
         if prompt is None or not self._form.asks:
             return _Turn(head, said)
-        # what comes before may be written in another way, too: compare from the end of the message before
+        # what comes before may be written in another way, too: compare from the end of the message
+        # before
         before = renderer.text_before(number)
         is_in_both = before in prompt and before in head
         at = prompt.rfind(before) if is_in_both else 0
@@ -305,17 +332,23 @@ class SftEncoding:
         rest = missing + said
         marks = next((pair for pair in REASONING_MARKS if pair[0] in opened), None)
         if before and before in prompt and before not in shared:
-            raise _undetermined(number, "the template writes what comes before it in another way once it is answered")
+            raise _undetermined(
+                number,
+                "the template writes what comes before it in another way once it is answered",
+            )
         if marks is None and opened.strip():
             if before and before in missing and not is_in_both:
                 raise _undetermined(
-                    number, "the template writes what comes before it in another way once it is answered"
+                    number,
+                    "the template writes what comes before it in another way once it is answered",
                 )
             return _Turn(shared, rest)
         if marks is None:
             return _Turn(prompt, rest.lstrip() if opened else rest)
         begin, end = marks
-        if end in opened:  # an empty block of reasoning: the answer follows, unless there is reasoning after all
+        if (
+            end in opened
+        ):  # an empty block of reasoning: the answer follows, unless there is reasoning after all
             is_written = bool(thought.text.strip()) and thought.text.strip() in rest
             return _Turn(shared, rest) if is_written else _Turn(prompt, rest)
         gap = "\n" if opened.endswith("\n") else ""
@@ -340,14 +373,23 @@ class SftEncoding:
         if message["role"] == "assistant" and not self._form.end:  # data that writes the end itself
             for end in self._ends:
                 content = content.removesuffix(end)
-        return any(self._control.search(text) for text in (content, message.get("reasoning_content", "")))
+        return any(
+            self._control.search(text) for text in (content, message.get("reasoning_content", ""))
+        )
 
     def _up_to_end(self, said: str, message: dict[str, Any]) -> str:
         """Without what the template writes behind the end-of-turn token."""
         form = self._form
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        if calls:  # some templates write an empty answer behind them, or always the head of the next turn
-            values = [value for call in calls for value in call["arguments"].values() if isinstance(value, str)]
+        if (
+            calls
+        ):  # some templates write an empty answer behind them, or always the head of the next turn
+            values = [
+                value
+                for call in calls
+                for value in call["arguments"].values()
+                if isinstance(value, str)
+            ]
             words = [calls[-1]["name"], *(value for value in values if self._control.search(value))]
             spoken = max(said.rfind(word) + len(word) for word in words)
             ends = [said.find(end, spoken) + len(end) for end in self._ends if end in said[spoken:]]
@@ -356,7 +398,11 @@ class SftEncoding:
         if form.tail and said.endswith(form.tail):
             return said[: len(said) - len(form.tail)] + form.end
         stripped = said.rstrip()
-        return stripped if any(text and stripped.endswith(text) for text in self._special.values()) else said
+        return (
+            stripped
+            if any(text and stripped.endswith(text) for text in self._special.values())
+            else said
+        )
 
     def _tokens(self, sequence: _Sequence, renderer: _Renderer, found: Encoded) -> TrainedSequence:
         tokens: list[int] = []
@@ -386,40 +432,51 @@ class SftEncoding:
     def _unended(self, tokens: list[int]) -> Unended:
         last = str(self.tokenizer.decode(tokens[-1:]))
         if not self.ends:
-            return Unended("the tokenizer has no end token", "set eos_token in its tokenizer_config.json", last)
+            return Unended(
+                "the tokenizer has no end token", "set eos_token in its tokenizer_config.json", last
+            )
         names = sorted(str(self.tokenizer.convert_ids_to_tokens(one)) for one in self.ends)
         return Unended(
-            f"the chat template writes none of {', '.join(map(repr, names))} after the assistant's words",
-            "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label without"
+            f"the chat template writes none of {', '.join(map(repr, names))} after the "
+            "assistant's words",
+            "write {{ eos_token }} there (chat_template.jinja), or give rows of prompt and label "
+            "without"
             " --apply-chat-template, which end with it",
             last,
         )
 
     # -- templates that mark themselves what is trained --
 
-    def _marked(self, renderer: _Renderer, ours: TrainedSequence, found: Encoded) -> TrainedSequence:
+    def _marked(
+        self, renderer: _Renderer, ours: TrainedSequence, found: Encoded
+    ) -> TrainedSequence:
         """What a template with ``{% generation %}`` marks, which is compared with what we find."""
         tokens, mask = renderer.marked()
         size = len(ours.tokens)
         marked = self._without_blanks_after_ends(tokens, mask)
-        if tokens[:size] == ours.tokens:  # marks may leave something out, and add nothing that is never generated
+        if (
+            tokens[:size] == ours.tokens
+        ):  # marks may leave something out, and add nothing that is never generated
             marked = [bit & both for bit, both in zip(marked, ours.mask)]
         if 1 not in marked:
             raise UserError(
                 "the chat template marks none of the assistant's words with {% generation %}",
-                fix="mark the assistant's text and its end token, or take a template without these marks",
+                fix="mark the assistant's text and its end token, or take a template without "
+                "these marks",
             )
         end = len(marked) - marked[::-1].index(1)
         theirs = TrainedSequence(tokens[:end], marked[:end])
         text = self.trained_text(theirs)
-        found.lost_reasoning = sum(thought not in text for thought in renderer.thoughts() if thought)
+        found.lost_reasoning = sum(
+            thought not in text for thought in renderer.thoughts() if thought
+        )
         special = list(self._special.values())
         said = _bare(self.trained_text(TrainedSequence(tokens, mask)), special)
         meant = _bare(self.trained_text(ours), special)
         if said != meant:
             tell(
                 logger,
-                "the chat template marks %.200r with {%% generation %%}, and the model would generate %.200r: what "
+                "the chat template marks %.200r with {%% generation %%}, and the model would " "generate %.200r: what "
                 "both have in common is trained",
                 said, meant, once=f"generation marks {hash(self._source)}",
             )  # fmt: skip
@@ -428,7 +485,8 @@ class SftEncoding:
             found.unended = self._unended(theirs.tokens)
             if tokens[end : end + 1] and tokens[end] in self.ends:
                 found.unended = Unended(
-                    "the chat template writes the end token behind its {% generation %} block, not in it",
+                    "the chat template writes the end token behind its {% generation %} block, "
+                    "not in it",
                     "move {% endgeneration %} behind that token",
                     found.unended.last,
                 )
@@ -447,11 +505,14 @@ class SftEncoding:
 
     def trained_text(self, sequence: TrainedSequence) -> str:
         """The trained tokens of a sequence as text."""
-        return str(self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit]))
+        return str(
+            self.tokenizer.decode([one for one, bit in zip(sequence.tokens, sequence.mask) if bit])
+        )
 
 
 def _in_opened_reasoning(turn: _Turn, thought: Thought, found: Encoded) -> _Turn:
-    """The turn with reasoning where its prompt ends with the opening mark and the template leaves it out."""
+    """The turn with reasoning where its prompt ends with the opening mark and the template leaves
+    it out."""
     opened = turn.prompt.rstrip()
     marks = next((pair for pair in REASONING_MARKS if opened.endswith(pair[0])), None)
     reasoning = thought.text.strip("\n")
@@ -471,8 +532,12 @@ def _in_opened_reasoning(turn: _Turn, thought: Thought, found: Encoded) -> _Turn
 
 def _reasoning_fix(template: str, kwargs: dict[str, Any]) -> str:
     for name in ("enable_thinking", "thinking"):
-        if name not in kwargs and re.search(rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template):
-            return f"try --apply-chat-template-kwargs '{{\"{name}\": true}}', or take another template"
+        if name not in kwargs and re.search(
+            rf"\b{name} is (not )?defined|\b(if|not) {name}\b", template
+        ):
+            return (
+                f"try --apply-chat-template-kwargs '{{\"{name}\": true}}', or take another template"
+            )
     return "write it into the content between <think> marks, or take another template"
 
 
@@ -480,7 +545,12 @@ class _Renderer:
     """Renders the beginnings of one conversation."""
 
     def __init__(
-        self, tokenizer: Any, form: TemplateForm, messages: Messages, tools: Any, kwargs: dict[str, Any]
+        self,
+        tokenizer: Any,
+        form: TemplateForm,
+        messages: Messages,
+        tools: Any,
+        kwargs: dict[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
         self._form = form
@@ -490,10 +560,13 @@ class _Renderer:
         self._kwargs = kwargs
 
     def _render(self, messages: Messages, *, ask: bool = False) -> str:
-        return render_shown(self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs)
+        return render_shown(
+            self._tokenizer, messages, tools=self._tools, add_generation_prompt=ask, **self._kwargs
+        )
 
     def prompt(self, number: int) -> str | None:
-        """What the model is given before message ``number``; None where the template takes no such prompt."""
+        """What the model is given before message ``number``; None where the template takes no such
+        prompt."""
         try:
             return self._render(self._shown[:number], ask=True) if number else None
         except TemplateRefuses:
@@ -511,7 +584,9 @@ class _Renderer:
 
     def head(self, number: int, answered: str) -> str:
         """The beginning of ``answered`` up to where message ``number`` begins to speak."""
-        variants = [self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)]
+        variants = [
+            self._form.shown({"role": "assistant", "content": text}) for text in (_ONE, _OTHER)
+        ]
         try:
             one, other = (self._render([*self._shown[:number], variant]) for variant in variants)
         except TemplateRefuses as error:
@@ -524,14 +599,18 @@ class _Renderer:
 
     def without_reasoning(self, number: int, thought: Thought) -> str:
         """What is rendered of message ``number`` behind its head when it has no reasoning."""
-        message = {key: value for key, value in self._messages[number].items() if key != "reasoning_content"}
+        message = {
+            key: value
+            for key, value in self._messages[number].items()
+            if key != "reasoning_content"
+        }
         shown = self._form.shown(message | {"content": thought.answer})
         answered = self._render([*self._shown[:number], shown])
         return answered[len(self.head(number, answered)) :]
 
     def following(self, number: int, text: str) -> str:
-        """What the template writes behind ``text``, which ends with message ``number``, when the next message comes;
-        "" where it writes something else before it."""
+        """What the template writes behind ``text``, which ends with message ``number``, when the
+        next message comes; "" where it writes something else before it."""
         calls = self._shown[number].get("tool_calls")
         after: dict[str, Any] = {"role": "user", "content": "hello"}
         if calls:
@@ -545,7 +624,11 @@ class _Renderer:
 
     def thoughts(self) -> list[str]:
         """The reasoning of each message."""
-        return [reasoning_of(message).text.strip() for message in self._messages if message["role"] == "assistant"]
+        return [
+            reasoning_of(message).text.strip()
+            for message in self._messages
+            if message["role"] == "assistant"
+        ]
 
     def marked(self) -> tuple[list[int], list[int]]:
         """Tokens of the whole conversation and the mask of what the template marks."""
@@ -577,7 +660,9 @@ def _common_prefix(a: str, b: str) -> str:
             length += len(one)
             continue
         if not (_UNITS.fullmatch(one) or _UNITS.fullmatch(other)):
-            length += next((i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other)))
+            length += next(
+                (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
+            )
         break
     return a[:length]
 
@@ -595,7 +680,9 @@ def _check(said: str, message: dict[str, Any], thought: Thought, number: int) ->
     """
     answer = thought.answer.strip()
     if answer and answer not in said:
-        raise _undetermined(number, f"the template does not write its text as it is: {answer[:80]!r}")
+        raise _undetermined(
+            number, f"the template does not write its text as it is: {answer[:80]!r}"
+        )
     for call in message.get("tool_calls", ()):
         name = call["function"]["name"]
         if name not in said:
@@ -604,13 +691,16 @@ def _check(said: str, message: dict[str, Any], thought: Thought, number: int) ->
 
 def _undetermined(number: int, why: str) -> UserError:
     return UserError(
-        f"what the model would generate as messages[{number}] cannot be told from the chat template",
+        f"what the model would generate as messages[{number}] cannot be told from the chat "
+        "template",
         why=why,
-        fix='mend chat_template.jinja of the model, mark the message with "step_loss_mask": 0, or remove the row',
+        fix='mend chat_template.jinja of the model, mark the message with "step_loss_mask": 0, or '
+        "remove the row",
     )
 
 
-# -- what is told of many rows -------------------------------------------------------------------------------------
+# -- what is told of many rows
+# -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -657,36 +747,36 @@ class SftTotals:
         if self.split:
             tell(
                 logger,
-                "%d of %d conversations are split into several samples (%d in all), because the chat template rewrites "
-                "earlier turns, e.g. without their reasoning: each sample ends where the model would have been asked "
+                "%d of %d conversations are split into several samples (%d in all), because the " "chat template rewrites "
+                "earlier turns, e.g. without their reasoning: each sample ends where the model " "would have been asked "
                 "next. They are trained with the weight of one conversation",
                 self.split, self.rows, self.sequences, once=f"sft split {name}",
             )  # fmt: skip
         if self.lost_reasoning:
             tell(
                 logger,
-                "the chat template does not write reasoning: %d answers of %d conversations are trained without "
+                "the chat template does not write reasoning: %d answers of %d conversations are " "trained without "
                 "theirs. To train it, %s",
                 self.lost_reasoning, self.rows, self.reasoning_fix, once=f"sft lost reasoning {name}",
             )  # fmt: skip
         if self.without_reasoning:
             tell(
                 logger,
-                "the generation prompt opens reasoning (<think>), and %d answers of %d conversations have none: they "
-                "are trained without the opening mark, so the prompt differs from the one that engines are given",
+                "the generation prompt opens reasoning (<think>), and %d answers of %d " "conversations have none: they "
+                "are trained without the opening mark, so the prompt differs from the one that " "engines are given",
                 self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
             )  # fmt: skip
         if self.control_tokens:
             tell(
                 logger,
-                "%d of %d conversations hold special tokens of the tokenizer in the words of their messages: they are "
-                "read as control tokens, so a message may end or begin there. Remove them if they are meant as text",
+                "%d of %d conversations hold special tokens of the tokenizer in the words of " "their messages: they are "
+                "read as control tokens, so a message may end or begin there. Remove them if they " "are meant as text",
                 self.control_tokens, self.rows, once=f"sft control tokens {name}",
             )  # fmt: skip
         if self.unended is not None:
             tell(
                 logger,
-                "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last token that is "
+                "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last " "token that is "
                 "trained is %r; %s. No token is added unasked",
                 self.unended.what, name, self.unended.last, self.unended.fix,
                 once=f"no end {name} {self.unended.what}",

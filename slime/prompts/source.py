@@ -1,11 +1,12 @@
-"""The prompt source: draws groups of samples, takes them back, and remembers what training has consumed.
+"""The prompt source: draws groups of samples, takes them back, and remembers what training has
+consumed.
 
     rows ─► checked and measured ─► order of the epoch ─► groups ─► rollout ─┐
-                                           ▲                                 │ aborted or surplus groups
-                                           └───────────── buffer ◄───────────┘
+                                           ▲                                 │ aborted or surplus
+                                           groups └───────────── buffer ◄───────────┘
 
-What a resumed run draws follows from what was *consumed*, not from what was drawn: groups that were under way when the
-run stopped are drawn again, with the same indices and in the same order.
+What a resumed run draws follows from what was *consumed*, not from what was drawn: groups that were
+under way when the run stopped are drawn again, with the same indices and in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from slime.samples.buffer import SampleBuffer, pop_first
 from slime.samples.types import Sample
 from slime.user_code.calls import running
 from slime.user_code.hooks import DataSource
-from slime.user_code.loading import check_class, failures_of, load_function, named, user_function, with_user_frames
+from slime.user_code.loading import (
+    check_class,
+    failures_of,
+    load_function,
+    named,
+    user_function,
+    with_user_frames,
+)
 from slime.user_code.overrides import override_of
 
 logger = get_logger(__name__)
@@ -51,7 +59,8 @@ _ROWS_LOOKED_AT = 32
 
 
 def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> DataSource:
-    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns when nothing ends a turn.
+    """The source that the flags name: ``--data-source-path``, or `PromptSource`. Warns when nothing
+    ends a turn.
 
     Args:
         judge: see `PromptSource`.
@@ -61,7 +70,10 @@ def make_source(config: Config, tokenizer: Any, judge: RowJudge | None = None) -
     warn_of_endless_generation(config, tokenizer)
     opening = [] if config.data.apply_chat_template else list(opening_tokens(tokenizer))
     if opening:
-        begins = "prompts that are plain text begin with %r, which the tokenizer puts before one, as in an engine"
+        begins = (
+            "prompts that are plain text begin with %r, which the tokenizer puts before one, as "
+            "in an engine"
+        )
         logger.info(begins, tokenizer.decode(opening))
     return _built(config, tokenizer, judge)
 
@@ -76,7 +88,11 @@ def _built(config: Config, tokenizer: Any, judge: RowJudge | None = None) -> Dat
     with failures_of(named(path, _SOURCE)):
         source: DataSource = cls(config.flat())
     for method in ("get_samples", "add_samples", "mark_consumed", "mark_discarded"):
-        setattr(source, method, _telling_failures(getattr(source, method), named(f"{path}.{method}", _SOURCE)))
+        setattr(
+            source,
+            method,
+            _telling_failures(getattr(source, method), named(f"{path}.{method}", _SOURCE)),
+        )
     return source
 
 
@@ -90,12 +106,15 @@ def _telling_failures(method: Callable[..., Any], name: str) -> Callable[..., An
 
 
 #: What `make_source` builds a source of the user's own from: configuration and tokenizer.
-BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar("slime_source_built_from")
+BUILT_FROM: contextvars.ContextVar[tuple[Config, Any]] = contextvars.ContextVar(
+    "slime_source_built_from"
+)
 
 
 def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str, Any]:
-    """What the checkpoint of ``rollout_id`` keeps of ``source``. Its own `save` is called where checkpoints of training
-    are written (--save); an export alone (--save-hf) is nothing to resume from.
+    """What the checkpoint of ``rollout_id`` keeps of ``source``. Its own `save` is called where
+    checkpoints of training are written (--save); an export alone (--save-hf) is nothing to resume
+    from.
 
     Raises:
         UserError: the source's code fails.
@@ -106,11 +125,15 @@ def save_source(source: DataSource, config: Config, rollout_id: int) -> dict[str
     return state
 
 
-def load_source(source: DataSource, config: Config, rollout_id: int | None, state: dict[str, Any]) -> None:
-    """Let ``source`` go on where `save_source` was called for ``rollout_id`` and returned ``state``.
+def load_source(
+    source: DataSource, config: Config, rollout_id: int | None, state: dict[str, Any]
+) -> None:
+    """Let ``source`` go on where `save_source` was called for ``rollout_id`` and returned
+    ``state``.
 
     Args:
-        rollout_id: None for a state that is in no checkpoint, of which the source has written no file.
+        rollout_id: None for a state that is in no checkpoint, of which the source has written no
+            file.
     Raises:
         UserError: the source's code fails.
     """
@@ -120,8 +143,9 @@ def load_source(source: DataSource, config: Config, rollout_id: int | None, stat
 
 
 def source_again(source: DataSource, config: Config, tokenizer: Any) -> DataSource:
-    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew where it is the user's
-    own, whose ``load`` goes by the arguments that it was built with, and which nothing else brings back to its start.
+    """One that `load_source` can set to any place, after ``source`` was drawn from: built anew
+    where it is the user's own, whose ``load`` goes by the arguments that it was built with, and
+    which nothing else brings back to its start.
 
     Args:
         config: says what is loaded now.
@@ -144,7 +168,8 @@ def _call_source(source: DataSource, method: str, *args: Any) -> Any:
 
 
 def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
-    """Say so when the model is to answer in turns and none of the tokens that stop generation ends one."""
+    """Say so when the model is to answer in turns and none of the tokens that stop generation ends
+    one."""
     model = config.checkpoint.hf_checkpoint
     rollout = config.rollout
     if model is None or config.algorithm.loss_type == "sft_loss" or not is_chat(config, tokenizer):
@@ -157,8 +182,9 @@ def warn_of_endless_generation(config: Config, tokenizer: Any) -> None:
 
 
 def is_chat(config: Config, tokenizer: Any) -> bool:
-    """Whether the model is asked to answer in turns: by --apply-chat-template, or because one of the first rows holds
-    messages (which generation puts into the template) or text with the template's markers."""
+    """Whether the model is asked to answer in turns: by --apply-chat-template, or because one of
+    the first rows holds messages (which generation puts into the template) or text with the
+    template's markers."""
     data = config.data
     if data.apply_chat_template:
         return True
@@ -191,16 +217,18 @@ _AS_IT_IS = "as it is"
 class PromptSource(DataSource):
     """Groups of ``n_samples_per_prompt`` samples, in the order of the data, epoch after epoch.
 
-    The k-th draw of a run gets ``group_index`` k and sample indices k·n … k·n + n − 1, whatever was drawn before a
-    resume.
+    The k-th draw of a run gets ``group_index`` k and sample indices k·n … k·n + n − 1, whatever was
+    drawn before a resume.
 
     Args:
         config: groups ``data``, ``rollout``, ``reward`` and ``algorithm`` are read.
         tokenizer: renders and measures prompts.
-        judge: further checks of each row. Data sets of more than `ALL_ROWS` rows are not read before the first draw:
-            each row is checked when it is drawn, and left out with a warning if it cannot be used.
+        judge: further checks of each row. Data sets of more than `ALL_ROWS` rows are not read
+            before the first draw: each row is checked when it is drawn, and left out with a warning
+            if it cannot be used.
     Raises:
-        UserError: any of the conditions that `slime.prompts.readers` and `slime.prompts.prepare` name.
+        UserError: any of the conditions that `slime.prompts.readers` and `slime.prompts.prepare`
+            name.
 
     Example:
         >>> source = PromptSource(config, tokenizer)                                           # doctest: +SKIP
@@ -212,12 +240,16 @@ class PromptSource(DataSource):
         self._group_size = config.rollout.n_samples_per_prompt
         path = config.rollout.buffer_filter_path
         self._buffer = SampleBuffer(
-            config.flat(), user_function(path, BUFFER_FILTER) if path else _pop_first, _buffer_filter_name(path)
+            config.flat(),
+            user_function(path, BUFFER_FILTER) if path else _pop_first,
+            _buffer_filter_name(path),
         )
         self._order = _open_order(config, tokenizer, judge)
         seed = config.rollout.rollout_seed
         self._shuffling = f"shuffled with seed {seed}" if config.data.rollout_shuffle else _AS_IT_IS
-        self._shuffles_unasked = config.data.rollout_shuffle and config.origins["rollout_shuffle"].startswith("derived")
+        self._shuffles_unasked = config.data.rollout_shuffle and config.origins[
+            "rollout_shuffle"
+        ].startswith("derived")
         self._next = 0
         self._done: set[int] = set()
         """Finished draws at or above ``_low``, below which all are finished."""
@@ -229,7 +261,8 @@ class PromptSource(DataSource):
         self._where: dict[int, str] = {}
         """The row of each unfinished draw, for messages."""
 
-    # -- drawing ---------------------------------------------------------------------------------------------------
+    # -- drawing
+    # ---------------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """``num_samples`` groups: those that were put back first, then new ones."""
@@ -242,7 +275,9 @@ class PromptSource(DataSource):
         self._buffer.add(samples)
 
     def _draw(self) -> list[Sample]:
-        if self._order is None:  # --disable-rollout-global-dataset: prompts come from the rollout function
+        if (
+            self._order is None
+        ):  # --disable-rollout-global-dataset: prompts come from the rollout function
             self._next += 1
             return self._make_group(_BLANK, self._next - 1)
         while True:
@@ -263,11 +298,13 @@ class PromptSource(DataSource):
 
     @property
     def passes_over(self) -> bool:
-        """Whether rows were not all checked before the first draw, so that those of no use are left out now."""
+        """Whether rows were not all checked before the first draw, so that those of no use are left
+        out now."""
         return isinstance(self._order, MappedOrder) and self._order.unchecked
 
     def where(self, group_index: int) -> str:
-        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if that is not known."""
+        """The row of a draw that is not consumed yet ("train.jsonl:17"); "" if that is not
+        known."""
         return self._where.get(group_index, "")
 
     def _make_group(self, prompt: Prompt, group_index: int) -> list[Sample]:
@@ -291,7 +328,8 @@ class PromptSource(DataSource):
             raise UserError("there is no data set to count", fix="pass --num-rollout")
         return len(self._order)
 
-    # -- resuming --------------------------------------------------------------------------------------------------
+    # -- resuming
+    # --------------------------------------------------------------------------------------------------
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:
         self._done.update(index for index in group_indices if index >= self._low)
@@ -307,7 +345,9 @@ class PromptSource(DataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values (and tensors, where buffered samples hold some)."""
-        epoch, offset = (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
+        epoch, offset = (
+            (0, 0) if self._order is None else self._positions.get(self._low, self._order.tell())
+        )
         return {
             "version": 1,
             "low": self._low,
@@ -320,7 +360,8 @@ class PromptSource(DataSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. With other data, its prompts are drawn from the beginning."""
+        """Continue where `state_dict` was taken. With other data, its prompts are drawn from the
+        beginning."""
         self._buffer.load_state_dict(state["buffer"])
         self._next = self._low = state["low"]
         self._done = set(state["done"])
@@ -332,12 +373,15 @@ class PromptSource(DataSource):
         if state["data"] == self._order.fingerprint():
             saved = state.get("shuffling", self._shuffling)
             if saved == _AS_IT_IS and self._shuffles_unasked:
-                logger.info("prompts come in the order of the data, as in the run that is resumed (--rollout-shuffle)")
+                logger.info(
+                    "prompts come in the order of the data, as in the run that is resumed "
+                    "(--rollout-shuffle)"
+                )
                 self._shuffling = saved
                 self._order.reorder(False)
             elif saved != self._shuffling:
                 tell(
-                    logger, "the checkpoint's order of the data was %s, this run's is %s: in this epoch some prompts "
+                    logger, "the checkpoint's order of the data was %s, this run's is %s: in this " "epoch some prompts "
                     "come again, and some not at all (--rollout-shuffle, --rollout-seed)",
                     saved, self._shuffling,
                 )  # fmt: skip
@@ -345,7 +389,7 @@ class PromptSource(DataSource):
             return
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
         tell(
-            logger, "the prompt data is not the checkpoint's: drawing from its beginning, as groups %d and on; %d "
+            logger, "the prompt data is not the checkpoint's: drawing from its beginning, as groups " "%d and on; %d "
             "groups that the checkpoint has in the buffer keep their old prompts",
             self._next, len(self._held),
         )  # fmt: skip
@@ -355,13 +399,16 @@ class PromptSource(DataSource):
 
 def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Order | None:
     data = config.data
-    nothing_is_drawn = config.rollout.num_rollout == 0 or config.debug.load_debug_rollout_data is not None
+    nothing_is_drawn = (
+        config.rollout.num_rollout == 0 or config.debug.load_debug_rollout_data is not None
+    )
     if not data.rollout_global_dataset or (nothing_is_drawn and not data.prompt_data):
         return None
     if not data.prompt_data:
         raise UserError(
             "there is no prompt data",
-            fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout function brings its own",
+            fix="pass --prompt-data, or --disable-rollout-global-dataset when the rollout "
+            "function brings its own",
         )
     checker = replace(prompt_checker(config, tokenizer), judge=judge)
     options: dict[str, Any] = {"shuffle": data.rollout_shuffle, "seed": config.rollout.rollout_seed}
@@ -384,26 +431,41 @@ def prompt_checker(config: Config, tokenizer: Any) -> Checker:
     limit = max_prompt_tokens(config)
     context = model_context(config) if limit is None else None
     if context is not None:
-        said = f"the model's context of {context} tokens; --rollout-max-prompt-len sets another limit"
+        said = (
+            f"the model's context of {context} tokens; --rollout-max-prompt-len sets another limit"
+        )
         return Checker(form, tokenizer, context - 1, said)
     flags = [
         f"{option_of(flag)} {value}"
         for flag, value, longest in _prompt_limits(config)
         if longest == limit and not config.origins[flag].startswith("derived")
     ]
-    return Checker(form, tokenizer, limit, " and ".join(flags)) if flags else Checker(form, tokenizer, limit)
+    return (
+        Checker(form, tokenizer, limit, " and ".join(flags))
+        if flags
+        else Checker(form, tokenizer, limit)
+    )
 
 
 def model_context(config: Config) -> int | None:
-    """Tokens of prompt and response that engines of this run hold, where no flag says so: None if nobody can tell,
-    because engines are not of this run, or functions of the user's make requests of prompts.
+    """Tokens of prompt and response that engines of this run hold, where no flag says so: None if
+    nobody can tell, because engines are not of this run, or functions of the user's make requests
+    of prompts.
 
-    SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its rotary scaling (unless
-    the positions are scaled ones).
+    SGLang takes ``--sglang-context-length``, else the model's positions times the factor of its
+    rotary scaling (unless the positions are scaled ones).
     """
     rollout = config.rollout
-    own = rollout.rollout_function_path or rollout.custom_generate_function_path or rollout.rollout_sample_hook_path
-    if own or config.engine.rollout_external_engine_addrs or config.checkpoint.hf_checkpoint is None:
+    own = (
+        rollout.rollout_function_path
+        or rollout.custom_generate_function_path
+        or rollout.rollout_sample_hook_path
+    )
+    if (
+        own
+        or config.engine.rollout_external_engine_addrs
+        or config.checkpoint.hf_checkpoint is None
+    ):
         return None
     asked = config.values().get("sglang_context_length")
     if asked:
@@ -419,7 +481,8 @@ def model_context(config: Config) -> int | None:
 
 
 def max_prompt_tokens(config: Config) -> int | None:
-    """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and the contexts."""
+    """The longest prompt that leaves room for a token of response: ``--rollout-max-prompt-len`` and
+    the contexts."""
     return min((longest for _, _, longest in _prompt_limits(config)), default=None)
 
 
@@ -430,4 +493,6 @@ def _prompt_limits(config: Config) -> list[tuple[str, int, int]]:
         "rollout_max_context_len": (config.rollout.rollout_max_context_len, 1),
         "seq_length": (config.train.seq_length, 1),
     }
-    return [(flag, value, value - less) for flag, (value, less) in given.items() if value is not None]
+    return [
+        (flag, value, value - less) for flag, (value, less) in given.items() if value is not None
+    ]

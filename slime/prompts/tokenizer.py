@@ -1,4 +1,5 @@
-"""The tokenizer of a model directory, and whether its stop tokens end a turn. Never touches the network."""
+"""The tokenizer of a model directory, and whether its stop tokens end a turn. Never touches the
+network."""
 
 from __future__ import annotations
 
@@ -16,8 +17,16 @@ from slime.prompts.chat_template import carries_template, end_of_turn_tokens, te
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Any of these makes a directory one with a tokenizer. transformers builds an empty one from config.json alone.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+#: Any of these makes a directory one with a tokenizer. transformers builds an empty one from
+#: config.json alone.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tiktoken.model",
+)
 
 
 def load_tokenizer(
@@ -26,19 +35,20 @@ def load_tokenizer(
     """The tokenizer in a local Hugging Face directory.
 
     Args:
-        without_torch: read tokenizer.json where there is one, which takes a third of the time; good enough to check
-            data, while the model's own class may add special tokens differently.
+        without_torch: read tokenizer.json where there is one, which takes a third of the time; good
+            enough to check data, while the model's own class may add special tokens differently.
         trust_remote_code: run the class that the directory brings, if it brings one.
         kwargs: further ones for transformers.
     Raises:
-        UserError: no such directory, no tokenizer in it, one that is code and is not trusted, or transformers cannot
-            read it.
+        UserError: no such directory, no tokenizer in it, one that is code and is not trusted, or
+            transformers cannot read it.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(
             f"there is no model directory '{path}'",
-            fix="pass --hf-checkpoint with a directory that holds config.json, weights and tokenizer",
+            fix="pass --hf-checkpoint with a directory that holds config.json, weights and "
+            "tokenizer",
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
@@ -61,8 +71,10 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise UserError(
-                f"the tokenizer in '{path}' is Python code that the model brings, which is not run unless you trust it",
-                fix="read it, and pass --trust-remote-code; or use a model whose tokenizer transformers knows",
+                f"the tokenizer in '{path}' is Python code that the model brings, which is not "
+                "run unless you trust it",
+                fix="read it, and pass --trust-remote-code; or use a model whose tokenizer "
+                "transformers knows",
             ) from error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UserError(
@@ -83,8 +95,9 @@ def _brings_code(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def opening_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a text by itself, as where an engine is sent text: ``<|begin_of_text|>`` of
-    Llama 3, nothing of Qwen. What it may put behind one ends nothing and is left out."""
+    """What the tokenizer puts before a text by itself, as where an engine is sent text:
+    ``<|begin_of_text|>`` of Llama 3, nothing of Qwen. What it may put behind one ends nothing and
+    is left out."""
     whole = tokenizer.encode("a")
     bare = tokenizer.encode("a", add_special_tokens=False)
     starts = range(len(whole) - len(bare) + 1)
@@ -100,10 +113,12 @@ def _markers(tokenizer: Any, chat_template: str | None) -> list[str]:
 
 
 def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) -> list[int]:
-    """Tokens of a prompt, given those of its text alone: plain text begins as a server would begin it.
+    """Tokens of a prompt, given those of its text alone: plain text begins as a server would begin
+    it.
 
-    A chat template writes all special tokens itself, and servers add none to what they have templated: text that was
-    rendered here, or carries the template's markers, stays as it stands. So does one that begins with the token.
+    A chat template writes all special tokens itself, and servers add none to what they have
+    templated: text that was rendered here, or carries the template's markers, stays as it stands.
+    So does one that begins with the token.
 
     Args:
         ids: of ``text``, without special tokens that are not in it.
@@ -130,18 +145,24 @@ def generation_config_of(path: str) -> dict[str, Any]:
     try:
         found = orjson.loads(file.read_bytes()) if file.is_file() else {}
     except orjson.JSONDecodeError as error:
-        raise UserError(f"{file} is no JSON", why=str(error), fix="copy it again, or remove it") from error
+        raise UserError(
+            f"{file} is no JSON", why=str(error), fix="copy it again, or remove it"
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object", fix="copy it again, or remove it")
     return found
 
 
 def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
-    """Tokens that end an answer without being asked to: the tokenizer's, and those of generation_config.json and
-    config.json, as engines read them."""
+    """Tokens that end an answer without being asked to: the tokenizer's, and those of
+    generation_config.json and config.json, as engines read them."""
     config = Path(path) / "config.json"
     read = orjson.loads(config.read_bytes()) if config.is_file() else {}
-    given = [tokenizer.eos_token_id, generation_config_of(path).get("eos_token_id"), read.get("eos_token_id")]
+    given = [
+        tokenizer.eos_token_id,
+        generation_config_of(path).get("eos_token_id"),
+        read.get("eos_token_id"),
+    ]
     ids = [one for each in given for one in (each if isinstance(each, list) else [each])]
     return frozenset(one for one in ids if isinstance(one, int))
 
@@ -149,11 +170,13 @@ def end_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
 def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     """What the model's files say differently of the tokens that end an answer, and what follows.
 
-    Engines stop at any of them. Training adds none: supervised texts end with the tokenizer's token.
+    Engines stop at any of them. Training adds none: supervised texts end with the tokenizer's
+    token.
 
     Example (config.json names 2, the tokenizer <|im_end|>):
         >>> end_token_conflicts(tokenizer, path)                                               # doctest: +SKIP
-        ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), config.json '\"' (2) ..."]
+        ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), config.json
+        '\"' (2) ..."]
     """
     config = Path(path) / "config.json"
     read = orjson.loads(config.read_bytes()) if config.is_file() else {}
@@ -163,9 +186,12 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
         "config.json": read.get("eos_token_id"),
     }
     ids = {where: _ids(value) for where, value in named.items() if value is not None}
-    turn = set(end_of_turn_tokens(tokenizer)) if getattr(tokenizer, "chat_template", None) else set()
+    turn = (
+        set(end_of_turn_tokens(tokenizer)) if getattr(tokenizer, "chat_template", None) else set()
+    )
     main = ids.get("tokenizer", set())
-    # a file may name further tokens; one that lacks the tokenizer's, or names none that it knows to end a turn, differs
+    # a file may name further tokens; one that lacks the tokenizer's, or names none that it knows to
+    # end a turn, differs
     strange = [
         where
         for where, found in ids.items()
@@ -177,8 +203,10 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     ends = f"; the chat template ends a turn with {_shown_tokens(tokenizer, turn)}" if turn else ""
     used = _shown_tokens(tokenizer, set().union(*ids.values()))
     return [
-        f"the model's files name different end tokens: {told}{ends}. Generation stops at each of {used}: a token that"
-        f" only {' and '.join(strange)} names cuts answers where it occurs. Supervised texts end with"
+        f"the model's files name different end tokens: {told}{ends}. Generation stops at each of "
+        f"{used}: a token that"
+        f" only {' and '.join(strange)} names cuts answers where it occurs. Supervised texts end "
+        "with"
         f" {_shown_tokens(tokenizer, main)}; correct eos_token_id in {' and '.join(strange)}"
     ]
 
@@ -188,7 +216,10 @@ def _ids(value: Any) -> set[int]:
 
 
 def _shown_tokens(tokenizer: Any, ids: set[int]) -> str:
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids)) or "none"
+    return (
+        ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids))
+        or "none"
+    )
 
 
 def stop_token_report(
@@ -199,8 +230,9 @@ def stop_token_report(
 ) -> list[str]:
     """Warnings about how generation will end; empty when all is well.
 
-    Compares what ends an assistant turn in the chat template with what stops generation: the tokenizer's end token,
-    ``eos_token_id`` of the generation config, and the flags ``--rollout-stop-token-ids`` and ``--rollout-stop``.
+    Compares what ends an assistant turn in the chat template with what stops generation: the
+    tokenizer's end token, ``eos_token_id`` of the generation config, and the flags
+    ``--rollout-stop-token-ids`` and ``--rollout-stop``.
 
     Example (template ends turns with <|im_end|>, but only <|endoftext|> stops):
         >>> stop_token_report(tokenizer)                                                       # doctest: +SKIP
@@ -213,15 +245,20 @@ def stop_token_report(
     strings = list(stop)
     if not stops and not strings:
         return [
-            "nothing stops generation before the length limit: the tokenizer has no end token, the generation config "
+            "nothing stops generation before the length limit: the tokenizer has no end token, "
+            "the generation config "
             "names none, and neither --rollout-stop nor --rollout-stop-token-ids is set"
         ]
     end = end_of_turn_tokens(tokenizer)
     if not end or stops & end.keys() or any(text in strings for text in end.values()):
         return []
     names = ", ".join(f"{text!r} ({number})" for number, text in end.items())
-    known = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in sorted(stops))
+    known = ", ".join(
+        f"{tokenizer.convert_ids_to_tokens(number)!r} ({number})" for number in sorted(stops)
+    )
     return [
-        f"no stop token ends a turn: the chat template ends turns with {names}, generation stops at "
-        f"{known or strings}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may never end"
+        f"no stop token ends a turn: the chat template ends turns with {names}, generation stops "
+        "at "
+        f"{known or strings}; pass --rollout-stop-token-ids {next(iter(end))}, or responses may "
+        "never end"
     ]

@@ -33,12 +33,15 @@ def counts_of(collected: Collected, runner: GroupRunner) -> dict[str, float]:
         "perf/data_wait_time": collected.data_seconds,
     }
     metrics |= collected.stale
-    return metrics | {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()}
+    return metrics | {
+        f"rollout/dynamic_filter/drop_{reason}": n for reason, n in collected.drops.items()
+    }
 
 
 @contextlib.asynccontextmanager
 async def load_snapshots(client: RolloutClient) -> AsyncIterator[list[dict[str, int]]]:
-    """Requests on each engine, every few seconds while the block runs; for `slime.rollout.metrics.load_metrics`."""
+    """Requests on each engine, every few seconds while the block runs; for
+    `slime.rollout.metrics.load_metrics`."""
     snapshots: list[dict[str, int]] = []
 
     async def watch() -> None:

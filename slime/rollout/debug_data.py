@@ -1,8 +1,9 @@
-"""Rollouts on disk, to debug training without engines: ``--save-debug-rollout-data`` and ``--load-debug-rollout-data``.
+"""Rollouts on disk, to debug training without engines: ``--save-debug-rollout-data`` and
+``--load-debug-rollout-data``.
 
-The format is the reference system's: a `torch.save` of ``{"rollout_id", "samples": [Sample.to_dict()]}`` at the path
-that the pattern gives (`slime.paths`), e.g. ``dumps/{rollout_id}.pt``; evaluations are written under the id
-``eval_<rollout_id>``.
+The format is the reference system's: a `torch.save` of ``{"rollout_id", "samples":
+[Sample.to_dict()]}`` at the path that the pattern gives (`slime.paths`), e.g.
+``dumps/{rollout_id}.pt``; evaluations are written under the id ``eval_<rollout_id>``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ from slime.samples.types import Group, Sample
 
 
 def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sample]) -> Path:
-    """Write samples; an existing file is replaced only once the new one is complete. Returns the path."""
+    """Write samples; an existing file is replaced only once the new one is complete. Returns the
+    path."""
     import torch
 
     path = fill(pattern, rollout_id)
     name = rollout_id if isinstance(rollout_id, int) else str(rollout_id)
     with replacing(path) as unfinished:
         try:
-            torch.save({"rollout_id": name, "samples": [sample.to_dict() for sample in samples]}, unfinished)
+            torch.save(
+                {"rollout_id": name, "samples": [sample.to_dict() for sample in samples]},
+                unfinished,
+            )
         except Exception as error:
             if not (place := unpicklable(samples)):
                 raise
             raise UserError(
                 f"the samples of rollout {name} cannot be dumped",
                 why=f"a function of yours has set {place}",
-                fix="keep what no file can hold out of samples, or leave --save-debug-rollout-data out",
+                fix="keep what no file can hold out of samples, or leave "
+                "--save-debug-rollout-data out",
             ) from error
     return path
 
@@ -44,7 +50,8 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
 def load_rollout(config: Config, rollout_id: int) -> list[Group]:
     """The groups of ``--load-debug-rollout-data`` for this rollout, each with its executions.
 
-    With ``--load-debug-rollout-data-subsample f`` a fraction f of the groups is kept (the same ones on every call).
+    With ``--load-debug-rollout-data-subsample f`` a fraction f of the groups is kept (the same ones
+    on every call).
 
     Raises:
         UserError: no pattern, no such file, or not a dump.
@@ -72,18 +79,24 @@ def load_samples(path: Path, pattern: str = "") -> list[Sample]:
     if not path.is_file():
         raise _no_dump(pattern or literal(str(path)), path)
     try:
-        # dumps hold whatever users put into metadata, so they are pickles; load only files you trust
+        # dumps hold whatever users put into metadata, so they are pickles; load only files you
+        # trust
         data: Any = torch.load(path, map_location="cpu", weights_only=False)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} cannot be read as a rollout dump", why=str(error), fix="write it again") from error
+        raise UserError(
+            f"{path} cannot be read as a rollout dump", why=str(error), fix="write it again"
+        ) from error
     if not isinstance(data, dict) or "samples" not in data:
         keys = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise UserError(f"{path} is no rollout dump", why=f"it holds: {keys}", fix="it needs the key 'samples'")
+        raise UserError(
+            f"{path} is no rollout dump", why=f"it holds: {keys}", fix="it needs the key 'samples'"
+        )
     return [Sample.from_dict(item) for item in data["samples"]]
 
 
 def check_dumps(config: Config) -> None:
-    """The dumps of all rollouts that a run begins with are there, as far as its flags tell which these are.
+    """The dumps of all rollouts that a run begins with are there, as far as its flags tell which
+    these are.
 
     Raises:
         UserError: names what is missing, and what is there.
@@ -106,11 +119,16 @@ def _no_dump(pattern: str, path: Path) -> UserError:
         several = f"of this pattern there are {len(there)}: {there[0]} to {there[-1]}"
         why = several if len(there) > 1 else f"there is only {there[0]}"
     else:
-        why = f"in its directory: {', '.join(here)}" if here else "its directory is empty, or not there"
+        why = (
+            f"in its directory: {', '.join(here)}"
+            if here
+            else "its directory is empty, or not there"
+        )
     return UserError(
         f"there is no rollout dump {path}",
         why=why,
-        fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first rollout) and --num-rollout"
+        fix="check the pattern of --load-debug-rollout-data, --start-rollout-id (the first "
+        "rollout) and --num-rollout"
         " (the number behind the last)",
     )
 

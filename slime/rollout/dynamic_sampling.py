@@ -1,15 +1,18 @@
-"""Collecting one training batch: draw groups, run them, judge them, stop when there are enough, put the rest back.
+"""Collecting one training batch: draw groups, run them, judge them, stop when there are enough, put
+the rest back.
 
     source ─► drawn ─► running ─┬─► failed ──────► discarded, another is drawn
               (over_sampling_   ├─► dropped ─────► discarded, another is drawn      (dynamic filter)
-               batch_size at    └─► kept ─┬──────► chosen: the batch                (first rollout_batch_size)
-               a time)                    └──────► surplus: put back as it is, nothing is generated twice
-              still running when the batch is full ─► aborted, put back: as far as it came with --partial-rollout,
+               batch_size at    └─► kept ─┬──────► chosen: the batch                (first
+               rollout_batch_size) a time)                    └──────► surplus: put back as it is,
+               nothing is generated twice
+              still running when the batch is full ─► aborted, put back: as far as it came with
+              --partial-rollout,
                                                       else as a prompt
 Every drawn group ends in exactly one of: chosen, discarded, put back.
 
-Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing, and whatever is
-put back is put back as a prompt, so that nothing depends on timing.
+Which groups are chosen: the first to finish; in deterministic mode the first by order of drawing,
+and whatever is put back is put back as a prompt, so that nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from slime.user_code.loading import FunctionFailed, named
 
 logger = get_logger(__name__)
 
-#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never end.
+#: So many groups, and ten batches, may be dropped in a row: a filter that drops all would never
+#: end.
 _MOST_DROPS = 1000
 ABORT_SECONDS = 60.0
 #: For the runner's own code to end; users' has less (`slime.user_code.calls`).
@@ -89,8 +93,10 @@ class Collector:
         group_size: samples per group, checked on what the source gives.
         max_failed_fraction: of ``target``; at least one group may fail.
         abort_timeout: seconds for engines and generate functions to stop at the end.
-        journal: what it has of a drawn group takes its place, and what becomes of each is written there.
-        versions: of weights; a group with tokens of others is stale. For the newest see `Journal.restore`.
+        journal: what it has of a drawn group takes its place, and what becomes of each is written
+            there.
+        versions: of weights; a group with tokens of others is stale. For the newest see
+            `Journal.restore`.
         stale_samples: what becomes of such a group, see the flag.
     """
 
@@ -135,8 +141,12 @@ class Collector:
         self._source_name = named(path, "--data-source-path") if path else "the data source"
         self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order
         self.result = Collected([], [])
-        self._certain: list[GroupRun] = []  # the batch as far as it is certain; may grow beyond the target
-        self._next_certain = 0  # in deterministic mode: every group drawn before this one has its verdict
+        self._certain: list[
+            GroupRun
+        ] = []  # the batch as far as it is certain; may grow beyond the target
+        self._next_certain = (
+            0  # in deterministic mode: every group drawn before this one has its verdict
+        )
         self._num_rejected = self._drops_in_a_row = 0
         self._tasks: dict[asyncio.Task[None], GroupRun] = {}
         self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
@@ -145,7 +155,8 @@ class Collector:
         """Run the rollout.
 
         Raises:
-            UserError: too many failures, nothing left to draw or nothing but drops, a stall, or a mistake in user code.
+            UserError: too many failures, nothing left to draw or nothing but drops, a stall, or a
+                mistake in user code.
             EngineError: the engines cannot be stopped at the end.
         """
         try:
@@ -161,11 +172,16 @@ class Collector:
         self._put_back(chosen)
         result = self.result
         result.chosen = sorted(chosen, key=_sample_index)
-        judged = [run for run in self.drawn if self.verdicts.get(run.order) in (Verdict.KEEP, Verdict.DROP)]
+        judged = [
+            run
+            for run in self.drawn
+            if self.verdicts.get(run.order) in (Verdict.KEEP, Verdict.DROP)
+        ]
         result.finished = sorted(judged, key=_sample_index)
         return result
 
-    # -- choosing ------------------------------------------------------------------------------------------
+    # -- choosing
+    # ------------------------------------------------------------------------------------------
 
     def _num_expected(self) -> int:
         """Groups that are kept or may still be."""
@@ -186,15 +202,16 @@ class Collector:
             self._next_certain += 1
 
     def _draw_some(self) -> None:
-        """Draw; a source of the user's own that fails is asked again, and a group that cannot be used left out, as far
-        as groups may fail."""
+        """Draw; a source of the user's own that fails is asked again, and a group that cannot be
+        used left out, as far as groups may fail."""
         try:
             started = time.monotonic()
             groups = self.source.get_samples(self.draw_size)
             self.result.data_seconds += time.monotonic() - started
             if not isinstance(groups, list):
                 raise FunctionFailed(
-                    f"{self._source_name} gave a {type(groups).__name__}", fix="return list[group][Sample]"
+                    f"{self._source_name} gave a {type(groups).__name__}",
+                    fix="return list[group][Sample]",
                 )
         except FunctionFailed as error:
             self._draw_failed(error)
@@ -202,11 +219,14 @@ class Collector:
         if not groups:
             raise UserError(
                 f"the data source gave no more prompts after {len(self.drawn)} groups",
-                why=f"the batch needs {self.target}; the dynamic filter dropped {sum(self.result.drops.values())}",
+                why=f"the batch needs {self.target}; the dynamic filter dropped "
+                f"{sum(self.result.drops.values())}",
                 fix="give more data, or lower --rollout-batch-size",
             )
         for samples in groups:
-            if (wrong := wrong_group(samples, self.group_size, self._identities, self._source_name)) is not None:
+            if (
+                wrong := wrong_group(samples, self.group_size, self._identities, self._source_name)
+            ) is not None:
                 self._draw_failed(wrong)
                 continue
             self._identities |= identity_of(samples)
@@ -239,7 +259,8 @@ class Collector:
             run.is_noted = is_noted
         return run
 
-    # -- too old -------------------------------------------------------------------------------------------
+    # -- too old
+    # -------------------------------------------------------------------------------------------
 
     def _is_stale(self, run: GroupRun) -> bool:
         return run.order not in self._corrected and (
@@ -247,7 +268,8 @@ class Collector:
         )
 
     def _takes_stale(self, run: GroupRun) -> bool:
-        """Whether a drawn group that is stale is taken up all the same: as it is, or from its prompt."""
+        """Whether a drawn group that is stale is taken up all the same: as it is, or from its
+        prompt."""
         self.result.stale[_BECAME[self._stale_samples]] += 1
         if self._stale_samples == "drop":
             self._decide(run, Verdict.STALE)
@@ -260,8 +282,9 @@ class Collector:
         return True
 
     def _turns_away(self, run: GroupRun) -> bool:
-        """Whether a group is not taken since it was generated with tokens that are too old, as no engine of the run
-        does: a generate function of the user's own has brought them. Another draw takes its place."""
+        """Whether a group is not taken since it was generated with tokens that are too old, as no
+        engine of the run does: a generate function of the user's own has brought them. Another draw
+        takes its place."""
         if not self._is_stale(run):
             return False
         self.result.stale[_BECAME[self._stale_samples]] += 1
@@ -271,9 +294,12 @@ class Collector:
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= self._most_drops:
             raise UserError(
-                f"{self._drops_in_a_row} groups in a row were generated with tokens older than --max-staleness allows",
-                why=f"{self._versions.allowed} are young enough; the generate function brings others",
-                fix="leave older tokens out there, or pass --stale-samples correct, which trains on them",
+                f"{self._drops_in_a_row} groups in a row were generated with tokens older than "
+                "--max-staleness allows",
+                why=f"{self._versions.allowed} are young enough; the generate function brings "
+                "others",
+                fix="leave older tokens out there, or pass --stale-samples correct, which trains "
+                "on them",
             )
         self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)
         return True
@@ -316,14 +342,18 @@ class Collector:
             return
         self._note(Kind.FINISHED, run)
         try:
-            judged = call_dynamic_filter(self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit)
+            judged = call_dynamic_filter(
+                self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit
+            )
             output = await judged
         except UserError as error:
             self.runner.fail_group(run, error)
             self._discard_failed(run)
             return
         expected = self._num_expected()
-        if should_drop_dynamic_filter_output(output, remaining_batch_size=expected, target_data_size=self.target):
+        if should_drop_dynamic_filter_output(
+            output, remaining_batch_size=expected, target_data_size=self.target
+        ):
             self.result.drops[output.reason or "unnamed"] += 1
             self._drops_in_a_row += 1
             self._decide(run, Verdict.DROP)
@@ -338,53 +368,71 @@ class Collector:
 
     def _check_drops(self) -> None:
         if self._drops_in_a_row >= self._most_drops:
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.result.drops.most_common(3))
+            reasons = ", ".join(
+                f"{reason} ({count})" for reason, count in self.result.drops.most_common(3)
+            )
             raise UserError(
                 f"the dynamic filter has dropped {self._drops_in_a_row} groups in a row",
                 why=f"its reasons: {reasons}",
-                fix="take prompts on which the model sometimes succeeds, raise --n-samples-per-prompt, or leave"
+                fix="take prompts on which the model sometimes succeeds, raise "
+                "--n-samples-per-prompt, or leave"
                 " --dynamic-sampling-filter-path out",
             )
 
     def _check_rewards(self, run: GroupRun) -> None:
         if self.runner.rewards is not None and not run.is_scored:
             raise UserError(
-                f"the reward function returned None in group {run.index}", fix="return a number, or a dict of numbers"
+                f"the reward function returned None in group {run.index}",
+                fix="return a number, or a dict of numbers",
             )
 
     def _discard_failed(self, run: GroupRun) -> None:
         self.result.num_failed += 1
         self._decide(run, Verdict.FAILED)
         if self.result.num_failed <= self.num_failures_allowed:
-            logger.warning("group %d failed and is replaced by another (%s)", run.index, why_failed(run))
+            logger.warning(
+                "group %d failed and is replaced by another (%s)", run.index, why_failed(run)
+            )
             return
         what = f"{self.result.num_failed} groups have failed in this rollout of {self.target}"
         raise too_many_failed(what, "the last one", run, "failed_*.jsonl") from run.failure
 
-    # -- the end -------------------------------------------------------------------------------------------
+    # -- the end
+    # -------------------------------------------------------------------------------------------
 
     async def _stop_running(self) -> None:
-        """Abort what still runs. Rewards are left at once, engines stop, slow generate functions are cancelled."""
+        """Abort what still runs. Rewards are left at once, engines stop, slow generate functions
+        are cancelled."""
         if not self._tasks:
             return
         with self.client.abort_scope():
-            await asyncio.sleep(0)  # tasks that have just been created see the abort before anything is sent
+            await asyncio.sleep(
+                0
+            )  # tasks that have just been created see the abort before anything is sent
             end = time.monotonic() + self.abort_timeout
             if self.client.in_flight or any(_is_generating(run) for run in self._tasks.values()):
                 await self.client.abort_all(self.abort_timeout)
             _, late = await asyncio.wait(self._tasks, timeout=max(0.0, end - time.monotonic()))
             if late:
-                logger.warning("%d groups did not stop within %.0f s of the abort", len(late), self.abort_timeout)
+                logger.warning(
+                    "%d groups did not stop within %.0f s of the abort",
+                    len(late),
+                    self.abort_timeout,
+                )
                 await self._cancel(late)
                 await self.client.abort_all(self.abort_timeout)
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
 
-    async def _cancel(self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]) -> None:
+    async def _cancel(
+        self, tasks: set[asyncio.Task[None]] | dict[asyncio.Task[None], GroupRun]
+    ) -> None:
         for task in tasks:
             task.cancel()
-        if tasks:  # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
+        if (
+            tasks
+        ):  # users' code has a moment to end, then it is left behind (`slime.user_code.calls`)
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
         for task in tasks:
             if task.done() and not task.cancelled():
@@ -415,7 +463,9 @@ class Collector:
     def _rewind(self, run: GroupRun) -> None:
         """Into the state in which the next rollout can take it up."""
         if run.is_generated and not self.deterministic:
-            if run.order not in self.verdicts:  # it finished when there were enough: nobody has judged and noted it
+            if (
+                run.order not in self.verdicts
+            ):  # it finished when there were enough: nobody has judged and noted it
                 self._note(Kind.FINISHED if run.is_scored else Kind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
@@ -426,7 +476,9 @@ class Collector:
         for execution in run.executions:
             if execution.is_generated:
                 continue
-            if execution.fanned_out or execution.activity is Activity.GENERATING:  # user code left it half-done
+            if (
+                execution.fanned_out or execution.activity is Activity.GENERATING
+            ):  # user code left it half-done
                 execution.rewind()
             for sample in execution.samples:
                 if sample.response_length:

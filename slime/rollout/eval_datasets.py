@@ -1,4 +1,5 @@
-"""Which data sets are evaluated and how: ``--eval-prompt-data name path …`` or the YAML file of ``--eval-config``.
+"""Which data sets are evaluated and how: ``--eval-prompt-data name path …`` or the YAML file of
+``--eval-config``.
 
     eval:                            # this level may be left out
       defaults: {n_samples_per_eval_prompt: 4}
@@ -6,7 +7,8 @@
         - {name: gsm8k, path: gsm8k_test.jsonl, rm_type: math}
         - {name: aime, path: aime.jsonl, max_response_len: 16384, n_samples_per_eval_prompt: 16}
 
-A value comes from the data set, else from ``defaults``, else from the ``--eval-…`` flag, else from the rollout flag.
+A value comes from the data set, else from ``defaults``, else from the ``--eval-…`` flag, else from
+the rollout flag.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from slime.rollout.generate import sampling_params, skips_special_tokens
 _REFUSED = {
     **dict.fromkeys(
         (
-            *("app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout"),
+            *(
+                "app_service",
+                "eval_task_timeout",
+                "eval_early_stop_remaining",
+                "eval_early_stop_idle_timeout",
+            ),
             *("message_processor", "reward_model", "remote_environment", "min_eval_samples"),
         ),
         "it belongs to agent services",
@@ -116,20 +123,25 @@ _NUMBERS = {
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
-    """The resolved evaluation sets, in the order in which they are given; empty when there are none.
+    """The resolved evaluation sets, in the order in which they are given; empty when there are
+    none.
 
     Raises:
-        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or path, a name twice, a
-            number that makes no sense.
+        UserError: a file that is not there or is no such YAML, unknown keys, a missing name or
+            path, a name twice, a number that makes no sense.
     """
     if config.eval.eval_config:
         entries = list(_entries_of_yaml(Path(config.eval.eval_config)))
     else:
-        entries = [{"name": name, "path": path} for name, path in _pairs(config.eval.eval_prompt_data)]
+        entries = [
+            {"name": name, "path": path} for name, path in _pairs(config.eval.eval_prompt_data)
+        ]
     datasets = [EvalDataset(**resolved(entry, config)) for entry in entries]
     names = [dataset.name for dataset in datasets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"evaluation set {twice[0]!r} is given twice", fix="give each set a name of its own")
+        raise UserError(
+            f"evaluation set {twice[0]!r} is given twice", fix="give each set a name of its own"
+        )
     return datasets
 
 
@@ -174,18 +186,23 @@ def _values_of_flags(config: Config) -> dict[str, Any]:
 
 
 def _pairs(values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """``name path name path …``; a single value is the path of a set that is called after its file."""
+    """``name path name path …``; a single value is the path of a set that is called after its
+    file."""
     if len(values) == 1:
         path = split_name(split_slice(values[0])[0])[0]
         name = Path(path).name
-        suffix = next((suffix for suffix in ROW_SUFFIXES if name.endswith(suffix)), Path(name).suffix)
+        suffix = next(
+            (suffix for suffix in ROW_SUFFIXES if name.endswith(suffix)), Path(name).suffix
+        )
         return [(name.removesuffix(suffix) or values[0], values[0])]
     for name in values[::2]:
         if "/" in name or split_slice(name)[0].endswith(ROW_SUFFIXES):
             raise UserError(
-                f"--eval-prompt-data has the file '{name}' where the name of an evaluation set is expected",
+                f"--eval-prompt-data has the file '{name}' where the name of an evaluation set is "
+                "expected",
                 why="it takes pairs of a name and a path",
-                fix=f"write it like: --eval-prompt-data {Path(split_slice(name)[0]).stem or 'test'} {name}",
+                fix="write it like: --eval-prompt-data "
+                f"{Path(split_slice(name)[0]).stem or 'test'} {name}",
             )
     if len(values) % 2:
         raise UserError(
@@ -202,16 +219,25 @@ def _entries_of_yaml(path: Path) -> Iterator[dict[str, Any]]:
     try:
         root = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise UserError(f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file") from error
+        raise UserError(
+            f"--eval-config {path} is not valid YAML", why=str(error), fix="mend the file"
+        ) from error
     root = root.get("eval", root) if isinstance(root, dict) else root
     datasets = root.get("datasets") if isinstance(root, dict) else None
     rows = list(datasets.values()) if isinstance(datasets, dict) else datasets
     if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"--eval-config {path} has no datasets", fix="see slime/rollout/eval_datasets.py for the form")
+        raise UserError(
+            f"--eval-config {path} has no datasets",
+            fix="see slime/rollout/eval_datasets.py for the form",
+        )
     _refuse_unknown(root, {"defaults", "datasets"}, f"{path}")
     defaults = dict(root.get("defaults") or {})
     _refuse_unknown(defaults, _KEYS - _PER_SET_ONLY, f"{path}, defaults")
-    entries = [{"name": name, **row} for name, row in datasets.items()] if isinstance(datasets, dict) else rows
+    entries = (
+        [{"name": name, **row} for name, row in datasets.items()]
+        if isinstance(datasets, dict)
+        else rows
+    )
     for number, entry in enumerate(entries):
         where = f"{path}, data set {entry.get('name', number)}"
         _refuse_unknown(entry, _KEYS, where)
@@ -235,7 +261,9 @@ def _refuse_unknown(given: dict[str, Any], known: set[str], where: str) -> None:
         if key in known:
             continue
         if key in _REFUSED:
-            raise UserError(f"{where}: the key {key!r} is not supported", why=_REFUSED[key], fix="leave it out")
+            raise UserError(
+                f"{where}: the key {key!r} is not supported", why=_REFUSED[key], fix="leave it out"
+            )
         near = difflib.get_close_matches(str(key), known, n=1)
         raise UserError(
             f"{where}: unknown key {key!r}",

@@ -1,4 +1,5 @@
-"""Evaluation: every data set at once, n samples per prompt, scored like training samples, never trained on."""
+"""Evaluation: every data set at once, n samples per prompt, scored like training samples, never
+trained on."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class EvalSet:
     prompts: list[Sample]
 
     def draw(self) -> list[GroupRun]:
-        """Fresh groups; sample indices count from 0 in each set, so that seeds do not depend on other sets."""
+        """Fresh groups; sample indices count from 0 in each set, so that seeds do not depend on
+        other sets."""
         n = self.dataset.n_samples_per_eval_prompt
         runs = []
         for i, prompt in enumerate(self.prompts):
@@ -54,7 +56,8 @@ class EvalSet:
 
 
 def read_eval_prompts(dataset: EvalDataset, config: Config, tokenizer: Any) -> list[Sample]:
-    """The prompts of one set, in file order; longer ones than ``--eval-max-prompt-len`` are left out with a warning.
+    """The prompts of one set, in file order; longer ones than ``--eval-max-prompt-len`` are left
+    out with a warning.
 
     Raises:
         UserError: rows that cannot be used, or none left.
@@ -77,12 +80,20 @@ def eval_checker(dataset: EvalDataset, config: Config, tokenizer: Any) -> Checke
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",
     )
-    longest = context_limit(config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len))
+    longest = context_limit(
+        config.eval.eval_max_prompt_len, _less_one(config.eval.eval_max_context_len)
+    )
     limit_flags = "--eval-max-prompt-len or --eval-max-context-len"
-    context = model_context(config) if longest is None and not dataset.custom_generate_function_path else None
+    context = (
+        model_context(config)
+        if longest is None and not dataset.custom_generate_function_path
+        else None
+    )
     if context is not None:
         longest = context - 1
-        limit_flags = f"the model's context of {context} tokens; --eval-max-prompt-len sets another limit"
+        limit_flags = (
+            f"the model's context of {context} tokens; --eval-max-prompt-len sets another limit"
+        )
     return Checker(form, tokenizer, longest, limit_flags)
 
 
@@ -107,8 +118,8 @@ async def evaluate(
 
     Args:
         make_runner: gives each set a runner with its own sampling parameters.
-        max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left out of the numbers
-            and counted as ``eval/<name>/num_failed``.
+        max_failed_fraction: of a set's prompts; more failures end the evaluation, fewer are left
+            out of the numbers and counted as ``eval/<name>/num_failed``.
         on_start: given what `progress_of` counts, and those who know what is waited for.
     Raises:
         UserError: too many failures, a stall, or a mistake in user code.
@@ -149,7 +160,9 @@ async def _wait(tasks: Tasks, watchdogs: list[Watchdog]) -> None:
     """Until all are done; the first exception ends it. It stands still only when every set does."""
     pending = set(tasks)
     while pending:
-        done, pending = await asyncio.wait(pending, timeout=watchdogs[0].interval, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(
+            pending, timeout=watchdogs[0].interval, return_when=asyncio.FIRST_EXCEPTION
+        )
         for task in done:
             task.result()
         if not done:
@@ -169,7 +182,9 @@ async def _stalled(watchdog: Watchdog, groups: list[GroupRun]) -> RolloutStalled
     return None
 
 
-def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: float) -> list[GroupRun]:
+def _without_failures(
+    name: str, runs: list[GroupRun], max_failed_fraction: float
+) -> list[GroupRun]:
     kept = [run for run in runs if run.failure is None and run.is_generated]
     num_failed = len(runs) - len(kept)
     if num_failed > max(1, int(max_failed_fraction * len(runs))) or (num_failed and not kept):
@@ -179,7 +194,12 @@ def _without_failures(name: str, runs: list[GroupRun], max_failed_fraction: floa
         what = f"{num_failed} of {len(runs)} prompts of evaluation set {name!r} failed"
         raise too_many_failed(what, "one of them", failed, "failed_eval.jsonl") from failed.failure
     if num_failed:
-        logger.warning("%d of %d prompts of evaluation set %s failed and are left out", num_failed, len(runs), name)
+        logger.warning(
+            "%d of %d prompts of evaluation set %s failed and are left out",
+            num_failed,
+            len(runs),
+            name,
+        )
     return kept
 
 
@@ -193,15 +213,17 @@ def _as_output(runs: list[GroupRun], args: Any) -> dict[str, list[Any]]:
 
 
 def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]:
-    """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``, ``/response_len/…`` and
-    ``/reward_part/…``.
+    """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``,
+    ``/response_len/…`` and ``/reward_part/…``.
 
     pass@k uses the number of executions that this set has per prompt.
     """
     samples = [sample for run in runs for sample in run.samples]
     if not samples:
         return {}
-    scores = [execution_scores([execution.samples for execution in run.executions], args) for run in runs]
+    scores = [
+        execution_scores([execution.samples for execution in run.executions], args) for run in runs
+    ]
     metrics = sample_metrics(samples, f"eval/{name}") | reward_parts(samples, f"eval/{name}", args)
     metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
     metrics[f"eval/{name}-truncated_ratio"] = metrics.pop(f"eval/{name}/truncated_ratio")

@@ -1,5 +1,5 @@
-"""How failures of groups are told: in a line where a group is replaced, and as the error that stops the run where too
-many have failed. What the last failure says of its remedy is then the remedy."""
+"""How failures of groups are told: in a line where a group is replaced, and as the error that stops
+the run where too many have failed. What the last failure says of its remedy is then the remedy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ def why_failed(run: GroupRun) -> str:
             if isinstance(error, UserError):
                 told = f"{error.what} ({error.why})" if error.why else error.what
             where = f" in {execution.function}" if execution.function else ""
-            return f"sample {execution.prompt.index} while {execution.activity.value}{where}: {told}"
-    statuses = sorted({sample.status.value for sample in run.samples if sample.status is not SampleStatus.COMPLETED})
+            return (
+                f"sample {execution.prompt.index} while {execution.activity.value}{where}: {told}"
+            )
+    statuses = sorted(
+        {
+            sample.status.value
+            for sample in run.samples
+            if sample.status is not SampleStatus.COMPLETED
+        }
+    )
     return f"the generate function returned samples with status {', '.join(statuses)}"
 
 
 def too_many_failed(what: str, which: str, run: GroupRun, file: str) -> UserError:
-    """The error that stops the run, with the remedy and the lines of what failed in ``run``; raise it from that.
+    """The error that stops the run, with the remedy and the lines of what failed in ``run``; raise
+    it from that.
 
     Args:
         which: of the failed groups ``run`` is ("the last one").

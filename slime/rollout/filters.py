@@ -1,7 +1,7 @@
 """Dynamic sampling filters: is a finished group worth training on?
 
-A filter is ``fn(args, samples) -> DynamicFilterOutput | bool``; ``samples`` are all samples of the group, also those
-that one execution fanned out into.
+A filter is ``fn(args, samples) -> DynamicFilterOutput | bool``; ``samples`` are all samples of the
+group, also those that one execution fanned out into.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ FLAG = "--dynamic-sampling-filter-path"
 _SMALLEST_STD = 1e-6
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ: equal rewards have advantage 0 (DAPO, https://arxiv.org/abs/2503.14476, §3.2).
+def check_reward_nonzero_std(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
+    """Keep groups whose rewards differ: equal rewards have advantage 0 (DAPO,
+    https://arxiv.org/abs/2503.14476, §3.2).
 
     Example:
         rewards 1, 1, 1, 1 are dropped for the reason "zero_std_1.0"; rewards 1, 0, 1, 1 are kept.
@@ -32,7 +35,9 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
     """The same, but keeps the group after all when dropping it would mean drawing more prompts."""
     verdict = check_reward_nonzero_std(args, samples)
     verdict.keep_when_insufficient = True
@@ -64,7 +69,10 @@ def verdict_of(verdict: Any, what: str = "the filter") -> DynamicFilterOutput:
     Raises:
         FunctionFailed: it is none.
     """
-    fix = "return True to keep the group, False to drop it, or a slime.user_code.hooks.DynamicFilterOutput"
+    fix = (
+        "return True to keep the group, False to drop it, or a "
+        "slime.user_code.hooks.DynamicFilterOutput"
+    )
     is_verdict = isinstance(verdict, DynamicFilterOutput)
     # a forgotten return would drop every group, and "False" keep it
     if verdict is None or not (is_verdict or hasattr(type(verdict), "__bool__")):
@@ -83,7 +91,8 @@ def should_drop_dynamic_filter_output(
     """Whether the group that the filter judged is dropped.
 
     Args:
-        remaining_batch_size: groups kept or still under way in this rollout, the judged one included.
+        remaining_batch_size: groups kept or still under way in this rollout, the judged one
+            included.
         target_data_size: groups that the batch needs.
     """
     if output.keep:
@@ -109,4 +118,7 @@ class MetricGatherer:
             self._reasons[reason] += 1
 
     def collect(self) -> dict[str, float]:
-        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._reasons.items()}
+        return {
+            f"rollout/dynamic_filter/drop_{reason}": count
+            for reason, count in self._reasons.items()
+        }

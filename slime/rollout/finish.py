@@ -1,4 +1,5 @@
-"""How a rollout or an evaluation ends, however its samples came about: dump, the user's log function, metrics."""
+"""How a rollout or an evaluation ends, however its samples came about: dump, the user's log
+function, metrics."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _LOGGED: contextvars.ContextVar[Metrics] = contextvars.ContextVar("slime_logged_
 
 
 def logged_metrics() -> Metrics | None:
-    """Metrics of the rollout or evaluation that this code runs in, for users' functions to add to; None where there is
-    none."""
+    """Metrics of the rollout or evaluation that this code runs in, for users' functions to add to;
+    None where there is none."""
     found = _LOGGED.get(None)
     return current_state().logged if found is None and is_in_run() else found
 
@@ -54,8 +55,8 @@ async def finish_rollout(
     seconds: float,
     measure: Callable[[list[Sample]], Metrics] | None = None,
 ) -> RolloutFnTrainOutput:
-    """Dump the samples; the output with all its metrics, or with those alone that the user's log function adds
-    (`logged_metrics`) where it takes over.
+    """Dump the samples; the output with all its metrics, or with those alone that the user's log
+    function adds (`logged_metrics`) where it takes over.
 
     Args:
         seconds: that the rollout took.
@@ -89,16 +90,21 @@ async def finish_evaluation(
     *,
     before_training: bool = False,
 ) -> RolloutFnEvalOutput:
-    """The same for an evaluation; ``eval/<name>`` is the mean reward where the evaluation function gave none.
+    """The same for an evaluation; ``eval/<name>`` is the mean reward where the evaluation function
+    gave none.
 
     Args:
-        before_training: no rollout came before it: its dump must not be replaced by that of the one after rollout 0.
+        before_training: no rollout came before it: its dump must not be replaced by that of the one
+            after rollout 0.
     Raises:
-        FunctionFailed: a data set without a list of rewards; what the log function did besides logging.
+        FunctionFailed: a data set without a list of rewards; what the log function did besides
+            logging.
     """
     metrics: dict[str, Any] = dict(output.metrics or {})
     path = args.eval_function_path
-    _check_evaluation(output.data, named(path, "--eval-function-path") if path else "the evaluation")
+    _check_evaluation(
+        output.data, named(path, "--eval-function-path") if path else "the evaluation"
+    )
     for name, values in output.data.items():
         if f"eval/{name}" not in metrics and values["rewards"]:
             metrics[f"eval/{name}"] = sum(values["rewards"]) / len(values["rewards"])
@@ -131,12 +137,23 @@ def _check_evaluation(data: Any, origin: str) -> None:
     for name, values in data.items():
         rewards = as_list(values.get("rewards")) if isinstance(values, dict) else None
         if not isinstance(rewards, list):
-            raise FunctionFailed(f"{origin} returned no list of rewards for data set {name!r}", fix=fix)
-        roles = [f"the reward of sample {position} of data set {name!r}" for position in range(len(rewards))]
-        values["rewards"] = [reward_number(value, origin, role) for value, role in zip(rewards, roles)]
+            raise FunctionFailed(
+                f"{origin} returned no list of rewards for data set {name!r}", fix=fix
+            )
+        roles = [
+            f"the reward of sample {position} of data set {name!r}"
+            for position in range(len(rewards))
+        ]
+        values["rewards"] = [
+            reward_number(value, origin, role) for value, role in zip(rewards, roles)
+        ]
         samples = values.get("samples") or ()
-        if not isinstance(samples, (list, tuple)) or not all(isinstance(sample, Sample) for sample in samples):
-            raise FunctionFailed(f"{origin} returned samples of data set {name!r} that are none", fix=fix)
+        if not isinstance(samples, (list, tuple)) or not all(
+            isinstance(sample, Sample) for sample in samples
+        ):
+            raise FunctionFailed(
+                f"{origin} returned samples of data set {name!r} that are none", fix=fix
+            )
 
 
 def is_true(value: Any, origin: str) -> bool:
@@ -149,7 +166,9 @@ def is_true(value: Any, origin: str) -> bool:
         return bool(value)
     except Exception as error:  # whatever its class raises
         what = f"{origin} returned {described(value)}"
-        raise FunctionFailed(what, fix="return True to replace the default logging, else None") from error
+        raise FunctionFailed(
+            what, fix="return True to replace the default logging, else None"
+        ) from error
 
 
 async def _dump(config: Config, rollout_id: int | Evaluation, samples: list[Sample]) -> None:

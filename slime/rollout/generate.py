@@ -1,16 +1,20 @@
-"""Generation of one sample: the built-in single-turn function, and the state that users' own functions work with.
+"""Generation of one sample: the built-in single-turn function, and the state that users' own
+functions work with.
 
-A generate function is ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]``. It finds
-tokenizer and client through `current_state` (``GenerateState(args)`` in existing plugins):
+A generate function is ``async fn(args, sample, sampling_params[, evaluation]) -> Sample |
+list[Sample]``. It finds tokenizer and client through `current_state` (``GenerateState(args)`` in
+existing plugins):
 
     async def two_turns(args, sample, sampling_params):
         sample = await generate(args, sample, sampling_params)
-        if sample.status is not SampleStatus.COMPLETED:  # aborted at the end of the rollout, or out of room
+        if sample.status is not SampleStatus.COMPLETED:  # aborted at the end of the rollout, or out
+        of room
             return sample
         append_message(sample, {"role": "tool", "content": tool(sample.response)})
         return await generate(args, sample, sampling_params)
 
-Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised again.
+Tokens go in and come out: what the engine sampled is what is trained on, text is never tokenised
+again.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ class GenerateState:
         templated: prompts that are text were rendered by the chat template.
         logged: metrics that users' functions have added to those of this rollout.
         from_journal: by sample index, response tokens that nobody generated in this rollout.
-        progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own tells nothing.
+        progress, waits: see `slime.rollout.loop.RolloutLoop`; a rollout function of the user's own
+            tells nothing.
     """
 
     args: Any
@@ -100,7 +105,8 @@ class GenerateState:
         return self.client.aborting
 
     def params_for(self, sample: Sample) -> dict[str, Any]:
-        """This sample's own copy of the sampling parameters, with its seed in deterministic mode."""
+        """This sample's own copy of the sampling parameters, with its seed in deterministic
+        mode."""
         params = {
             name: copy.deepcopy(value) if isinstance(value, (list, dict)) else value
             for name, value in self.sampling_params.items()
@@ -113,11 +119,13 @@ class GenerateState:
 
 _STATE: contextvars.ContextVar[GenerateState] = contextvars.ContextVar("slime_generate_state")
 _newest: list[GenerateState] = []
-"""Of this process's rollouts, at most one: for threads that users' code has started itself, which inherit nothing."""
+"""Of this process's rollouts, at most one: for threads that users' code has started itself, which
+inherit nothing."""
 
 
 def bind_state(state: GenerateState) -> None:
-    """Make ``state`` the one that `current_state` finds in this task and the tasks and threads that it starts."""
+    """Make ``state`` the one that `current_state` finds in this task and the tasks and threads that
+    it starts."""
     _STATE.set(state)
 
 
@@ -134,8 +142,8 @@ def forget_states(args: Any) -> None:
 
 
 def current_state(args: Any = None) -> GenerateState:
-    """The state of the rollout that this code runs in; in a thread of the user's own, of the one that began last.
-    ``args`` is accepted for existing plugins and not needed.
+    """The state of the rollout that this code runs in; in a thread of the user's own, of the one
+    that began last. ``args`` is accepted for existing plugins and not needed.
 
     Raises:
         UserError: called where there is no run.
@@ -144,8 +152,10 @@ def current_state(args: Any = None) -> GenerateState:
     if state is None:
         raise UserError(
             "there is no rollout here to generate for",
-            why="generate functions find tokenizer and engines only while a rollout or evaluation runs",
-            fix="call this from a function given by --custom-generate-function-path or --rollout-function-path",
+            why="generate functions find tokenizer and engines only while a rollout or evaluation "
+            "runs",
+            fix="call this from a function given by --custom-generate-function-path or "
+            "--rollout-function-path",
         )
     return state
 
@@ -156,7 +166,8 @@ def is_in_run() -> bool:
 
 
 def rollout_sampling_params(config: Config) -> dict[str, Any]:
-    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are of the tempered distribution."""
+    """Sampling parameters of training rollouts, as SGLang spells them; log-probs are of the
+    tempered distribution."""
     rollout = config.rollout
     return sampling_params(
         temperature=rollout.rollout_temperature,
@@ -171,13 +182,15 @@ def rollout_sampling_params(config: Config) -> dict[str, Any]:
 
 
 def skips_special_tokens(config: Config) -> bool:
-    """Whether special tokens are left out of the text of responses; tokens and log-probs keep them."""
+    """Whether special tokens are left out of the text of responses; tokens and log-probs keep
+    them."""
     flag = "rollout_skip_special_tokens"
     return config.rollout.rollout_skip_special_tokens and not follows_old_plugin(config, flag)
 
 
 def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) -> dict[str, Any]:
-    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the trained tokens.
+    """A request's ``sampling_params``. The stop string stays in the text, which is the text of the
+    trained tokens.
 
     Raises:
         UserError: not one of `slime.engines.request_fields.SamplingParams`, or out of its range.
@@ -195,7 +208,8 @@ def sampling_params(*, stop: Any = (), stop_token_ids: Any = (), **params: Any) 
 
 
 def sample_seed(rollout_seed: int, index: int) -> int:
-    """A 31-bit seed for sample ``index``: neighbouring indices and seeds give unrelated values (splitmix64).
+    """A 31-bit seed for sample ``index``: neighbouring indices and seeds give unrelated values
+    (splitmix64).
 
     Example:
         >>> sample_seed(42, 0) != sample_seed(42, 1) != sample_seed(43, 0)
@@ -213,16 +227,18 @@ def context_limit(*limits: int | None) -> int | None:
     return min(given) if given else None
 
 
-# -- the built-in function ---------------------------------------------------------------------------------
+# -- the built-in function
+# ---------------------------------------------------------------------------------
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate (or go on generating) the response of ``sample``; returns the same sample.
 
-    ``max_new_tokens`` counts the whole response: what is there already is taken off, so an aborted sample goes on
-    where it stopped. A request that somebody else aborts (a weight push, the engine itself) is resumed here, and a long
-    answer may be asked for in pieces (`GenerateState.request_tokens`). A prompt that leaves no room is TRUNCATED with
-    what it has; that is counted, never an error.
+    ``max_new_tokens`` counts the whole response: what is there already is taken off, so an aborted
+    sample goes on where it stopped. A request that somebody else aborts (a weight push, the engine
+    itself) is resumed here, and a long answer may be asked for in pieces
+    (`GenerateState.request_tokens`). A prompt that leaves no room is TRUNCATED with what it has;
+    that is counted, never an error.
 
     Raises:
         RequestRefused: the engine refused the request for another reason than its length.
@@ -246,14 +262,17 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         whole_piece = asked < params["max_new_tokens"] and new == asked
         if whole_piece and sample.status is SampleStatus.TRUNCATED:
             sample.status = SampleStatus.ABORTED  # the request is over, the answer is not
-        if sample.status is SampleStatus.ABORTED and has_ended(sample.tokens[len(sample.tokens) - new :], params, ends):
+        if sample.status is SampleStatus.ABORTED and has_ended(
+            sample.tokens[len(sample.tokens) - new :], params, ends
+        ):
             sample.status = SampleStatus.COMPLETED
         if sample.status is not SampleStatus.ABORTED or state.aborted:
             return sample
         state.counts["continued"] += not whole_piece
         idle = idle + 1 if sample.response_length == length else 0
     raise EngineError(
-        state.client.base_url, f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between"
+        state.client.base_url,
+        f"sample {sample.index} was aborted {MOST_IDLE_CUTS} times without a token between",
     )
 
 
@@ -262,7 +281,9 @@ async def _pause(seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+def _remaining_params(
+    state: GenerateState, sample: Sample, sampling_params: dict[str, Any]
+) -> dict[str, Any] | None:
     """The request's own parameters for what is left of the response; None when there is no room."""
     room = sampling_params["max_new_tokens"] - sample.response_length
     if state.max_context_len is not None and state.max_context_len - len(sample.tokens) < room:
@@ -273,7 +294,9 @@ def _remaining_params(state: GenerateState, sample: Sample, sampling_params: dic
         return None
     params = {**sampling_params, "max_new_tokens": room}
     if params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(room, max(0, params["min_new_tokens"] - sample.response_length))
+        params["min_new_tokens"] = min(
+            room, max(0, params["min_new_tokens"] - sample.response_length)
+        )
     return params
 
 
@@ -294,24 +317,35 @@ async def _call_engine(state: GenerateState, sample: Sample, params: dict[str, A
         record_engine_timings(sample, result.meta_info)
         generate_span.set(tokens=len(result.token_ids), finish_reason=result.finish_reason)
     if result.finish_reason not in ("stop", "length", "abort"):
-        raise EngineError(state.client.base_url, f"answer with the unknown finish_reason {result.finish_reason!r}")
+        raise EngineError(
+            state.client.base_url, f"answer with the unknown finish_reason {result.finish_reason!r}"
+        )
     append_result(sample, result)
     if before and result.token_ids and keeps_text(params):
         _read_anew(state, sample, params, before, text)
 
 
 async def _ask(state: GenerateState, sample: Sample, params: dict[str, Any]) -> GenerateResult:
-    """The engine's answer; through a plugin's own ``post`` where it has put one in place of ours."""
+    """The engine's answer; through a plugin's own ``post`` where it has put one in place of
+    ours."""
     experts = {"return_routed_experts": True} if state.routed_experts else {}
     if (post := override_of("post")) is not None:
-        body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True, **experts}
+        body = {
+            "input_ids": sample.tokens,
+            "sampling_params": params,
+            "return_logprob": True,
+            **experts,
+        }
         return GenerateResult.from_json(await post(f"{state.client.base_url}/generate", body))
     rid = f"{sample.session_id}-{uuid.uuid4().hex[:8]}"
-    return await state.client.generate(sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **experts)
+    return await state.client.generate(
+        sample.tokens, params, rid=rid, routing_key=sample.session_id or "", **experts
+    )
 
 
 def _sampled_tail(sample: Sample) -> list[int]:
-    """Tokens at the end of the response that were sampled one after the other; [] behind a tool's answer."""
+    """Tokens at the end of the response that were sampled one after the other; [] behind a tool's
+    answer."""
     start = sample.response_length
     for token_span in reversed(sample.token_spans):
         if token_span.weight_version is None or token_span.end != start:
@@ -320,15 +354,20 @@ def _sampled_tail(sample: Sample) -> list[int]:
     return sample.tokens[sample.prompt_length + start :]
 
 
-def _read_anew(state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str) -> None:
-    """Give an answer of several requests the text of all its tokens: a cut may have been within a character.
+def _read_anew(
+    state: GenerateState, sample: Sample, params: dict[str, Any], before: list[int], text: str
+) -> None:
+    """Give an answer of several requests the text of all its tokens: a cut may have been within a
+    character.
 
     Args:
         before: its tokens until the last request; text: of the response until then.
     """
     known = text_of(state.tokenizer, before, params).rstrip(_HALF)
     text = text.rstrip(_HALF)
-    if text.endswith(known):  # else users' code has changed the text, and the answer's own parts must do
+    if text.endswith(
+        known
+    ):  # else users' code has changed the text, and the answer's own parts must do
         whole = text_of(state.tokenizer, _sampled_tail(sample), params)
         sample.response = text[: len(text) - len(known)] + whole
 
@@ -339,14 +378,19 @@ def is_too_long(refused: RequestRefused) -> bool:
 
 
 def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
-    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the run is told."""
+    """Count a sample that has no room to generate (``rollout/prompt_too_long``); the first of the
+    run is told."""
     state.counts["prompt_too_long"] += 1
-    unmeasured = "; of messages they are measured with --apply-chat-template" if isinstance(sample.prompt, list) else ""
+    unmeasured = (
+        "; of messages they are measured with --apply-chat-template"
+        if isinstance(sample.prompt, list)
+        else ""
+    )
     tell(
         logger,
-        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves training where it has "
+        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves " "training where it has "
         "no answer. --rollout-max-prompt-len leaves such prompts out beforehand%s; the limit is "
-        "--rollout-max-context-len, or without it the engine's own context (--sglang-context-length, by default what "
+        "--rollout-max-context-len, or without it the engine's own context " "(--sglang-context-length, by default what "
         "the model's config.json says)",
         sample.index, len(sample.tokens), limit, unmeasured,
         once="no room",
@@ -354,8 +398,8 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
 
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of the prompt: chat messages through the chat template, plain text with what the tokenizer puts before
-    one (`with_opening`).
+    """Token ids of the prompt: chat messages through the chat template, plain text with what the
+    tokenizer puts before one (`with_opening`).
 
     Raises:
         UserError: the prompt is empty, or carries images.
@@ -375,31 +419,39 @@ def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
         text = render_messages(tokenizer, sample.prompt, tools=tools, **_template_kwargs(sample))
         ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not ids:
-        raise UserError(f"sample {sample.index} has an empty prompt", fix="remove such rows from the data")
+        raise UserError(
+            f"sample {sample.index} has an empty prompt", fix="remove such rows from the data"
+        )
     return list(ids)
 
 
 def _template_kwargs(sample: Sample) -> dict[str, Any]:
     """Of the chat template: the sample's own, or the run's."""
     args = current_state().args if is_in_run() else None
-    return sample.apply_chat_template_kwargs or getattr(args, "apply_chat_template_kwargs", None) or {}
+    return (
+        sample.apply_chat_template_kwargs or getattr(args, "apply_chat_template_kwargs", None) or {}
+    )
 
 
 def append_message(sample: Sample, message: dict[str, Any]) -> None:
-    """Append what is no word of the model to its response, between two turns: a tool's answer, say. In the chat
-    template, with the end of the turn before and the head of the next one; never trained on. ``sample.response`` gets
-    the message's text on lines of its own.
+    """Append what is no word of the model to its response, between two turns: a tool's answer, say.
+    In the chat template, with the end of the turn before and the head of the next one; never
+    trained on. ``sample.response`` gets the message's text on lines of its own.
 
-    The tokens count in ``--rollout-max-response-len``: without room for more, the next turn leaves a sample TRUNCATED.
+    The tokens count in ``--rollout-max-response-len``: without room for more, the next turn leaves
+    a sample TRUNCATED.
 
     Example:
         >>> append_message(sample, {"role": "tool", "content": "It is 2962 m high."})      # doctest: +SKIP
 
     Raises:
-        UserError: the tokenizer has no chat template, or it refuses the message (many know only user and assistant).
+        UserError: the tokenizer has no chat template, or it refuses the message (many know only
+            user and assistant).
     """
     state = current_state()
-    text = between_turns(state.tokenizer, message, tools=sample.metadata.get("tools"), **_template_kwargs(sample))
+    text = between_turns(
+        state.tokenizer, message, tools=sample.metadata.get("tools"), **_template_kwargs(sample)
+    )
     tokens = state.tokenizer.encode(text, add_special_tokens=False)
     tokens = without_repeated_end(sample.tokens, tokens)
     said = "".join(f"\n{one['content']}\n" for one in read_messages([message]))
@@ -409,12 +461,17 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
 def append_result(sample: Sample, result: GenerateResult) -> None:
     """Append an engine's answer to the response, with the weight version of every token.
 
-    An engine whose weights changed during the call says so in ``token_weight_versions``: ``[[start, version], ...]``
-    counted from the call's first token. Otherwise all tokens carry ``weight_version``.
+    An engine whose weights changed during the call says so in ``token_weight_versions``: ``[[start,
+    version], ...]`` counted from the call's first token. Otherwise all tokens carry
+    ``weight_version``.
 
     Example:
-        tokens [7, 8, 9] with token_weight_versions [[0, 3], [2, 4]] give the spans 0-2 of version 3, 2-3 of version 4.
+        tokens [7, 8, 9] with token_weight_versions [[0, 3], [2, 4]] give the spans 0-2 of version
+        3, 2-3 of version 4.
     """
     sample.append_response_tokens(
-        tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
+        tokens=result.token_ids,
+        log_probs=result.log_probs,
+        meta_info=result.meta_info,
+        text=result.text,
     )

@@ -1,4 +1,5 @@
-"""A group of samples on its way through the rollout, and each of its executions: where it is, and what became of it."""
+"""A group of samples on its way through the rollout, and each of its executions: where it is, and
+what became of it."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ class Execution:
     """One run of the generate function.
 
     Attributes:
-        prompt: the sample as this rollout took it up, kept when user code might change it beyond repair; else
-            ``samples[0]``.
-        drawn: `Sample.to_dict` of it as it was first drawn, where it was taken up as more than that; None where
-            ``prompt`` without its response is the same.
+        prompt: the sample as this rollout took it up, kept when user code might change it beyond
+            repair; else ``samples[0]``.
+        drawn: `Sample.to_dict` of it as it was first drawn, where it was taken up as more than
+            that; None where ``prompt`` without its response is the same.
         samples: what it is now; several after a fan-out.
         failure: what stopped it for good.
         function: of the user's, that is called now; "" for our own.
@@ -76,7 +77,8 @@ class Execution:
         self.enter(Activity.QUEUED)
 
     def restart(self) -> None:
-        """Back to the prompt alone, without what users' code has made of it in this rollout or an earlier one."""
+        """Back to the prompt alone, without what users' code has made of it in this rollout or an
+        earlier one."""
         if self.drawn is not None:
             self.prompt = copy_of_prompt(Sample.from_dict(self.drawn))
         self.rewind()
@@ -103,8 +105,8 @@ class GroupRun:
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
-        """From what a data source gives: one execution per sample, except that what had fanned out in an earlier
-        rollout comes back as several samples with one ``rollout_id``."""
+        """From what a data source gives: one execution per sample, except that what had fanned out
+        in an earlier rollout comes back as several samples with one ``rollout_id``."""
         executions: dict[Any, Execution] = {}
         for sample in drawn:
             key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
@@ -153,7 +155,8 @@ class GroupRun:
             execution.restart()
 
     def for_later(self) -> list[Sample]:
-        """The samples, to be put back, and with them what only this rollout knows of how they were drawn."""
+        """The samples, to be put back, and with them what only this rollout knows of how they were
+        drawn."""
         for execution in self.executions:
             first = execution.samples[0]
             prompt = execution.prompt
@@ -173,5 +176,6 @@ class GroupRun:
 
 
 def key_left_with(drawn: Sequence[Sample]) -> int | None:
-    """What `GroupRun.for_later` has left of `GroupRun.drawn_as`, where the group was put back before."""
+    """What `GroupRun.for_later` has left of `GroupRun.drawn_as`, where the group was put back
+    before."""
     return getattr(drawn[0], _KEY, None)

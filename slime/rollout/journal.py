@@ -1,26 +1,31 @@
-"""The journal: what has been generated is in the run folder before it is trained on, so that no crash costs it.
+"""The journal: what has been generated is in the run folder before it is trained on, so that no
+crash costs it.
 
-A checkpoint says which groups training has consumed; whoever goes on from it draws all others again, with the same
-indices and in the same order. What the journal has of such a group takes its place:
+A checkpoint says which groups training has consumed; whoever goes on from it draws all others
+again, with the same indices and in the same order. What the journal has of such a group takes its
+place:
 
     draw ─► in the journal? ─┬─ finished ─► is judged and trained on as it is, nothing is generated
                              ├─ begun ────► goes on where it was (--partial-rollout)
                              └─ no ───────► generated
 
-Along the weights that survive, each finished group is trained on once, and none is generated twice. Where timing
-decides which rollout draws a group, it may be an earlier one than in the life that finished it: what is of weights that
-training has reached counts there, too. Where a run goes on from its checkpoint with other flags of training (--lr), the
-weights that it had pushed behind it do not survive, and what they have generated is generated again.
+Along the weights that survive, each finished group is trained on once, and none is generated twice.
+Where timing decides which rollout draws a group, it may be an earlier one than in the life that
+finished it: what is of weights that training has reached counts there, too. Where a run goes on
+from its checkpoint with other flags of training (--lr), the weights that it had pushed behind it do
+not survive, and what they have generated is generated again.
 
 A file per rollout, ``journal/rollout_000012.log``: records that are only ever appended,
 
     length (uint64) │ checksum of the payload (XXH3, uint64) │ payload (pickle)
 
-the first of which says what the samples were made with. A file ends where a record is cut short or does not fit its
-checksum. Records are written at once, so that the death of every process loses none, and are forced to the disk every
-second, for the death of the host. Files go when two checkpoints have passed them.
+the first of which says what the samples were made with. A file ends where a record is cut short or
+does not fit its checksum. Records are written at once, so that the death of every process loses
+none, and are forced to the disk every second, for the death of the host. Files go when two
+checkpoints have passed them.
 
-Like a checkpoint it holds what users put into their samples, and so it is a pickle: read only what you have written.
+Like a checkpoint it holds what users put into their samples, and so it is a pickle: read only what
+you have written.
 """
 
 from __future__ import annotations
@@ -56,9 +61,17 @@ _SYNC_SECONDS = 1.0
 _FORM = 2
 #: Functions of the user's own that have a hand in a sample before it is judged.
 MAKERS = ("custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path")
-#: Flags of these groups that say how long a run is or how it waits; samples are the same with others.
+#: Flags of these groups that say how long a run is or how it waits; samples are the same with
+#: others.
 _WITHOUT_MEANING = frozenset(
-    ("num_rollout", "num_epoch", "start_rollout_id", "rollout_stall_timeout", "num_data_workers", "rm_num_workers")
+    (
+        "num_rollout",
+        "num_epoch",
+        "start_rollout_id",
+        "rollout_stall_timeout",
+        "num_data_workers",
+        "rm_num_workers",
+    )
 )
 
 
@@ -81,15 +94,16 @@ class _Place:
 
 
 class Journal:
-    """Of one run (or stage). Whatever fails in writing it is said, and the run goes on without it: where the disk is at
-    fault until the next rollout, which has a file of its own, where the samples are for good.
+    """Of one run (or stage). Whatever fails in writing it is said, and the run goes on without it:
+    where the disk is at fault until the next rollout, which has a file of its own, where the
+    samples are for good.
 
     Args:
         folder: of its files; made when something is written.
         made_with: what samples depend on; files that were written with something else are removed.
     Attributes:
-        num_restored: groups that were drawn as prompts and that `restore` has found finished since the last call of
-            `metrics`.
+        num_restored: groups that were drawn as prompts and that `restore` has found finished since
+            the last call of `metrics`.
         newest_version: of the weights that sampled what is in it; 0 where there is nothing.
     """
 
@@ -110,7 +124,8 @@ class Journal:
         self.num_restored = self.newest_version = 0
         self._read_all()
 
-    # -- reading -------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
         removed = 0
@@ -119,11 +134,13 @@ class Journal:
                 removed += self._read_file(rollout_id, path)
             except OSError as problem:
                 logger.error(
-                    "the journal of rollout %d is lost, its groups are generated again: %s", rollout_id, problem
+                    "the journal of rollout %d is lost, its groups are generated again: %s",
+                    rollout_id,
+                    problem,
                 )
         if removed:
             tell(
-                logger, "%d groups of the journal were made with another model, other flags of data, generation or "
+                logger, "%d groups of the journal were made with another model, other flags of data, " "generation or "
                 "reward, or other functions: they are generated again",
                 removed,
             )  # fmt: skip
@@ -139,7 +156,9 @@ class Journal:
             _, made_with = next(records, (0, None))
             if made_with is None:
                 if path.stat().st_size:  # else it was made and nothing was written yet
-                    logger.warning("%s was damaged from its beginning: what it held is generated again", path)
+                    logger.warning(
+                        "%s was damaged from its beginning: what it held is generated again", path
+                    )
                 path.unlink()
                 return 0
             if made_with != self._made_with:
@@ -147,10 +166,12 @@ class Journal:
                 return sum(1 for _ in records)
             for offset, (kind, group_index, key, _, newest_version) in records:
                 self.newest_version = max(self.newest_version, newest_version)
-                self._places.setdefault(group_index, []).append(_Place(Kind(kind), rollout_id, key, offset))
+                self._places.setdefault(group_index, []).append(
+                    _Place(Kind(kind), rollout_id, key, offset)
+                )
             if left := os.fstat(file.fileno()).st_size - file.tell():
                 logger.warning(
-                    "%s was damaged or cut short: its last %d bytes are left out, what they held is generated again",
+                    "%s was damaged or cut short: its last %d bytes are left out, what they held " "is generated again",
                     path, left,
                 )  # fmt: skip
                 file.truncate(file.tell())
@@ -163,18 +184,20 @@ class Journal:
         key: int,
         versions: Versions = ANY_VERSION,
     ) -> tuple[list[Sample], bool]:
-        """What the journal has of a drawn group in the place of it, or ``drawn`` where it has nothing.
+        """What the journal has of a drawn group in the place of it, or ``drawn`` where it has
+        nothing.
 
         Args:
-            rollout_id: that draws; what later rollouts have made of the group does not count yet. But in another order
-                of events one of them may have drawn what this one draws now:
-                what was generated with the newest ``versions`` or older ones counts, whichever rollout did it, unless
-                they are ahead. Where the newest is None (deterministic runs), that of later ones never does.
+            rollout_id: that draws; what later rollouts have made of the group does not count yet.
+                But in another order of events one of them may have drawn what this one draws now:
+                what was generated with the newest ``versions`` or older ones counts, whichever
+                rollout did it, unless they are ahead. Where the newest is None (deterministic
+                runs), that of later ones never does.
             key: `drawn_as` of it; where the journal has another, it is of other data.
             versions: nothing counts of those that are gone, or of unknown ones where some are.
         Returns:
-            The group, and whether it is finished in the file of this rollout or a later one, which stays as long as
-            somebody may draw it again.
+            The group, and whether it is finished in the file of this rollout or a later one, which
+            stays as long as somebody may draw it again.
         """
         index = drawn[0].group_index
         for place in reversed(self._places.get(index, ()) if index is not None else ()):
@@ -185,7 +208,7 @@ class Journal:
                 break
             if place.drawn_as != key:
                 tell(
-                    logger, "the prompt data is not that of the last launch: groups of the journal whose prompt or "
+                    logger, "the prompt data is not that of the last launch: groups of the journal " "whose prompt or "
                     "label is another now (first: group %d) are generated again",
                     index, once=f"other data in {self._folder}",
                 )  # fmt: skip
@@ -196,8 +219,8 @@ class Journal:
                 continue
             if versions.gone and _is_of(found, versions.gone):
                 tell(
-                    logger, "the run goes on from its checkpoint in another way than before (flags, functions, "
-                    "weights): what the journal has of weights that it had pushed behind that is generated again",
+                    logger, "the run goes on from its checkpoint in another way than before (flags, " "functions, "
+                    "weights): what the journal has of weights that it had pushed behind that is " "generated again",
                     once=f"gone in {self._folder}",
                 )  # fmt: skip
                 continue
@@ -212,10 +235,15 @@ class Journal:
                 _, record = next(_records(file))
             return [Sample.from_dict(item) for item in pickle.loads(record[3])]
         except Exception as problem:  # a disk, or a class of the user's that is not there any more
-            logger.warning("a group of rollout %d cannot be read, it is generated again: %r", place.rollout_id, problem)
+            logger.warning(
+                "a group of rollout %d cannot be read, it is generated again: %r",
+                place.rollout_id,
+                problem,
+            )
             return None
 
-    # -- writing -------------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------------------
 
     def note(self, kind: Kind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
         """Write down what has become of a group.
@@ -232,7 +260,9 @@ class Journal:
             return
         try:
             kept = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
-            content = pickle.dumps(kept, protocol=pickle.HIGHEST_PROTOCOL)  # apart: most are never read
+            content = pickle.dumps(
+                kept, protocol=pickle.HIGHEST_PROTOCOL
+            )  # apart: most are never read
             newest = max(_versions_in(samples), default=0)
             with self._lock:
                 file = self._file(rollout_id)
@@ -251,21 +281,29 @@ class Journal:
         self.newest_version = max(self.newest_version, newest)
 
     def forget(self, rollout_id: int, group_indices: Iterable[int] | None) -> None:
-        """What these groups of a rollout hold is not to be trained on, in this run or one that goes on from it. None:
-        all that the rollout has noted."""
+        """What these groups of a rollout hold is not to be trained on, in this run or one that goes
+        on from it. None: all that the rollout has noted."""
         if group_indices is None:
             noted = self._places.items()
-            group_indices = [index for index, places in noted if any(p.rollout_id == rollout_id for p in places)]
+            group_indices = [
+                index for index, places in noted if any(p.rollout_id == rollout_id for p in places)
+            ]
         for index in group_indices:
             if places := self._places.get(index):
-                self.note(Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)])
+                self.note(
+                    Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)]
+                )
 
     def forget_newer(self, rollout_id: int, version: int) -> None:
-        """What a rollout has noted with tokens of newer weights than these, or of nobody knows which, is not to be
-        trained on."""
+        """What a rollout has noted with tokens of newer weights than these, or of nobody knows
+        which, is not to be trained on."""
         newer = []
         for index, places in self._places.items():
-            of_it = [place for place in places if place.rollout_id == rollout_id and place.kind is not Kind.FORGOTTEN]
+            of_it = [
+                place
+                for place in places
+                if place.rollout_id == rollout_id and place.kind is not Kind.FORGOTTEN
+            ]
             if of_it and not ((found := self._read(of_it[-1])) and _is_within(found, version)):
                 newer.append(index)
         self.forget(rollout_id, newer)
@@ -277,9 +315,13 @@ class Journal:
             self._files[rollout_id] = file
             if not file.tell():
                 _append(file, self._made_with)
-                bring_to_disk(self._folder)  # else the death of the host may take the name, with all that is in it
+                bring_to_disk(
+                    self._folder
+                )  # else the death of the host may take the name, with all that is in it
             if self._syncing is None:
-                self._syncing = threading.Thread(target=self._sync_now_and_then, name="slime-journal", daemon=True)
+                self._syncing = threading.Thread(
+                    target=self._sync_now_and_then, name="slime-journal", daemon=True
+                )
                 self._syncing.start()
         return self._files[rollout_id]
 
@@ -289,21 +331,29 @@ class Journal:
             place: what of the samples no file can hold; a function of the user's has put it there.
         """
         self._is_open = False
-        said = f"a function of yours has set {place}" if place else f"{type(problem).__name__}: {problem}"
-        logger.error("the journal ends here, what is generated from now on is lost with a crash: %s", said)
+        said = (
+            f"a function of yours has set {place}"
+            if place
+            else f"{type(problem).__name__}: {problem}"
+        )
+        logger.error(
+            "the journal ends here, what is generated from now on is lost with a crash: %s", said
+        )
 
     def _give_up_file(self, rollout_id: int, problem: OSError) -> None:
-        """Records do not depend on each other: what is missing here is generated again, and nothing else."""
+        """Records do not depend on each other: what is missing here is generated again, and nothing
+        else."""
         if rollout_id not in self._unwritable:
             self._unwritable.add(rollout_id)
             logger.error(
-                "the journal of rollout %d ends here, what it generates from now on is lost with a crash: %s: %s; the "
+                "the journal of rollout %d ends here, what it generates from now on is lost with " "a crash: %s: %s; the "
                 "next rollout has a file of its own",
                 rollout_id, type(problem).__name__, problem,
             )  # fmt: skip
 
     def _remove_files_with(self, index: int) -> None:
-        """What cannot be revoked must not be found: rather are the other groups of these files generated again."""
+        """What cannot be revoked must not be found: rather are the other groups of these files
+        generated again."""
         spoilt = {place.rollout_id for place in self._places.get(index, ())}
         for rollout_id in spoilt:
             self._unwritable.add(rollout_id)
@@ -333,7 +383,8 @@ class Journal:
             finally:
                 os.close(file)
 
-    # -- its size ------------------------------------------------------------------------------------------
+    # -- its size
+    # ------------------------------------------------------------------------------------------
 
     def drop(self, before: int) -> None:
         """Remove the files of rollouts before this one."""
@@ -365,10 +416,18 @@ class Journal:
         self._files.clear()
 
 
-def _is_within(samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()) -> bool:
-    """Whether all that was generated of a group is of these weights or older ones; not if nobody knows of which."""
+def _is_within(
+    samples: Sequence[Sample], newest_version: int | None, ahead: frozenset[int] = frozenset()
+) -> bool:
+    """Whether all that was generated of a group is of these weights or older ones; not if nobody
+    knows of which."""
     known = _versions_in(samples)
-    return newest_version is not None and bool(known) and max(known) <= newest_version and ahead.isdisjoint(known)
+    return (
+        newest_version is not None
+        and bool(known)
+        and max(known) <= newest_version
+        and ahead.isdisjoint(known)
+    )
 
 
 def _is_of(samples: Sequence[Sample], gone: frozenset[int]) -> bool:
@@ -382,19 +441,21 @@ def _versions_in(samples: Sequence[Sample]) -> set[int]:
     return {version for sample in samples for version in sample.token_versions()}
 
 
-# -- of a run ------------------------------------------------------------------------------------------------
+# -- of a run
+# ------------------------------------------------------------------------------------------------
 
 
 def open_journal(config: Config, folder: Path) -> Journal | None:
-    """The journal of a run, with what earlier launches left; None where there is none (--no-journal)."""
+    """The journal of a run, with what earlier launches left; None where there is none
+    (--no-journal)."""
     if not config.fault_tolerance.journal or config.debug.load_debug_rollout_data:
         return None
     return Journal(folder, _made_with(config))
 
 
 def _made_with(config: Config) -> str:
-    """What the samples of a run depend on, as far as one can see: flags of data, generation and reward, and the files
-    of the user's own functions."""
+    """What the samples of a run depend on, as far as one can see: flags of data, generation and
+    reward, and the files of the user's own functions."""
     groups = (config.data, config.rollout, config.reward)
     values = {name: json_safe(value) for group in groups for name, value in vars(group).items()}
     for name in _WITHOUT_MEANING:
@@ -402,22 +463,27 @@ def _made_with(config: Config) -> str:
     given = [values.get(name) or () for name in MAKERS]
     paths = [path for value in given for path in ([value] if isinstance(value, str) else value)]
     model = config.checkpoint.hf_checkpoint
-    return fingerprint([_FORM, values, str(model), content_fingerprint(Path(model)) if model else ""], paths)
+    return fingerprint(
+        [_FORM, values, str(model), content_fingerprint(Path(model)) if model else ""], paths
+    )
 
 
 def drawn_as(drawn: Sequence[Sample]) -> int:
     """A number that tells a group of other data from this one."""
-    told = orjson.dumps([json_safe([s.index, s.prompt, s.label, s.tokens[: s.prompt_length]]) for s in drawn])
+    told = orjson.dumps(
+        [json_safe([s.index, s.prompt, s.label, s.tokens[: s.prompt_length]]) for s in drawn]
+    )
     return xxhash.xxh3_64_intdigest(told)
 
 
 def is_prompt(drawn: Iterable[Sample]) -> bool:
-    """Whether nothing of a group was generated when it was drawn: what the journal has of it is of an earlier life, and
-    not what this one has put back."""
+    """Whether nothing of a group was generated when it was drawn: what the journal has of it is of
+    an earlier life, and not what this one has put back."""
     return not any(sample.response_length for sample in drawn)
 
 
-# -- files ---------------------------------------------------------------------------------------------------
+# -- files
+# ---------------------------------------------------------------------------------------------------
 
 
 def _path(folder: Path, rollout_id: int) -> Path:
@@ -443,7 +509,8 @@ def _append(file: BinaryIO, record: Any) -> None:
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """(offset, record) of all that are whole, from where the file stands; it then stands behind the last of them."""
+    """(offset, record) of all that are whole, from where the file stands; it then stands behind the
+    last of them."""
     at = file.tell()
     size = os.fstat(file.fileno()).st_size
     while len(head := file.read(_HEAD.size)) == _HEAD.size:

@@ -1,11 +1,13 @@
 """The rollout station: prompts in, groups with rewards out.
 
-    source ──► Collector ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──► engines
+    source ──► Collector ──► GroupRunner ──► generate function ──► RolloutClient ──► router ──►
+    engines
                (which)       (one group)     (one sample)          (one request)
                                    └───────► rewards (worker processes)
 
-`RolloutLoop.generate_batch` is what happens between two training steps; a user's ``--rollout-function-path`` may take
-its place, and may call `generate_rollout` (the built-in one) itself.
+`RolloutLoop.generate_batch` is what happens between two training steps; a user's
+``--rollout-function-path`` may take its place, and may call `generate_rollout` (the built-in one)
+itself.
 """
 
 from __future__ import annotations
@@ -73,14 +75,15 @@ _RETRY_SECONDS = {False: 60.0, True: 600.0}
 class RolloutLoop:
     """Generates training batches and evaluates, all on the event loop that called `start`.
 
-    Rollouts that were begun go on beside each other, and evaluations beside them: a rollout's last long answers leave
-    room that the next one's first prompts use. Deterministic rollouts and functions of the user's own, which may keep
-    state, take turns.
+    Rollouts that were begun go on beside each other, and evaluations beside them: a rollout's last
+    long answers leave room that the next one's first prompts use. Deterministic rollouts and
+    functions of the user's own, which may keep state, take turns.
 
     Args:
         source: where prompts come from (and unfinished ones go back to).
         base_url: the router, or a single engine.
-        model_urls: routers of all models by name (--sglang-config), for `slime.rollout.plugin_api.get_model_url`.
+        model_urls: routers of all models by name (--sglang-config), for
+            `slime.rollout.plugin_api.get_model_url`.
         journal: of what is generated for training; groups that it has are not generated.
     Raises:
         UserError: a hook or an evaluation set that cannot work.
@@ -88,7 +91,8 @@ class RolloutLoop:
     Example:
         loop = RolloutLoop(config, tokenizer, source, "http://127.0.0.1:30000")
         await loop.start()
-        output = await loop.generate_batch(0)      # output.samples: rollout_batch_size groups, sorted by sample index
+        output = await loop.generate_batch(0)      # output.samples: rollout_batch_size groups,
+        sorted by sample index
     """
 
     def __init__(
@@ -117,16 +121,25 @@ class RolloutLoop:
         self._client: RolloutClient | None = None
         self._rewards: RewardPool | None = None
         self._end_tokens = end_token_ids(tokenizer, str(config.checkpoint.hf_checkpoint or ""))
-        self._under_way: dict[bool, list[GenerateState]] = {True: [], False: []}  # evaluations; rollouts
+        self._under_way: dict[bool, list[GenerateState]] = {
+            True: [],
+            False: [],
+        }  # evaluations; rollouts
         self._last: GenerateState | None = None  # of the one that ended last
         self._starting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
-        self._vocab_size = vocab_size_of(config.checkpoint.hf_checkpoint, config.checkpoint.model_name)
+        self._vocab_size = vocab_size_of(
+            config.checkpoint.hf_checkpoint, config.checkpoint.model_name
+        )
         self._watched: WatchedLoop | None = None
         self.record_failure: RecordFailure = lambda rollout_id, samples, while_, error: None
-        """Told of failures: rollout (None: an evaluation), samples as they stand, what they were doing."""
-        self.lost: Callable[[str], object] = logger.error  # of code that blocks the event loop for good
+        """Told of failures: rollout (None: an evaluation), samples as they stand, what they were
+        doing."""
+        self.lost: Callable[[str], object] = (
+            logger.error
+        )  # of code that blocks the event loop for good
 
-    # -- life ----------------------------------------------------------------------------------------------
+    # -- life
+    # ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Connect to the engines, start the reward workers, read the evaluation data.
@@ -178,8 +191,11 @@ class RolloutLoop:
         limit = self.config.rollout.rollout_stall_timeout
         return min(limit, ABORT_SECONDS) if any(state.aborted for state in states) else limit
 
-    def make_runner(self, state: GenerateState, rewards: RewardPool | None, **options: Any) -> GroupRunner:
-        """A runner with the limits and the record of failures of this run; ``options`` are those of `GroupRunner`."""
+    def make_runner(
+        self, state: GenerateState, rewards: RewardPool | None, **options: Any
+    ) -> GroupRunner:
+        """A runner with the limits and the record of failures of this run; ``options`` are those of
+        `GroupRunner`."""
 
         limit = self.config.rollout.rollout_stall_timeout
         which = None if options.get("evaluation") else options["rollout_id"]
@@ -190,7 +206,10 @@ class RolloutLoop:
         return GroupRunner(state, rewards, hook_limit=limit, on_failure=on_failure, **options)
 
     def _read_eval_sets(self) -> list[EvalSet]:
-        return [EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer)) for dataset in self._datasets]
+        return [
+            EvalSet(dataset, read_eval_prompts(dataset, self.config, self.tokenizer))
+            for dataset in self._datasets
+        ]
 
     @property
     def rewards(self) -> RewardPool:
@@ -201,7 +220,8 @@ class RolloutLoop:
     async def _session(
         self, *, alone: bool, evaluation: bool = False, versions: Versions = ANY_VERSION
     ) -> AsyncIterator[GenerateState]:
-        """The state of one rollout or evaluation, bound for generate functions and for `generate_rollout`.
+        """The state of one rollout or evaluation, bound for generate functions and for
+        `generate_rollout`.
 
         Args:
             alone: beside no other such one.
@@ -217,7 +237,9 @@ class RolloutLoop:
                     tokenizer=self.tokenizer,
                     client=client,
                     sampling_params=self._sampling_params,
-                    max_context_len=context_limit(rollout.rollout_max_context_len, self.config.train.seq_length),
+                    max_context_len=context_limit(
+                        rollout.rollout_max_context_len, self.config.train.seq_length
+                    ),
                     deterministic=rollout.deterministic,
                     rollout_seed=rollout.rollout_seed,
                     versions=versions,
@@ -238,15 +260,19 @@ class RolloutLoop:
                     self._under_way[evaluation].remove(state)
                     self._last = state
 
-    # -- training ------------------------------------------------------------------------------------------
+    # -- training
+    # ------------------------------------------------------------------------------------------
 
-    async def generate_batch(self, rollout_id: int, versions: Versions = ANY_VERSION) -> RolloutFnTrainOutput:
+    async def generate_batch(
+        self, rollout_id: int, versions: Versions = ANY_VERSION
+    ) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Args:
             versions: of weights, see `GenerateState`.
         Raises:
-            UserError: see `Collector.collect`; or what a custom rollout function returned does not fit.
+            UserError: see `Collector.collect`; or what a custom rollout function returned does not
+                fit.
         """
         custom = _custom_function(self.args.rollout_function_path) or override_of("rollout")
         alone = custom is not None or self.config.rollout.deterministic
@@ -256,7 +282,12 @@ class RolloutLoop:
                 output = await self.generate_built_in(rollout_id, state, self.source)
             else:
                 returned = await call_rollout_fn(
-                    custom, self.args, rollout_id, self.source, evaluation=False, path=self.args.rollout_function_path
+                    custom,
+                    self.args,
+                    rollout_id,
+                    self.source,
+                    evaluation=False,
+                    path=self.args.rollout_function_path,
                 )
                 assert isinstance(returned, RolloutFnTrainOutput)
                 output = returned
@@ -274,12 +305,15 @@ class RolloutLoop:
                 throughput = throughput_metrics(samples, seconds, num_gpus, state.from_journal)
                 return rollout_metrics(output.samples, self.args) | throughput
 
-            return await finish_rollout(self.config, self.args, rollout_id, output, seconds, measure)
+            return await finish_rollout(
+                self.config, self.args, rollout_id, output, seconds, measure
+            )
 
     async def generate_built_in(
         self, rollout_id: int, state: GenerateState, source: DataSource
     ) -> RolloutFnTrainOutput:
-        """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of ``source``."""
+        """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of
+        ``source``."""
         rollout = self.config.rollout
         rewards = self.rewards.beside()
         runner = self.make_runner(
@@ -316,31 +350,44 @@ class RolloutLoop:
             await call_with_groups("rollout_sample_filter_path", self.args, views, limit=limit)
         if rollout.rollout_all_samples_process_path:
             views = [run.samples for run in collected.finished]
-            await call_with_groups("rollout_all_samples_process_path", self.args, views, source, limit=limit)
+            await call_with_groups(
+                "rollout_all_samples_process_path", self.args, views, source, limit=limit
+            )
         groups = [run.to_group() for run in collected.chosen]
         restored = self._journal.metrics() if self._journal is not None else {}
         counted = counts_of(collected, runner) | load_metrics(loads) | rewards.metrics()
         return RolloutFnTrainOutput(groups, counted | restored)
 
     def progress(self, evaluation: bool = False) -> dict[str, float]:
-        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest rollout under way; of an evaluation
-        where there is none, or where it is that of which is asked; or of the last one."""
+        """``done`` and ``target`` in prompts and ``tokens`` so far, of the oldest rollout under
+        way; of an evaluation where there is none, or where it is that of which is asked; or of the
+        last one."""
         return shown.progress() if (shown := self._shown(evaluation)) else {}
 
     def take_idle(self) -> dict[str, float]:
-        """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had a request."""
-        return {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()} if self._client is not None else {}
+        """``perf/engines_idle_ratio``: share of the time since the last call in which no engine had
+        a request."""
+        return (
+            {"perf/engines_idle_ratio": self._client.busy.take_idle_ratio()}
+            if self._client is not None
+            else {}
+        )
 
     def waits(self, evaluation: bool = False) -> str:
         """Who waits for whom, where nothing has moved for a while; else ""."""
         return shown.waits() if (shown := self._shown(evaluation)) else ""
 
     def _shown(self, evaluation: bool) -> GenerateState | None:
-        return next(iter([*self._under_way[evaluation], *self._under_way[not evaluation]]), self._last)
+        return next(
+            iter([*self._under_way[evaluation], *self._under_way[not evaluation]]), self._last
+        )
 
-    # -- evaluation ----------------------------------------------------------------------------------------
+    # -- evaluation
+    # ----------------------------------------------------------------------------------------
 
-    async def evaluate(self, rollout_id: int, *, before_training: bool = False) -> RolloutFnEvalOutput:
+    async def evaluate(
+        self, rollout_id: int, *, before_training: bool = False
+    ) -> RolloutFnEvalOutput:
         """Scores of every evaluation set with the weights that the engines hold now.
 
         Raises:
@@ -354,7 +401,9 @@ class RolloutLoop:
                 own = await overridden_evaluation(self.args, rollout_id)
                 output = await self.evaluate_built_in(rollout_id, state) if own is None else own
             else:
-                returned = await call_rollout_fn(custom, self.args, rollout_id, self.source, evaluation=True, path=path)
+                returned = await call_rollout_fn(
+                    custom, self.args, rollout_id, self.source, evaluation=True, path=path
+                )
                 assert isinstance(returned, RolloutFnEvalOutput)
                 output = returned
             seconds = time.monotonic() - started
@@ -368,21 +417,34 @@ class RolloutLoop:
         """Scores of the evaluation sets, or of those of these names."""
         sets = [s for s in self._eval_sets or () if names is None or s.dataset.name in names]
         if not sets:
-            raise UserError("there is nothing to evaluate", fix="pass --eval-prompt-data NAME PATH or --eval-config")
+            raise UserError(
+                "there is nothing to evaluate",
+                fix="pass --eval-prompt-data NAME PATH or --eval-config",
+            )
 
         rewards = self.rewards.beside()
 
         def make_runner(dataset: EvalDataset) -> GroupRunner:
-            limit = context_limit(self.config.eval.eval_max_context_len, self.config.train.seq_length)
-            own = dataclasses.replace(state, sampling_params=dataset.sampling_params(), max_context_len=limit)
+            limit = context_limit(
+                self.config.eval.eval_max_context_len, self.config.train.seq_length
+            )
+            own = dataclasses.replace(
+                state, sampling_params=dataset.sampling_params(), max_context_len=limit
+            )
             own.templated = dataset.apply_chat_template
             return self.make_runner(
-                own, rewards, rollout_id=rollout_id, evaluation=True, group_rm=self.config.reward.group_rm
+                own,
+                rewards,
+                rollout_id=rollout_id,
+                evaluation=True,
+                group_rm=self.config.reward.group_rm,
             )
 
         def started(tasks: Tasks, watchdogs: Sequence[Watchdog]) -> None:
             state.progress = lambda: progress_of(tasks)
-            state.waits = lambda: next((watchdog.words for watchdog in watchdogs if watchdog.words), "")
+            state.waits = lambda: next(
+                (watchdog.words for watchdog in watchdogs if watchdog.words), ""
+            )
 
         output = await evaluate(
             sets,
@@ -392,17 +454,23 @@ class RolloutLoop:
             stall_timeout=self.config.rollout.rollout_stall_timeout,
             on_start=started,
         )
-        late = {f"eval/rewards/{name.rpartition('_')[2]}": n for name, n in rewards.metrics().items() if n}
+        late = {
+            f"eval/rewards/{name.rpartition('_')[2]}": n
+            for name, n in rewards.metrics().items()
+            if n
+        }
         return RolloutFnEvalOutput(output.data, {**(output.metrics or {}), **late})
 
 
-# -- for rollout functions of users ------------------------------------------------------------------------
+# -- for rollout functions of users
+# ------------------------------------------------------------------------
 
 _CLEAN_UPS: list[Callable[[], Awaitable[None]]] = []
 
 
 def close_with_rollouts(clean_up: Callable[[], Awaitable[None]]) -> None:
-    """Await ``clean_up`` whenever a `RolloutLoop` closes, in its event loop: for servers that samples share."""
+    """Await ``clean_up`` whenever a `RolloutLoop` closes, in its event loop: for servers that
+    samples share."""
     _CLEAN_UPS.append(clean_up)
 
 
@@ -424,7 +492,8 @@ def current_loop() -> RolloutLoop:
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The built-in rollout (or evaluation), to be awaited inside an async ``--rollout-function-path``."""
+    """The built-in rollout (or evaluation), to be awaited inside an async
+    ``--rollout-function-path``."""
     state = current_state(args)
     loop = current_loop()
     if evaluation:
@@ -435,12 +504,14 @@ async def generate_rollout_async(
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The same for sync rollout functions; it is also the name of the default in existing launch scripts."""
+    """The same for sync rollout functions; it is also the name of the default in existing launch
+    scripts."""
     return run(generate_rollout_async(args, rollout_id, data_source, evaluation))
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the rollout's event loop from a sync rollout function, and wait for its result.
+    """Run a coroutine on the rollout's event loop from a sync rollout function, and wait for its
+    result.
 
     Raises:
         UserError: called on the event loop itself, where waiting would never end.
@@ -458,7 +529,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
             why="it would wait for an event loop that waits for it",
             fix="await the async one (generate_rollout_async), or make your function sync",
         )
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # the coroutine's own deadlines bound this
+    return asyncio.run_coroutine_threadsafe(
+        coroutine, loop
+    ).result()  # the coroutine's own deadlines bound this
 
 
 def _address(url: str) -> tuple[str | None, int | None]:

@@ -1,4 +1,5 @@
-"""Numbers of a rollout or an evaluation, from its samples alone. Names are those of the reference system."""
+"""Numbers of a rollout or an evaluation, from its samples alone. Names are those of the reference
+system."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
 
     Example:
         >>> distribution("rollout/len", [1, 2, 6])
-        {'rollout/len/mean': 3.0, 'rollout/len/median': 2, 'rollout/len/max': 6, 'rollout/len/min': 1}
+        {'rollout/len/mean': 3.0, 'rollout/len/median': 2, 'rollout/len/max': 6, 'rollout/len/min':
+        1}
     """
     numbers = list(values)
     if not numbers:
@@ -45,8 +47,12 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
         return {}
     count = len(samples)
     metrics = distribution(f"{prefix}/response_len", [sample.response_length for sample in samples])
-    metrics[f"{prefix}/truncated_ratio"] = sum(s.status is SampleStatus.TRUNCATED for s in samples) / count
-    metrics[f"{prefix}/repetition_frac"] = sum(is_repetitive(sample.response) for sample in samples) / count
+    metrics[f"{prefix}/truncated_ratio"] = (
+        sum(s.status is SampleStatus.TRUNCATED for s in samples) / count
+    )
+    metrics[f"{prefix}/repetition_frac"] = (
+        sum(is_repetitive(sample.response) for sample in samples) / count
+    )
     cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompt_tokens:
@@ -64,8 +70,8 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
 
 
 def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str, float]:
-    """Means of the finite numbers beside the reward in dict rewards: each over the samples that have it. True counts
-    as 1.
+    """Means of the finite numbers beside the reward in dict rewards: each over the samples that
+    have it. True counts as 1.
 
     Args:
         prefix: "rollout" or "eval/<name>".
@@ -80,7 +86,10 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
         for key, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
             if key != getattr(args, "reward_key", None) and is_number(value) and is_finite(value):
                 parts[str(key)].append(float(value))
-    return {f"{prefix}/reward_part/{name}": statistics.fmean(values) for name, values in sorted(parts.items())}
+    return {
+        f"{prefix}/reward_part/{name}": statistics.fmean(values)
+        for name, values in sorted(parts.items())
+    }
 
 
 def _compares_samples(args: Any) -> bool:
@@ -94,11 +103,16 @@ def _compares_samples(args: Any) -> bool:
 
 
 def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
-    """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight versions."""
+    """``rollout/…`` of a training batch: `sample_metrics`, rewards, groups without a signal, weight
+    versions."""
     samples = [sample for group in groups for sample in group.samples]
     metrics = sample_metrics(samples, "rollout")
-    rewards = {id(sample): sample.get_reward_value(args) for sample in samples if sample.reward is not None}
-    metrics |= distribution("rollout/reward", rewards.values()) | reward_parts(samples, "rollout", args)
+    rewards = {
+        id(sample): sample.get_reward_value(args) for sample in samples if sample.reward is not None
+    }
+    metrics |= distribution("rollout/reward", rewards.values()) | reward_parts(
+        samples, "rollout", args
+    )
     flat: Counter[str] = Counter()
     for group in groups:
         values = {rewards[id(sample)] for sample in group.samples if id(sample) in rewards}
@@ -116,26 +130,37 @@ def rollout_metrics(groups: Sequence[Group], args: Any) -> dict[str, float]:
 
 
 def unsampled_trained_ratio(samples: Iterable[Sample]) -> float:
-    """Share of the tokens trained on that no engine sampled, such as what a tool answered, of those samples whose
-    engines have said which tokens are theirs."""
+    """Share of the tokens trained on that no engine sampled, such as what a tool answered, of those
+    samples whose engines have said which tokens are theirs."""
     trained = sampled = 0
     for sample in samples:
         own = [span for span in sample.token_spans if span.weight_version is not None]
         if own:
             mask = sample.loss_mask
             trained += sample.effective_response_length
-            sampled += sum((sum(mask[s.start : s.end]) if mask is not None else s.end - s.start) for s in own)
+            sampled += sum(
+                (sum(mask[s.start : s.end]) if mask is not None else s.end - s.start) for s in own
+            )
     return 1 - sampled / trained if trained else 0.0
 
 
-def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: Any) -> dict[str, float]:
-    """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask for."""
+def _optional_metrics(
+    groups: Sequence[Group], samples: Sequence[Sample], args: Any
+) -> dict[str, float]:
+    """What --log-multi-turn, --log-passrate, --log-reward-category and --log-correct-samples ask
+    for."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
         told = [sample.metadata.get("round_number") for sample in samples]
-        rounds = [float(number) for number in told if number is not None and is_number(number) and is_finite(number)]
+        rounds = [
+            float(number)
+            for number in told
+            if number is not None and is_number(number) and is_finite(number)
+        ]
         metrics |= distribution("multi_turn/round_number", rounds)
-        metrics |= distribution("multi_turn/trained_len", [s.effective_response_length for s in samples])
+        metrics |= distribution(
+            "multi_turn/trained_len", [s.effective_response_length for s in samples]
+        )
     if args.log_passrate:
         scores = [execution_scores(group.executions, args) for group in groups]
         metrics |= {f"passrate/{name}": value for name, value in pass_at_k_metrics(scores).items()}
@@ -145,18 +170,23 @@ def _optional_metrics(groups: Sequence[Group], samples: Sequence[Sample], args: 
             for s in samples
             if isinstance(s.reward, dict) and args.log_reward_category in s.reward
         )
-        metrics |= {f"rollout/error_cat/{name}": count / len(samples) for name, count in found.items()}
+        metrics |= {
+            f"rollout/error_cat/{name}": count / len(samples) for name, count in found.items()
+        }
     if args.log_correct_samples:
         correct = [s for s in samples if s.reward is not None and s.get_reward_value(args) >= 1]
         metrics["rollout/correct_ratio"] = len(correct) / max(1, len(samples))
-        metrics |= distribution("rollout/correct_response_len", [s.response_length for s in correct])
+        metrics |= distribution(
+            "rollout/correct_response_len", [s.response_length for s in correct]
+        )
     return metrics
 
 
 def throughput_metrics(
     samples: Sequence[Sample], seconds: float, num_gpus: int, from_journal: Mapping[int | None, int]
 ) -> dict[str, float]:
-    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots) together.
+    """``perf/…`` of a rollout that took ``seconds`` on engines with ``num_gpus`` GPUs (CPU slots)
+    together.
 
     Args:
         from_journal: by sample index, response tokens that nobody generated in this rollout.
@@ -184,13 +214,15 @@ def throughput_metrics(
         metrics |= distribution("perf/non_generation_time", outside)
     if any(outside) and longest is not None:
         inside = max(1e-9, seconds - longest.non_generation_time)
-        metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = longest.response_length / inside
+        metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = (
+            longest.response_length / inside
+        )
     return metrics
 
 
 def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
-    """How evenly the router spread requests, and how often an engine had none, from snapshots of each engine's requests
-    in flight.
+    """How evenly the router spread requests, and how often an engine had none, from snapshots of
+    each engine's requests in flight.
 
     Example:
         >>> loads = load_metrics([{"http://a": 6, "http://b": 2}, {"http://a": 6, "http://b": 0}])
@@ -207,7 +239,9 @@ def load_metrics(loads: Sequence[dict[str, int]]) -> dict[str, float]:
     metrics = {f"rollout/engine_load/{i}": means[url] for i, url in enumerate(sorted(means))}
     idle = [load == 0 for snapshot in loads for load in snapshot.values()]
     metrics["rollout/engine_load/idle_ratio"] = statistics.fmean(idle)
-    metrics["rollout/engine_load/max_over_mean"] = max(means.values()) / statistics.fmean(means.values())
+    metrics["rollout/engine_load/max_over_mean"] = max(means.values()) / statistics.fmean(
+        means.values()
+    )
     return metrics
 
 
@@ -222,7 +256,8 @@ def is_repetitive(text: str) -> bool:
     return len(tail) > 200 and len(tail) > _REPETITION_RATIO * len(zlib.compress(tail))
 
 
-# -- pass@k ------------------------------------------------------------------------------------------------
+# -- pass@k
+# ------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -243,7 +278,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def execution_scores(executions: Iterable[Sequence[Sample]], args: Any) -> list[float]:
-    """One reward per execution: the best of the samples that it fanned out into, which are no tries of their own.
+    """One reward per execution: the best of the samples that it fanned out into, which are no tries
+    of their own.
 
     Example:
         >>> execution_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
@@ -252,11 +288,14 @@ def execution_scores(executions: Iterable[Sequence[Sample]], args: Any) -> list[
     return [max(sample.get_reward_value(args) for sample in execution) for execution in executions]
 
 
-def pass_at_k_metrics(scores: Iterable[Sequence[float]], ks: Sequence[int] = ()) -> dict[str, float]:
+def pass_at_k_metrics(
+    scores: Iterable[Sequence[float]], ks: Sequence[int] = ()
+) -> dict[str, float]:
     """``pass@k`` averaged over prompts; a try is correct when its reward is at least 1.
 
     Args:
-        scores: rewards of the tries (`execution_scores`) by prompt. Prompts with fewer than k do not count for that k.
+        scores: rewards of the tries (`execution_scores`) by prompt. Prompts with fewer than k do
+            not count for that k.
         ks: values of k; default: powers of two up to the largest number of tries of a prompt.
 
     Example:

@@ -1,9 +1,10 @@
 """What users' functions call of the rollout they run in: HTTP, rewards, the supervised rollout.
 
-These are functions behind `slime.compat.import_paths`; new code may call them as well. ``post`` goes through the
-rollout's client, so it is counted as in flight and retried; while a rollout ends, the policy is not asked any more. All
-may be called from threads and event loops of the user's own: the work is done on the run's. ``args`` need not be the
-run's: what they have of the flags that matter counts, and the rest is the run's.
+These are functions behind `slime.compat.import_paths`; new code may call them as well. ``post``
+goes through the rollout's client, so it is counted as in flight and retried; while a rollout ends,
+the policy is not asked any more. All may be called from threads and event loops of the user's own:
+the work is done on the run's. ``args`` need not be the run's: what they have of the flags that
+matter counts, and the rest is the run's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _ABORTED_META = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []
 
 
 def on_the_runs_loop(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """``function`` so that it may be awaited on any event loop of this process: it runs on that of the run."""
+    """``function`` so that it may be awaited on any event loop of this process: it runs on that of
+    the run."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> T:
@@ -60,9 +62,9 @@ async def post(
 ) -> dict[str, Any]:
     """POST JSON and return the decoded answer.
 
-    While an abort is under way, what is meant for the policy's router or engines is not sent and gets the empty "abort"
-    answer of ``/generate``; judges, tools and other models answer as ever. An answer that a push of weights cuts short
-    is completed (`slime.rollout.resumed_requests`).
+    While an abort is under way, what is meant for the policy's router or engines is not sent and
+    gets the empty "abort" answer of ``/generate``; judges, tools and other models answer as ever.
+    An answer that a push of weights cuts short is completed (`slime.rollout.resumed_requests`).
 
     Args:
         max_retries: 0 or 1 for a single try; otherwise the rollout's own retry rules hold.
@@ -80,7 +82,9 @@ async def post(
     state = current_state()
 
     async def send(body: dict[str, Any]) -> Any:
-        return await state.client.post(path, body, url=origin, headers=headers, retry=max_retries > 1)
+        return await state.client.post(
+            path, body, url=origin, headers=headers, retry=max_retries > 1
+        )
 
     def count() -> None:
         state.counts["continued"] += 1
@@ -88,7 +92,11 @@ async def post(
     whole: dict[str, Any] = {"tokenizer": state.tokenizer, "most_tokens": state.request_tokens}
     whole["end_tokens"] = state.end_tokens
     answer = await answered(send, payload, lambda: state.aborted, count, **whole)
-    return {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)} if answer is None else answer
+    return (
+        {"text": "", "output_ids": [], "meta_info": dict(_ABORTED_META)}
+        if answer is None
+        else answer
+    )
 
 
 @on_the_runs_loop
@@ -106,7 +114,8 @@ async def get(url: str) -> dict[str, Any]:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Where a model of --sglang-config answers; the policy alone is called "policy" without such a file.
+    """Where a model of --sglang-config answers; the policy alone is called "policy" without such a
+    file.
 
     Raises:
         UserError: there is no such model.
@@ -116,22 +125,26 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
         return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
     routers = routers or current_state().args.sglang_model_routers
     if model_name not in routers:
-        raise UserError(f"this run has no model '{model_name}'", fix=f"its models are: {', '.join(routers)}")
+        raise UserError(
+            f"this run has no model '{model_name}'", fix=f"its models are: {', '.join(routers)}"
+        )
     host, port = routers[model_name]
     return f"http://{host}:{port}{endpoint}"
 
 
 def _split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}", url[len(parts.scheme) + 3 + len(parts.netloc) :] or "/"
+    return f"{parts.scheme}://{parts.netloc}", url[
+        len(parts.scheme) + 3 + len(parts.netloc) :
+    ] or "/"
 
 
 @on_the_runs_loop
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One sample through generate function, sample hooks and reward; a list when it fanned out. With ``--group-rm`` it
-    comes back without a reward.
+    """One sample through generate function, sample hooks and reward; a list when it fanned out.
+    With ``--group-rm`` it comes back without a reward.
 
     Raises:
         Exception: whatever the sample failed of.
@@ -144,8 +157,9 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """The samples of one group through generate function, sample hooks and rewards: for each the sample, or the list
-    that it fanned out into. After `slime.rollout.sglang_rollout.abort` they come back as they are.
+    """The samples of one group through generate function, sample hooks and rewards: for each the
+    sample, or the list that it fanned out into. After `slime.rollout.sglang_rollout.abort` they
+    come back as they are.
 
     Raises:
         Exception: whatever the first failing sample failed of.
@@ -159,7 +173,11 @@ async def generate_and_rm_group(
 
 
 async def _run_group(
-    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool, ours: tuple[str, ...]
+    args: Any,
+    group: list[Sample],
+    sampling_params: dict[str, Any],
+    evaluation: bool,
+    ours: tuple[str, ...],
 ) -> list[Any]:
     """
     Args:
@@ -169,12 +187,19 @@ async def _run_group(
     group_rm = bool(getattr(args, "group_rm", False)) and not evaluation
     loop = current_loop()
     rewards = None if group_rm and "sample" in ours else loop.rewards.reading(args)
-    runner = loop.make_runner(state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours)
+    runner = loop.make_runner(
+        state, rewards, rollout_id=None, evaluation=evaluation, group_rm=group_rm, ours=ours
+    )
     run = GroupRun.of(group)
-    await asyncio.create_task(runner.run(run))  # in a task of its own: it binds a state, and the caller keeps his
+    await asyncio.create_task(
+        runner.run(run)
+    )  # in a task of its own: it binds a state, and the caller keeps his
     if run.failure is not None:
         raise run.failure
-    return [execution.samples if execution.fanned_out else execution.samples[0] for execution in run.executions]
+    return [
+        execution.samples if execution.fanned_out else execution.samples[0]
+        for execution in run.executions
+    ]
 
 
 @on_the_runs_loop
@@ -184,7 +209,9 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
 
 
 @on_the_runs_loop
-async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[float | dict[str, Any]]:
+async def batched_async_rm(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> list[float | dict[str, Any]]:
     """The rewards of samples that are scored together."""
     return await _rewarded(args, lambda rewards: rewards.score_group_by_flags(samples))
 
@@ -204,6 +231,8 @@ def generate_sft_rollout(
 ) -> RolloutFnTrainOutput:
     """The supervised rollout under the rollout function contract."""
     if evaluation:
-        raise UserError("supervised fine-tuning has no rollout for evaluation", fix="pass --eval-function-path")
+        raise UserError(
+            "supervised fine-tuning has no rollout for evaluation", fix="pass --eval-function-path"
+        )
     loop = current_loop()
     return generate_sft(loop.config, data_source, loop.tokenizer)

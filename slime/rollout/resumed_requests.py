@@ -1,11 +1,13 @@
 """Answers that take several requests, as one answer.
 
-    request ─► answer, aborted ─► request for the rest ─► answer      joined: as if nothing had cut it, with the
+    request ─► answer, aborted ─► request for the rest ─► answer      joined: as if nothing had cut
+    it, with the
                                                                       weight version of every token
 
-Engines abort what they are at before they take new weights, and when another rollout ends. And what an engine that dies
-was at is lost, so a long answer may be asked for piece by piece (--rollout-request-tokens). What has no token ids to go
-on from (text, chats, several prompts in one request) is asked anew, and never in pieces.
+Engines abort what they are at before they take new weights, and when another rollout ends. And what
+an engine that dies was at is lost, so a long answer may be asked for piece by piece
+(--rollout-request-tokens). What has no token ids to go on from (text, chats, several prompts in one
+request) is asked anew, and never in pieces.
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ Body = dict[str, Any]
 MOST_IDLE_CUTS = 64
 #: What SGLang gives when a request names none.
 _DEFAULT_NEW_TOKENS = 128
-#: Sampling parameters under which an answer in pieces is the same; seeds give each position of a sequence its own.
+#: Sampling parameters under which an answer in pieces is the same; seeds give each position of a
+#: sequence its own.
 _DIVISIBLE = {
-    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "sampling_seed",
+    ),
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
 }
 _NEUTRAL = {"n": 1, "repetition_penalty": 1.0}
@@ -45,11 +57,13 @@ async def answered(
         send: asks an engine; None when it was not asked, since the rollout ends.
         is_over: whether the rollout itself ends, which cuts answers short for good.
         on_cut: called for every cut.
-        tokenizer: reads the tokens of a joined answer; without one its text is that of its parts, and a character that
-            was cut in two is lost.
-        most_tokens: to be asked for at once; end_tokens: that end an answer unless ``ignore_eos`` is set.
+        tokenizer: reads the tokens of a joined answer; without one its text is that of its parts,
+            and a character that was cut in two is lost.
+        most_tokens: to be asked for at once; end_tokens: that end an answer unless ``ignore_eos``
+            is set.
     Returns:
-        What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of asking again.
+        What ``send`` gave, or several such joined; cut short if ``is_over`` or nothing comes of
+        asking again.
     """
     whole: Any = None
     request = _first_piece(body, most_tokens)
@@ -89,9 +103,9 @@ async def answered(
 
 
 def piece(params: Body, most_tokens: int | None) -> int:
-    """New tokens to ask for in the next request: what ``params`` wants, at most ``most_tokens`` where an answer may be
-    put together from several without a difference. Stop strings may lie across two; penalties and grammars count from
-    the first token.
+    """New tokens to ask for in the next request: what ``params`` wants, at most ``most_tokens``
+    where an answer may be put together from several without a difference. Stop strings may lie
+    across two; penalties and grammars count from the first token.
 
     Example:
         >>> piece({"max_new_tokens": 900}, 512), piece({"max_new_tokens": 900, "stop": ["."]}, 512)
@@ -99,7 +113,8 @@ def piece(params: Body, most_tokens: int | None) -> int:
     """
     wanted = _wanted(params)
     divides = most_tokens is not None and all(
-        name in _DIVISIBLE or not value or value == _NEUTRAL.get(name) for name, value in params.items()
+        name in _DIVISIBLE or not value or value == _NEUTRAL.get(name)
+        for name, value in params.items()
     )
     return min(wanted, most_tokens) if divides and most_tokens else wanted
 
@@ -116,18 +131,28 @@ def _first_piece(body: Body, most_tokens: int | None) -> Body:
 
 def _is_piece(answer: Any, request: Body, body: Body, whole: Any) -> bool:
     """Whether the request alone is over, as it asked for a piece, and not the answer."""
-    if request is body or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+    if (
+        request is body
+        or not isinstance(answer, dict)
+        or not isinstance(answer.get("meta_info"), dict)
+    ):
         return False
     asked = _wanted(_params(request))
     wanted = _wanted(_params(body))
-    return _reason(answer) == "length" and len(_tokens(answer)) == asked and len(_tokens(whole)) < wanted
+    return (
+        _reason(answer) == "length"
+        and len(_tokens(answer)) == asked
+        and len(_tokens(whole)) < wanted
+    )
 
 
 def has_ended(tokens: list[int], params: Body, end_tokens: frozenset[int]) -> bool:
-    """Whether an answer that was cut short had come to its end: engines look at the number of tokens, and at orders to
-    abort, before they look at the token."""
+    """Whether an answer that was cut short had come to its end: engines look at the number of
+    tokens, and at orders to abort, before they look at the token."""
     stops = params.get("stop_token_ids") or ()
-    return bool(tokens) and (tokens[-1] in stops or (tokens[-1] in end_tokens and not params.get("ignore_eos")))
+    return bool(tokens) and (
+        tokens[-1] in stops or (tokens[-1] in end_tokens and not params.get("ignore_eos"))
+    )
 
 
 def _params(body: Body) -> Body:
@@ -149,15 +174,22 @@ def _is_ids(ids: Any) -> bool:
 
 
 def is_cut(answer: Any) -> bool:
-    """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was aborted."""
-    if isinstance(answer, dict) and isinstance(answer.get("items"), list):  # of several prompts, or samples
+    """Whether an answer of ``/generate`` or of the OpenAI endpoints, or one of several, was
+    aborted."""
+    if isinstance(answer, dict) and isinstance(
+        answer.get("items"), list
+    ):  # of several prompts, or samples
         answer = answer["items"]
     if isinstance(answer, list):
         return any(is_cut(one) for one in answer)
     if not isinstance(answer, dict):
         return False
     reasons = [_reason(answer)]
-    reasons += [choice.get("finish_reason") for choice in answer.get("choices") or () if isinstance(choice, dict)]
+    reasons += [
+        choice.get("finish_reason")
+        for choice in answer.get("choices") or ()
+        if isinstance(choice, dict)
+    ]
     return "abort" in reasons
 
 
@@ -178,8 +210,8 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
     """An answer with what was asked for afterwards.
 
     Args:
-        tokenizer, body: read the text anew, with the sampling parameters of the request; by default the texts are put
-            together.
+        tokenizer, body: read the text anew, with the sampling parameters of the request; by default
+            the texts are put together.
 
     Example:
         >>> first = {"text": "a", "output_ids": [7], "meta_info": {"completion_tokens": 1, "weight_version": "3"}}
@@ -191,7 +223,14 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
         return rest if first is None else first
     before = first["meta_info"]
     after = rest["meta_info"]
-    meta = {**after, **{name: before[name] for name in before if name.startswith(("prompt_", "input_", "cached_"))}}
+    meta = {
+        **after,
+        **{
+            name: before[name]
+            for name in before
+            if name.startswith(("prompt_", "input_", "cached_"))
+        },
+    }
     for name in _PER_TOKEN:
         if name in before or name in after:
             meta[name] = [*(before.get(name) or ()), *(after.get(name) or ())]
@@ -199,23 +238,32 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
         if name in before and name in after:
             meta[name] = before[name] + after[name]
     count = len(_tokens(first))
-    later = [[start + count, version] for start, version in _versions(after)] if _tokens(rest) else []
+    later = (
+        [[start + count, version] for start, version in _versions(after)] if _tokens(rest) else []
+    )
     meta["token_weight_versions"] = [*_versions(before), *later]
     tokens = [*_tokens(first), *_tokens(rest)]
     params = _params(body or {})
-    whole = text_of(tokenizer, tokens, params) if tokenizer is not None and keeps_text(params) else None
+    whole = (
+        text_of(tokenizer, tokens, params) if tokenizer is not None and keeps_text(params) else None
+    )
     text = first.get("text", "") + rest.get("text", "") if whole is None else whole
     return {**rest, "text": text, "output_ids": tokens, "meta_info": meta}
 
 
 def keeps_text(params: Body) -> bool:
     """Whether the text of an answer is that of its tokens: nothing that ended it is taken off."""
-    ends = params.get("stop") or params.get("stop_token_ids") or not params.get("skip_special_tokens", True)
+    ends = (
+        params.get("stop")
+        or params.get("stop_token_ids")
+        or not params.get("skip_special_tokens", True)
+    )
     return bool(params.get("no_stop_trim")) or not ends
 
 
 def text_of(tokenizer: Any, tokens: list[int], params: Body) -> str:
-    """Of sampled tokens, as an engine would give it for a request with these sampling parameters."""
+    """Of sampled tokens, as an engine would give it for a request with these sampling
+    parameters."""
     names = ("skip_special_tokens", "spaces_between_special_tokens")
     return str(tokenizer.decode(tokens, **{name: bool(params.get(name, True)) for name in names}))
 

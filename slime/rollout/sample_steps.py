@@ -11,7 +11,12 @@ from slime.user_code.loading import FunctionFailed, call_hook
 
 
 async def apply_sample_hook(
-    hook: Any, origin: str, args: Any, sample: Sample, optional: dict[str, Any], limit: float | None = None
+    hook: Any,
+    origin: str,
+    args: Any,
+    sample: Sample,
+    optional: dict[str, Any],
+    limit: float | None = None,
 ) -> Sample:
     """What a sample hook makes of ``sample``.
 
@@ -19,9 +24,17 @@ async def apply_sample_hook(
         origin: the hook in messages (`slime.user_code.loading.named`).
         limit: seconds that it may take.
     Raises:
-        FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do not fit.
+        FunctionFailed: it hung, or returned something else than a sample, or one whose lengths do
+            not fit.
     """
-    own = await call_hook(hook, args, sample, optional=optional, what=f"{origin} on sample {sample.index}", limit=limit)
+    own = await call_hook(
+        hook,
+        args,
+        sample,
+        optional=optional,
+        what=f"{origin} on sample {sample.index}",
+        limit=limit,
+    )
     own = sample if own is None else own
     if not isinstance(own, Sample):
         what = f"{origin} returned a {type(own).__name__}"
@@ -34,8 +47,8 @@ async def apply_sample_hook(
 
 
 def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
-    """The sample as far as users' code has built it when there was no more room; as it was given to that code, where it
-    is half-built (its prompt is another, or its lengths do not fit)."""
+    """The sample as far as users' code has built it when there was no more room; as it was given to
+    that code, where it is half-built (its prompt is another, or its lengths do not fit)."""
     try:
         sample.validate()
         whole = sample.tokens[: sample.prompt_length] == prompt_ids
@@ -51,7 +64,8 @@ def truncated(sample: Sample, prompt: Sample, prompt_ids: list[int]) -> Sample:
 def set_rewards(samples: list[Sample], scores: list[Any] | None) -> None:
     """
     Raises:
-        UserError: other than one score for each sample. None for all of them leaves the samples without.
+        UserError: other than one score for each sample. None for all of them leaves the samples
+            without.
     """
     if scores is None:
         return
@@ -69,10 +83,15 @@ def copy_of_prompt(sample: Sample) -> Sample:
     twin = copy.copy(sample)
     twin.tokens, twin.metadata = list(sample.tokens), copy.deepcopy(sample.metadata)
     twin.loss_mask = None if sample.loss_mask is None else list(sample.loss_mask)
-    twin.rollout_log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
+    twin.rollout_log_probs = (
+        None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
+    )
     twin.token_spans = [copy.copy(token_span) for token_span in sample.token_spans]
     twin.weight_versions = list(sample.weight_versions)
-    twin.spec_info, twin.prefix_cache_info = copy.copy(sample.spec_info), copy.copy(sample.prefix_cache_info)
+    twin.spec_info, twin.prefix_cache_info = (
+        copy.copy(sample.spec_info),
+        copy.copy(sample.prefix_cache_info),
+    )
     if sample.trace is not None:  # whose events stay as they are
         twin.trace = {**sample.trace, "events": list(sample.trace.get("events", ()))}
     return twin

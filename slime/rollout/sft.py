@@ -1,8 +1,8 @@
-"""Supervised fine-tuning (``--loss-type sft_loss``): no engine, the answers are in the data. Only what an assistant
-says is trained; `slime.prompts.sft_encoding` finds it.
+"""Supervised fine-tuning (``--loss-type sft_loss``): no engine, the answers are in the data. Only
+what an assistant says is trained; `slime.prompts.sft_encoding` finds it.
 
-A conversation whose earlier turns the chat template rewrites becomes several samples of one execution: they are
-weighted together as one sample, and count as one in the batch.
+A conversation whose earlier turns the chat template rewrites becomes several samples of one
+execution: they are weighted together as one sample, and count as one in the batch.
 """
 
 from __future__ import annotations
@@ -28,26 +28,33 @@ logger = get_logger(__name__)
 _MOST_LEFT_OUT = 10_000
 
 
-async def sft_rollout(config: Config, source: DataSource, tokenizer: Any, rollout_id: int) -> RolloutFnTrainOutput:
-    """`generate_sft` as a step of the run: with --save-debug-rollout-data and the user's log function.
+async def sft_rollout(
+    config: Config, source: DataSource, tokenizer: Any, rollout_id: int
+) -> RolloutFnTrainOutput:
+    """`generate_sft` as a step of the run: with --save-debug-rollout-data and the user's log
+    function.
 
     Raises:
         UserError: as `generate_sft`.
     """
     started = time.monotonic()
     output = await asyncio.to_thread(generate_sft, config, source, tokenizer)
-    return await finish_rollout(config, config.flat(), rollout_id, output, time.monotonic() - started)
+    return await finish_rollout(
+        config, config.flat(), rollout_id, output, time.monotonic() - started
+    )
 
 
 def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutFnTrainOutput:
     """``rollout_batch_size`` groups of one execution each, with ready-made samples.
 
-    A row is a conversation with assistant messages, or a prompt and its label (the answer). Left out and counted, and
-    others drawn: samples longer than ``--seq-length`` or ``--rollout-max-context-len``, and those with more than
-    ``--rollout-max-prompt-len`` tokens before the first trained one.
+    A row is a conversation with assistant messages, or a prompt and its label (the answer). Left
+    out and counted, and others drawn: samples longer than ``--seq-length`` or
+    ``--rollout-max-context-len``, and those with more than ``--rollout-max-prompt-len`` tokens
+    before the first trained one.
 
     Raises:
-        UserError: a row that gives nothing to train on, only rows that are too long, or no more data.
+        UserError: a row that gives nothing to train on, only rows that are too long, or no more
+            data.
     """
     assert config.rollout.n_samples_per_prompt == 1, "checked when flags are resolved"
     encoder = SftEncoder(config, tokenizer)
@@ -70,13 +77,17 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
                 samples = encoder.encode(sample)
             except UserError as error:
                 place = source.where(index) if isinstance(source, PromptSource) else ""
-                failure = UserError(f"{place or f'row of draw {index}'}: {error.what}", error.why, error.fix)
+                failure = UserError(
+                    f"{place or f'row of draw {index}'}: {error.what}", error.why, error.fix
+                )
                 if not (isinstance(source, PromptSource) and source.passes_over):
                     raise failure from error
                 tell(logger, "%s; such rows are left out", failure, once=f"sft {error.what}")
                 samples = []
             fitting = [
-                one for one in samples if _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
+                one
+                for one in samples
+                if _fits(len(one.tokens), limit) and _fits(one.prompt_length, prompt_limit)
             ]
             left_out += [one for one in samples if all(one is not kept for kept in fitting)]
             if fitting:
@@ -94,8 +105,8 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
     if left_out:
         tell(
             logger,
-            "%d of %d samples drawn for a batch are too long and left out (the longest: %d tokens, %d before the first "
-            "trained one): --seq-length %s, --rollout-max-context-len %s, --rollout-max-prompt-len %s. "
+            "%d of %d samples drawn for a batch are too long and left out (the longest: %d " "tokens, %d before the first "
+            "trained one): --seq-length %s, --rollout-max-context-len %s, " "--rollout-max-prompt-len %s. "
             "rollout/sft_too_long counts them from here on",
             len(left_out), len(left_out) + num_samples, max(len(sample.tokens) for sample in left_out),
             max(sample.prompt_length for sample in left_out),
@@ -114,12 +125,17 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
 
 def sft_limits(config: Config) -> tuple[int | None, int | None]:
     """Most tokens of a sample, and of what stands before its first trained token."""
-    limits = [n for n in (config.train.seq_length, config.rollout.rollout_max_context_len) if n is not None]
+    limits = [
+        n
+        for n in (config.train.seq_length, config.rollout.rollout_max_context_len)
+        if n is not None
+    ]
     return min(limits, default=None), config.data.rollout_max_prompt_len
 
 
 def compared_rule(config: Config) -> str | None:
-    """The reference system's rule for loss masks that ours are compared with (``--loss-mask-type``)."""
+    """The reference system's rule for loss masks that ours are compared with
+    (``--loss-mask-type``)."""
     return config.rollout.loss_mask_type
 
 
@@ -131,12 +147,19 @@ def _all_too_long(samples: list[Sample], limit: int | None, prompt_limit: int | 
     said = []
     if limit is not None and (shortest := min(len(sample.tokens) for sample in samples)) > limit:
         said.append(f"longer than {limit} tokens (shortest: {shortest})")
-    if prompt_limit is not None and (shortest := min(sample.prompt_length for sample in samples)) > prompt_limit:
-        said.append(f"of a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: {shortest})")
+    if (
+        prompt_limit is not None
+        and (shortest := min(sample.prompt_length for sample in samples)) > prompt_limit
+    ):
+        said.append(
+            f"of a prompt of more than --rollout-max-prompt-len {prompt_limit} tokens (shortest: "
+            f"{shortest})"
+        )
     limits = f"longer than {limit} tokens, or of a prompt of more than {prompt_limit}"
     return UserError(
         f"{len(samples)} samples in a row are {' and '.join(said) or limits}",
-        fix="raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take other data",
+        fix="raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take "
+        "other data",
     )
 
 
@@ -155,19 +178,23 @@ class SftEncoder:
 
     def read_ahead(self, samples: list[Sample]) -> None:
         """Tokenise the plain texts of samples that will be encoded next, in one call."""
-        plain = [s for s in samples if isinstance(s.prompt, str) and isinstance(s.label, str) and s.label]
+        plain = [
+            s for s in samples if isinstance(s.prompt, str) and isinstance(s.label, str) and s.label
+        ]
         if not self._templates_text:
             self._encoding.read_ahead(text for s in plain for text in (str(s.prompt), str(s.label)))
 
     def encode(self, sample: Sample) -> list[Sample]:
-        """The samples that a drawn one becomes: itself, filled in, and copies of it where the chat template rewrites
-        earlier turns of its conversation.
+        """The samples that a drawn one becomes: itself, filled in, and copies of it where the chat
+        template rewrites earlier turns of its conversation.
 
         Raises:
             UserError: nothing in the row can be trained on.
         """
         tools = sample.metadata.get("tools")
-        encoded = self._encoding.encode(sample.prompt, sample.label, tokens=sample.tokens, tools=tools)
+        encoded = self._encoding.encode(
+            sample.prompt, sample.label, tokens=sample.tokens, tools=tools
+        )
         self.totals.add(encoded)
         samples = [sample]
         for _ in encoded.sequences[1:]:

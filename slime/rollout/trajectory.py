@@ -1,12 +1,14 @@
-"""One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its own.
+"""One group of samples from prompt to reward: generate → sample hooks → reward, each sample on its
+own.
 
     Execution   queued ─► generating ─► hooks ─► reward ─► done
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
-A failing sample fails alone. What the user's code has failed on is tried a second time; what fails again, or hangs,
-becomes the `Execution.failure`, the loop replaces its group and stops the run when too many fail. A `UserError` of our
-own code is a mistake in configuration or data: it stops the run at once. Once an abort is under way neither counts:
-user code that stumbles over answers cut short is put back, and what else is wrong with it will show next time.
+A failing sample fails alone. What the user's code has failed on is tried a second time; what fails
+again, or hangs, becomes the `Execution.failure`, the loop replaces its group and stops the run when
+too many fail. A `UserError` of our own code is a mistake in configuration or data: it stops the run
+at once. Once an abort is under way neither counts: user code that stumbles over answers cut short
+is put back, and what else is wrong with it will show next time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from slime.engines.client import RequestRefused
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.observe.trace import Span, span
-from slime.rollout.generate import GenerateState, bind_state, generate, is_too_long, note_too_long, prompt_token_ids
+from slime.rollout.generate import (
+    GenerateState,
+    bind_state,
+    generate,
+    is_too_long,
+    note_too_long,
+    prompt_token_ids,
+)
 from slime.rollout.group_run import Activity, Execution, GroupRun
 from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
 from slime.rollout.validate_generate_output import (
@@ -56,7 +65,8 @@ from slime.user_code.overrides import override_of
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-#: A generate function that asks the engines itself is called so often, when pushes of weights cut its answers short.
+#: A generate function that asks the engines itself is called so often, when pushes of weights cut
+#: its answers short.
 _MOST_CUTS = 8
 #: What names a function that a sample brings along (--eval-config gives each data set its own).
 _OF_SAMPLE = "generate_function_path of the sample"
@@ -65,7 +75,8 @@ _MOST_SAID = 20
 
 
 class Rewards(Protocol):
-    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several scored together."""
+    """What the loop needs of `slime.rollout.rewards.pool`: scores for one sample, or for several
+    scored together."""
 
     async def score(self, sample: Sample) -> float | dict[str, Any]: ...
 
@@ -81,8 +92,8 @@ class GroupRunner:
         rollout_id, evaluation: passed to hooks that ask for them.
         group_rm: score the finished group as a whole.
         mask_offpolicy: do not train on what an earlier rollout had generated of a resumed sample.
-        ours: of "group" and "sample" those for which a plugin's function in place of ours is not called: it has called
-            us.
+        ours: of "group" and "sample" those for which a plugin's function in place of ours is not
+            called: it has called us.
         hook_limit: seconds that a sample hook may take.
         on_failure: told of each failure, with its sample as it stands.
 
@@ -126,24 +137,41 @@ class GroupRunner:
         return self._functions[path]
 
     async def run(self, group: GroupRun) -> None:
-        """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a failure)."""
+        """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a
+        failure)."""
         bind_state(self.state)
         for sample in group.samples:
             sample.session_id = sample.session_id or uuid.uuid4().hex
         with span(group.samples, "generate_and_rm_group"):
-            whole = None if "group" in self._ours or group.is_generated else override_of("generate_and_reward_group")
+            whole = (
+                None
+                if "group" in self._ours or group.is_generated
+                else override_of("generate_and_reward_group")
+            )
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    together = tasks.create_task(self._run_whole(whole, group)) if whole is not None else None
+                    together = (
+                        tasks.create_task(self._run_whole(whole, group))
+                        if whole is not None
+                        else None
+                    )
                     for execution in group.executions:
-                        execution.task = together or tasks.create_task(self._run_execution(execution))
+                        execution.task = together or tasks.create_task(
+                            self._run_execution(execution)
+                        )
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
-            if self.group_rm and group.is_generated and not group.is_scored and group.failure is None:
+            if (
+                self.group_rm
+                and group.is_generated
+                and not group.is_scored
+                and group.failure is None
+            ):
                 await self._score_group(group)
 
     async def _run_whole(self, function: Any, group: GroupRun) -> None:
-        """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as a whole."""
+        """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as
+        a whole."""
         name = "the plugin's generate_and_rm_group"
         for execution in group.executions:
             execution.prompt = copy_of_prompt(execution.samples[0])
@@ -156,7 +184,9 @@ class GroupRunner:
             returned = await alone(function(self.state.args, drawn, params, **more), name)
             if not isinstance(returned, list) or len(returned) != len(group.executions):
                 what = f"{name} did not return a list of {len(group.executions)}"
-                raise FunctionFailed(what, fix="return for each sample of the group the sample, or a list of samples")
+                raise FunctionFailed(
+                    what, fix="return for each sample of the group the sample, or a list of samples"
+                )
             for execution, samples in zip(group.executions, returned):
                 self._accept(execution, samples, name)
                 await self._score_unless_group_rm(execution)
@@ -165,7 +195,9 @@ class GroupRunner:
             for execution in group.executions:
                 self._end_of_failure(execution, error)
         except asyncio.CancelledError:
-            if not (hung := [execution for execution in group.executions if execution.hung_seconds]):
+            if not (
+                hung := [execution for execution in group.executions if execution.hung_seconds]
+            ):
                 raise  # those that were accepted before one hung in its reward are not among them
             for execution in hung:
                 self._end_of_hanging(execution)
@@ -185,7 +217,8 @@ class GroupRunner:
             self._fail(execution, error)
 
     def _end_of_hanging(self, execution: Execution) -> None:
-        """To be called where a cancellation was caught; raises it again where nobody has given the execution up."""
+        """To be called where a cancellation was caught; raises it again where nobody has given the
+        execution up."""
         if not execution.hung_seconds or self.state.client.aborting:
             raise
         assert execution.task is not None
@@ -211,17 +244,24 @@ class GroupRunner:
                 sample_span.adopt(execution.samples)
             await self._score_unless_group_rm(execution)
             execution.enter(Activity.DONE)
-        except Exception as error:  # the one boundary of a sample's failures; see the module's docstring
+        except (
+            Exception
+        ) as error:  # the one boundary of a sample's failures; see the module's docstring
             if not self.state.client.aborting and self._is_tried_again(execution, error):
                 return False
             self._end_of_failure(execution, error)
         return True
 
     def _is_tried_again(self, execution: Execution, error: Exception) -> bool:
-        """Once, from where users' code has failed, so that the group need not go for a sandbox that did not come up."""
+        """Once, from where users' code has failed, so that the group need not go for a sandbox that
+        did not come up."""
         is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
         execution.num_failures += 1
-        if is_ours or execution.num_failures > 1 or not (execution.function or isinstance(error, FunctionFailed)):
+        if (
+            is_ours
+            or execution.num_failures > 1
+            or not (execution.function or isinstance(error, FunctionFailed))
+        ):
             return False
         self._say("sample %s is tried again, %s", execution, error)
         self._note_failure(execution, error)
@@ -230,7 +270,8 @@ class GroupRunner:
         return True
 
     def give_up(self, execution: Execution, seconds: float) -> None:
-        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a failure."""
+        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a
+        failure."""
         if execution.task is not None and not execution.task.done():
             execution.hung_seconds = seconds
             execution.task.cancel()
@@ -245,20 +286,34 @@ class GroupRunner:
         self._note_failure(group.executions[0], error)
 
     def _say(self, text: str, execution: Execution, error: Exception) -> None:
-        """The first few, and all with --log-level debug: one mistake may fail on thousands of samples."""
+        """The first few, and all with --log-level debug: one mistake may fail on thousands of
+        samples."""
         is_debugging = logger.isEnabledFor(10)
         if self.num_failures < _MOST_SAID or is_debugging:
-            logger.warning(text, execution.prompt.index, _said(execution, error), exc_info=is_debugging and error)
+            logger.warning(
+                text,
+                execution.prompt.index,
+                _said(execution, error),
+                exc_info=is_debugging and error,
+            )
         elif self.num_failures == _MOST_SAID:
-            logger.warning("further failures of samples are written to samples/failed_*.jsonl alone")
+            logger.warning(
+                "further failures of samples are written to samples/failed_*.jsonl alone"
+            )
 
     def _note_failure(self, execution: Execution, error: Exception) -> None:
         self.num_failures += 1
         self.on_failure(execution, error)
 
     def _abort(self, execution: Execution, error: Exception) -> None:
-        """What failed while generating is to be put back as it was; what is generated only lacks its score."""
-        logger.debug("sample %s was aborted while %s: %r", execution.prompt.index, execution.activity.value, error)
+        """What failed while generating is to be put back as it was; what is generated only lacks
+        its score."""
+        logger.debug(
+            "sample %s was aborted while %s: %r",
+            execution.prompt.index,
+            execution.activity.value,
+            error,
+        )
         if execution.activity is not Activity.REWARD:
             execution.rewind()
             for sample in execution.samples:
@@ -271,14 +326,17 @@ class GroupRunner:
             sample.status = SampleStatus.FAILED
         self._note_failure(execution, error)
 
-    # -- generation ----------------------------------------------------------------------------------------
+    # -- generation
+    # ----------------------------------------------------------------------------------------
 
     async def _generate(self, execution: Execution) -> None:
         sample = execution.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
         whole = None if "sample" in self._ours else override_of("generate_and_reward")
-        async with contextlib.nullcontext() if whole else self.state.client.slots:  # ours takes one when it is called
+        async with (
+            contextlib.nullcontext() if whole else self.state.client.slots
+        ):  # ours takes one when it is called
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
@@ -287,16 +345,23 @@ class GroupRunner:
                 origin = await self._generate_once(execution, whole)
                 if self.state.client.aborting or not execution.was_cut:
                     break
-                execution.rewind()  # user code asked the engines itself, and a push of weights came between
+                # user code asked the engines itself, and a push of weights came between
+                execution.rewind()
                 execution.enter(Activity.GENERATING)
             else:
-                raise EngineError(self.state.client.base_url, f"{origin} was cut short {_MOST_CUTS} times by aborts")
+                raise EngineError(
+                    self.state.client.base_url,
+                    f"{origin} was cut short {_MOST_CUTS} times by aborts",
+                )
         if execution.is_generated and whole is None:
             execution.enter(Activity.HOOKS)
             await self._run_hooks(execution)
 
-    async def _call_generate(self, execution: Execution, sample: Sample, whole: Any) -> tuple[Any, str]:
-        """What the generate function returned (``whole``: a plugin's, which scores as well), and its name."""
+    async def _call_generate(
+        self, execution: Execution, sample: Sample, whole: Any
+    ) -> tuple[Any, str]:
+        """What the generate function returned (``whole``: a plugin's, which scores as well), and
+        its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
         if getattr(self.state.args, "rollout_sample_hook_path", None):
@@ -314,9 +379,13 @@ class GroupRunner:
         # user code may leave anything behind when it is cancelled or returns other samples
         execution.prompt = copy_of_prompt(sample)
         execution.function = path
-        returned = fn(self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation}))
+        returned = fn(
+            self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation})
+        )
         if not inspect.isawaitable(returned):
-            raise UserError(f"{path} is not async", fix="declare the generate function with 'async def'")
+            raise UserError(
+                f"{path} is not async", fix="declare the generate function with 'async def'"
+            )
         try:
             return await alone(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
@@ -324,7 +393,9 @@ class GroupRunner:
                 raise
             note_too_long(self.state, sample, refused.what)
             prompt = execution.prompt
-            ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(self.state.tokenizer, prompt)
+            ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(
+                self.state.tokenizer, prompt
+            )
             return truncated(sample, prompt, ids), path
 
     async def _generate_once(self, execution: Execution, whole: Any) -> str:
@@ -378,7 +449,9 @@ class GroupRunner:
             for position, sample in enumerate(execution.samples):
                 execution_id = sample.rollout_id
                 async with self._turn_of(hook):
-                    own = await apply_sample_hook(hook, origin, self.state.args, sample, optional, self.hook_limit)
+                    own = await apply_sample_hook(
+                        hook, origin, self.state.args, sample, optional, self.hook_limit
+                    )
                 try:
                     check_values(own, origin, self.state.vocab_size, self.state.args)
                 except UserError as error:
@@ -389,13 +462,16 @@ class GroupRunner:
         execution.function = ""
 
     def _generate_name(self, path: str) -> str:
-        return named(path, "--custom-generate-function-path" if path == self._default_path else _OF_SAMPLE)
+        return named(
+            path, "--custom-generate-function-path" if path == self._default_path else _OF_SAMPLE
+        )
 
     def _turn_of(self, hook: Any) -> AbstractAsyncContextManager[Any]:
         """Sync hooks take turns, though each has a thread: they may count and collect."""
         return contextlib.nullcontext() if is_async(hook) else self._hooks_turn
 
-    # -- rewards -------------------------------------------------------------------------------------------
+    # -- rewards
+    # -------------------------------------------------------------------------------------------
 
     async def _score(self, execution: Execution) -> None:
         unscored = [sample for sample in execution.samples if sample.reward is None]
@@ -430,9 +506,11 @@ class GroupRunner:
         self.last_progress = time.monotonic()
 
     async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
-        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up a rollout's end.
+        """``await score(what)``, or None when an abort begins first: a slow judge must not hold up
+        a rollout's end.
 
-        Neither does one that fails because of the abort: its sample is put back and scored in the next rollout.
+        Neither does one that fails because of the abort: its sample is put back and scored in the
+        next rollout.
         """
         client = self.state.client
         task = asyncio.current_task()
@@ -465,7 +543,9 @@ class GroupRunner:
 
 def _said(execution: Execution, error: Exception) -> str:
     frames = user_frames(error)
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))  # of a reward, which has told its lines
+    notes = "".join(
+        f"\n  {note}" for note in getattr(error, "__notes__", ())
+    )  # of a reward, which has told its lines
     said = notes or (f"\n  {frames}" if frames else "")
     where = f" in {execution.function}" if execution.function else ""
     return f"while {execution.activity.value}{where}: {type(error).__name__}: {error}{said}"
@@ -473,7 +553,9 @@ def _said(execution: Execution, error: Exception) -> str:
 
 def _hung(execution: Execution) -> FunctionHangs:
     return FunctionHangs(
-        f"sample {execution.prompt.index} hung {'in ' + execution.function if execution.function else 'there'}",
-        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s (--rollout-stall-timeout)",
+        f"sample {execution.prompt.index} hung "
+        f"{'in ' + execution.function if execution.function else 'there'}",
+        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s "
+        "(--rollout-stall-timeout)",
         fix="give what it waits for a deadline",
     )

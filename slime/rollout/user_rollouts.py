@@ -1,5 +1,5 @@
-"""Rollout functions of users (``--rollout-function-path``, ``--eval-function-path``): called, and what they return
-checked."""
+"""Rollout functions of users (``--rollout-function-path``, ``--eval-function-path``): called, and
+what they return checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from slime.samples.frozen_fields import frozen
 from slime.samples.groups import groups_from_nested
 from slime.samples.reward_values import is_finite, is_number
 from slime.samples.types import Group, Sample, Versions
-from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutFunction
+from slime.user_code.hooks import (
+    DataSource,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    RolloutFunction,
+)
 from slime.user_code.loading import (
     FunctionFailed,
     call_hook,
@@ -38,7 +43,8 @@ async def call_rollout_fn(
     evaluation: bool,
     path: str | None = None,
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped, samples become groups.
+    """Call a user's rollout function; a bare list (training) or dict (evaluation) is wrapped,
+    samples become groups.
 
     Raises:
         UserError: it returned something else, or samples that do not fit `groups_from_nested`.
@@ -46,7 +52,9 @@ async def call_rollout_fn(
     flag = "--eval-function-path" if evaluation else "--rollout-function-path"
     origin = named(path, flag) if path else "the plugin's generate_rollout"
     with failures_of(origin):
-        output = await call_hook(fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation)
+        output = await call_hook(
+            fn, args, rollout_id, data_source, what=path or origin, evaluation=evaluation
+        )
     output = wrapped(output, evaluation)
     if evaluation and isinstance(output, RolloutFnEvalOutput):
         return RolloutFnEvalOutput(output.data, checked_metrics(output.metrics, origin))
@@ -55,12 +63,16 @@ async def call_rollout_fn(
         return RolloutFnTrainOutput(groups, checked_metrics(output.metrics, origin))
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
     raise FunctionFailed(
-        f"{origin} returned {described(output)}", fix=f"return a slime.user_code.hooks.{wanted.__name__}"
+        f"{origin} returned {described(output)}",
+        fix=f"return a slime.user_code.hooks.{wanted.__name__}",
     )
 
 
-async def call_with_groups(dest: str, args: Any, views: list[list[Sample]], *more: Any, limit: float) -> None:
-    """Call the function of the flag ``dest``, which is given groups of finished samples and returns nothing.
+async def call_with_groups(
+    dest: str, args: Any, views: list[list[Sample]], *more: Any, limit: float
+) -> None:
+    """Call the function of the flag ``dest``, which is given groups of finished samples and returns
+    nothing.
 
     Raises:
         FunctionFailed: it failed, or changed what was generated or the lists.
@@ -73,7 +85,8 @@ async def call_with_groups(dest: str, args: Any, views: list[list[Sample]], *mor
 
 
 def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
-    """The metrics that a function gave; what is not finite is told once, by name, and logged as NaN.
+    """The metrics that a function gave; what is not finite is told once, by name, and logged as
+    NaN.
 
     Raises:
         FunctionFailed: they are no dict with text for names.
@@ -93,7 +106,8 @@ def checked_metrics(metrics: Any, origin: str) -> dict[str, Any] | None:
 
 
 def wrapped(output: Any, evaluation: bool) -> Any:
-    """What a rollout function returned, a bare list (training) or dict (evaluation) as the output it stands for."""
+    """What a rollout function returned, a bare list (training) or dict (evaluation) as the output
+    it stands for."""
     if evaluation:
         return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
     return RolloutFnTrainOutput(output) if isinstance(output, list) else output
@@ -106,7 +120,9 @@ def validate_groups(groups: list[Group], origin: str) -> None:
         UserError: no groups, lengths that do not fit, samples without tokens.
     """
     if not groups:
-        raise UserError(f"{origin} returned no groups", fix="return rollout_batch_size groups of samples")
+        raise UserError(
+            f"{origin} returned no groups", fix="return rollout_batch_size groups of samples"
+        )
     for group in groups:
         for sample in group.samples:
             sample.validate(origin)
@@ -115,14 +131,19 @@ def validate_groups(groups: list[Group], origin: str) -> None:
                     f"{origin} returned a sample (index {sample.index}) without tokens",
                     fix="put prompt and response tokens into sample.tokens",
                 )
-    groups.sort(key=lambda group: min((s.index for s in group.samples if s.index is not None), default=group.index))
+    groups.sort(
+        key=lambda group: min(
+            (s.index for s in group.samples if s.index is not None), default=group.index
+        )
+    )
 
 
 def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args: Any) -> None:
     """Check the values of what a rollout function of the user's own returned.
 
     Raises:
-        UserError: tokens, log-probs or rewards that cannot be trained on; indices that are not distinct.
+        UserError: tokens, log-probs or rewards that cannot be trained on; indices that are not
+            distinct.
     """
     for group in groups:
         for sample in group.samples:
@@ -131,7 +152,8 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
 
 
 def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
-    """What a rollout function of the user's own returns must be new enough; the built-in one sees to that itself.
+    """What a rollout function of the user's own returns must be new enough; the built-in one sees
+    to that itself.
 
     Raises:
         UserError: a sample of weights that are too old.
@@ -141,7 +163,8 @@ def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
             raise UserError(
                 f"{origin} returned group {group.index} with tokens of weights {version}",
                 why=f"--max-staleness allows for {versions.allowed}",
-                fix="leave older ones out (rollout_log_probs and token_spans tell), raise --max-staleness, or pass"
+                fix="leave older ones out (rollout_log_probs and token_spans tell), raise "
+                "--max-staleness, or pass"
                 " --stale-samples correct",
             )
 
@@ -153,5 +176,7 @@ async def overridden_evaluation(args: Any, rollout_id: int) -> RolloutFnEvalOutp
         return None
     with failures_of("the plugin's eval_rollout"):
         returned = await call_hook(own, args, rollout_id, what="the plugin's eval_rollout")
-    output: RolloutFnEvalOutput = wrapped(returned[0] if isinstance(returned, tuple) else returned, True)
+    output: RolloutFnEvalOutput = wrapped(
+        returned[0] if isinstance(returned, tuple) else returned, True
+    )
     return output

@@ -1,7 +1,7 @@
 """What users' functions return of a sample, checked before anybody else meets it.
 
-A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the trainer, and take the whole
-batch along; refused here, it costs itself.
+A sample whose lengths, tokens or numbers cannot be trained on would fail much later, in the
+trainer, and take the whole batch along; refused here, it costs itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from slime.rollout.group_run import GroupRun
 from slime.rollout.resumed_requests import has_ended
 from slime.samples.reward_values import reward_number
 from slime.samples.routed_experts import experts_problem
-from slime.samples.sample_fields import PER_TOKEN, kind_problem, number_problem, packed_ids, token_problem
+from slime.samples.sample_fields import (
+    PER_TOKEN,
+    kind_problem,
+    number_problem,
+    packed_ids,
+    token_problem,
+)
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.user_code.loading import FunctionFailed, shown
 
@@ -40,23 +46,35 @@ def samples_of(returned: Any, origin: str) -> list[Sample]:
 
 
 def finish_samples(
-    samples: Sequence[Sample], prompt: Sample, tokenizer: Any, origin: str, *, is_fan_out: bool, aborting: bool
+    samples: Sequence[Sample],
+    prompt: Sample,
+    tokenizer: Any,
+    origin: str,
+    *,
+    is_fan_out: bool,
+    aborting: bool,
 ) -> list[Sample]:
-    """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id of their execution.
-    Returns those of them that came as text alone.
+    """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id
+    of their execution. Returns those of them that came as text alone.
 
     Args:
         prompt: the sample as it was given.
         aborting: what is left PENDING was cut short.
     Raises:
-        UserError: lengths that do not fit, one sample twice, or siblings with different ``rollout_id``.
+        UserError: lengths that do not fit, one sample twice, or siblings with different
+            ``rollout_id``.
     """
     from_text: list[Sample] = []
     if len(set(map(id, samples))) < len(samples):
-        raise UserError(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
+        raise UserError(
+            f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)"
+        )
     for sample in samples:
         if (problem := kind_problem(sample)) is not None:
-            raise UserError(f"{origin} returned a sample (index {prompt.index}) with {problem[0]}", fix=problem[1])
+            raise UserError(
+                f"{origin} returned a sample (index {prompt.index}) with {problem[0]}",
+                fix=problem[1],
+            )
         keep_identity(sample, prompt, origin)
         sample.session_id = sample.session_id or prompt.session_id
         from_text += [sample] if _completed(sample, tokenizer, prompt.tokens, origin) else []
@@ -67,7 +85,8 @@ def finish_samples(
         ids = {sample.rollout_id for sample in samples}
         if len(ids) > 1:
             raise UserError(
-                f"{origin} returned samples of one execution with different rollout_id: {sorted(map(str, ids))}",
+                f"{origin} returned samples of one execution with different rollout_id: "
+                f"{sorted(map(str, ids))}",
                 fix="set the same sample.rollout_id on each of them, or leave it None",
             )
     for sample in samples:
@@ -80,20 +99,25 @@ def _completed(sample: Sample, tokenizer: Any, drawn: list[int], origin: str) ->
     try:
         return complete_tokens(sample, tokenizer, drawn)
     except UserError as error:
-        raise UserError(f"{origin} returned an odd sample: {error.what}", error.why, error.fix) from error
+        raise UserError(
+            f"{origin} returned an odd sample: {error.what}", error.why, error.fix
+        ) from error
     except Exception as error:  # whatever the tokenizer or the chat template says to such a prompt
         what = f"{origin} returned a sample (index {sample.index}) whose text cannot be tokenised"
-        raise UserError(what, why=f"{type(error).__name__}: {error}", fix="return tokens as well") from error
+        raise UserError(
+            what, why=f"{type(error).__name__}: {error}", fix="return tokens as well"
+        ) from error
 
 
 def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
-    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…, response=…)``); whether
-    it was one.
+    """Give tokens to a finished sample that user code built from text alone (``Sample(prompt=…,
+    response=…)``); whether it was one.
 
     Args:
         drawn: tokens of the prompt as they were drawn; [] where it came as text.
     Raises:
-        UserError: it has other tokens than the prompt's, so that nobody knows which are the response.
+        UserError: it has other tokens than the prompt's, so that nobody knows which are the
+            response.
     """
     if not sample.response or sample.response_length:
         return False
@@ -103,8 +127,10 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
             prompt = sample.tokens
         elif sample.tokens not in ([], prompt):
             raise UserError(
-                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but response_length 0",
-                fix="set response_length, or leave tokens and response_length to us, with text alone",
+                f"sample {sample.index} has a response and {len(sample.tokens)} tokens, but "
+                "response_length 0",
+                fix="set response_length, or leave tokens and response_length to us, with text "
+                "alone",
             )
         sample.tokens = prompt
     ids = tokenizer.encode(sample.response, add_special_tokens=False)
@@ -114,7 +140,8 @@ def complete_tokens(sample: Sample, tokenizer: Any, drawn: list[int]) -> bool:
 
 
 def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateState) -> None:
-    """Say it once where answers that came as text, and have ended, are trained on without their end.
+    """Say it once where answers that came as text, and have ended, are trained on without their
+    end.
 
     No token is added: which one the model has sampled there, or whether it has, text does not tell.
     """
@@ -130,10 +157,10 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
         if not has_ended(sample.tokens, params, state.end_tokens):
             tell(
                 logger,
-                "%s returns text alone, without the token that ends an answer (sample %s, for one): its text is "
-                "tokenised for training, which so never sees an answer end, nor the log-probs of what was sampled. "
-                "Return what the engine gave, with sample.append_response_tokens(tokens=…, log_probs=…) as "
-                "slime.rollout.generate.generate does, or call that; or ask for text that keeps its end "
+                "%s returns text alone, without the token that ends an answer (sample %s, for " "one): its text is "
+                "tokenised for training, which so never sees an answer end, nor the log-probs of " "what was sampled. "
+                "Return what the engine gave, with sample.append_response_tokens(tokens=…, " "log_probs=…) as "
+                "slime.rollout.generate.generate does, or call that; or ask for text that keeps " "its end "
                 "(skip_special_tokens=False)",
                 origin, sample.index, once=f"text alone {origin}",
             )  # fmt: skip
@@ -141,14 +168,15 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
 
 
 def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any) -> None:
-    """Check the values of a sample that users' code has built or changed, its kinds and lengths being right.
+    """Check the values of a sample that users' code has built or changed, its kinds and lengths
+    being right.
 
     Args:
         vocab_size: of the model; None where it is not known.
     Raises:
-        UserError: a token that is no whole number or that the model does not have, no token before the response, a
-            log-prob that is not finite or above 0, spans or experts that do not fit, or a reward that is no finite
-            number.
+        UserError: a token that is no whole number or that the model does not have, no token before
+            the response, a log-prob that is not finite or above 0, spans or experts that do not
+            fit, or a reward that is no finite number.
     """
 
     def refuse(what: str, fix: str) -> None:
@@ -158,19 +186,33 @@ def check_values(sample: Sample, origin: str, vocab_size: int | None, args: Any)
     if problem := token_problem(sample.tokens if ids is None else ids, vocab_size):
         refuse(problem, "encode with the model's tokenizer")
     if ids is None:
-        sample.tokens = [operator.index(token) for token in sample.tokens]  # NumPy's and torch's, too
+        sample.tokens = [
+            operator.index(token) for token in sample.tokens
+        ]  # NumPy's and torch's, too
     if sample.response_length and not sample.prompt_length:
         refuse(
             f"{len(sample.tokens)} tokens, all of them of the response",
-            "put the prompt's tokens before them: sample.tokens = prompt_ids + response_ids, with response_length ="
+            "put the prompt's tokens before them: sample.tokens = prompt_ids + response_ids, with "
+            "response_length ="
             " len(response_ids); or append with sample.append_response_tokens",
         )
     for name in PER_TOKEN:
         if problem := number_problem(name, getattr(sample, name)):
-            refuse(problem, "give the numbers of the engine's answer, 0.0 where the model did not sample the token")
-    bounds = [0, *(bound for span in sample.token_spans for bound in (span.start, span.end)), sample.response_length]
+            refuse(
+                problem,
+                "give the numbers of the engine's answer, 0.0 where the model did not sample the "
+                "token",
+            )
+    bounds = [
+        0,
+        *(bound for span in sample.token_spans for bound in (span.start, span.end)),
+        sample.response_length,
+    ]
     if bounds != sorted(bounds):
-        refuse(f"token_spans {shown(sample.token_spans)}", "leave them to sample.append_response_tokens")
+        refuse(
+            f"token_spans {shown(sample.token_spans)}",
+            "leave them to sample.append_response_tokens",
+        )
     if problem := experts_problem(sample.rollout_routed_experts, len(sample.tokens)):
         refuse(f"rollout_routed_experts {problem}", "leave them to sample.append_response_tokens")
     check_reward(sample, origin, args)
@@ -192,14 +234,15 @@ def check_reward(sample: Sample, origin: str, args: Any) -> None:
 
 
 def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
-    """Give a sample the indices that it was drawn with: order, seeds and group statistics go by them."""
+    """Give a sample the indices that it was drawn with: order, seeds and group statistics go by
+    them."""
     for name in ("index", "group_index"):
         drawn = getattr(prompt, name)
         own = getattr(sample, name)
         if own not in (None, drawn):
             tell(
                 logger,
-                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of the prompt; "
+                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of " "the prompt; "
                 "sample.metadata has room for numbers of yours",
                 origin, name, own, drawn, once=f"{name} {origin}",
             )  # fmt: skip
@@ -207,14 +250,15 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
 
 
 def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
-    """Say it once where a function returns other prompt tokens than it was given, and calls the prompt the same."""
+    """Say it once where a function returns other prompt tokens than it was given, and calls the
+    prompt the same."""
     drawn = prompt.tokens[: prompt.prompt_length]
     own = sample.tokens[: sample.prompt_length]
     if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:
         tell(
             logger,
-            "%s returns tokens that do not begin with those of the prompt that it was given (sample %s, for one: %d "
-            "tokens, %d given). Where it renders the prompt itself, set sample.prompt to what it renders; otherwise "
+            "%s returns tokens that do not begin with those of the prompt that it was given " "(sample %s, for one: %d "
+            "tokens, %d given). Where it renders the prompt itself, set sample.prompt to what it " "renders; otherwise "
             "put sample.tokens, as they were given, before the response",
             origin, prompt.index, len(own), len(drawn), once=f"other prompt {origin}",
         )  # fmt: skip
@@ -224,7 +268,8 @@ def check_distinct(groups: Sequence[Group], origin: str) -> None:
     """Check that no two groups of a rollout, and no two executions, pass for one.
 
     Raises:
-        FunctionFailed: two groups with one group_index, whose rewards would be compared; executions with one index.
+        FunctionFailed: two groups with one group_index, whose rewards would be compared; executions
+            with one index.
     """
     fix = "give each group a group_index, and each sample an index, of its own; or leave them None"
     for name, values in (
@@ -238,7 +283,9 @@ def check_distinct(groups: Sequence[Group], origin: str) -> None:
             raise FunctionFailed(f"{origin} returned {count} {things} with {name} {value}", fix=fix)
     ids = Counter(id(sample) for group in groups for sample in group.samples)
     if len(ids) != ids.total():
-        raise FunctionFailed(f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)")
+        raise FunctionFailed(
+            f"{origin} returned the same sample twice", fix="return copies: copy.deepcopy(sample)"
+        )
 
 
 def wrong_group(
@@ -266,7 +313,9 @@ def wrong_group(
         what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
     elif again := identity_of(samples) & set(taken):
         what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"
-    why = f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
+    why = (
+        f"a group has {group_size} samples (--n-samples-per-prompt), each with an index of its own"
+    )
     fix = "count group_index and index on in get_samples, from draw to draw"
     if what:
         return FunctionFailed(f"{source} gave a group {what}", why, fix)
@@ -279,6 +328,9 @@ def wrong_group(
 
 
 def identity_of(samples: Sequence[Sample]) -> set[tuple[str, int | None]]:
-    """What no other group of a rollout may have: the index of the group, and of each of its samples."""
-    of_group = {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
+    """What no other group of a rollout may have: the index of the group, and of each of its
+    samples."""
+    of_group = (
+        {("group_index", samples[0].group_index)} if samples[0].group_index is not None else set()
+    )
     return of_group | {("index", sample.index) for sample in samples}

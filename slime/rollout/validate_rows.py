@@ -1,12 +1,13 @@
-"""Check the rows of all data sets before a launch, and the rest of large ones while the run goes on.
+"""Check the rows of all data sets before a launch, and the rest of large ones while the run goes
+on.
 
-Each row is read, rendered and measured as it will be when it is drawn; with ``--loss-type sft_loss`` it is encoded, and
-otherwise its label is checked by its built-in reward. `slime train`, `slime doctor`, ``--dry-run`` and `slime reward`
-use the same functions and say the same.
+Each row is read, rendered and measured as it will be when it is drawn; with ``--loss-type
+sft_loss`` it is encoded, and otherwise its label is checked by its built-in reward. `slime train`,
+`slime doctor`, ``--dry-run`` and `slime reward` use the same functions and say the same.
 
-Data sets of up to `ALL_ROWS` rows are checked whole. Of larger ones a sample is checked before the launch
-(`positions_to_check`), and the other rows in a process beside the run. Rows of ``--streaming-data`` that are not among
-the first are checked when they are drawn.
+Data sets of up to `ALL_ROWS` rows are checked whole. Of larger ones a sample is checked before the
+launch (`positions_to_check`), and the other rows in a process beside the run. Rows of
+``--streaming-data`` that are not among the first are checked when they are drawn.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class DataReport:
 
 
 def validate_data(config: Config, tokenizer: Any) -> DataReport:
-    """Check --prompt-data and all evaluation sets; everything that is found is reported together."""
+    """Check --prompt-data and all evaluation sets; everything that is found is reported
+    together."""
     report = DataReport()
     for data_set in _data_sets(config, tokenizer, report.errors):
         try:
@@ -186,14 +188,17 @@ def _check(data_set: DataSet, num_workers: int, report: DataReport) -> None:
         report.errors.append(rows.error)
     if data_set.is_streamed:
         if not is_all:
-            report.notes.append(f"{path}: the first {len(rows)} rows were checked; others are when they are drawn")
+            report.notes.append(
+                f"{path}: the first {len(rows)} rows were checked; others are when they are drawn"
+            )
         return
     report.sizes[path] = DataSize(len(rows), len(found.kept) if is_all else len(rows))
     if is_all:
         report.checked.append(checked_rows(rows, path, checker, found))
     else:
         report.notes.append(
-            f"{path}: {len(positions)} of {len(rows)} rows were checked (the first, the last, and some evenly spaced "
+            f"{path}: {len(positions)} of {len(rows)} rows were checked (the first, the last, and "
+            "some evenly spaced "
             "between them); the others are while the run goes on"
         )
 
@@ -219,7 +224,8 @@ class _FirstRows:
         return self._rows[position][0]
 
 
-# -- supervised fine-tuning ------------------------------------------------------------------------------------------
+# -- supervised fine-tuning
+# ------------------------------------------------------------------------------------------
 
 
 def sft_judge(config: Config, tokenizer: Any) -> SftJudge | None:
@@ -241,22 +247,32 @@ class SftJudge:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         if not self._templates_text:
-            pairs = ((p.text, p.label) for p in prompts if isinstance(p.text, str) and isinstance(p.label, str))
+            pairs = (
+                (p.text, p.label)
+                for p in prompts
+                if isinstance(p.text, str) and isinstance(p.label, str)
+            )
             self._encoding.read_ahead(text for pair in pairs for text in pair)
         return [list(self._problems(prompt)) for prompt in prompts]
 
     def _problems(self, prompt: Prompt) -> Iterator[RowProblem]:
         tools = prompt.metadata.get("tools")
         try:
-            encoded = self._encoding.encode(prompt.text, prompt.label, tokens=prompt.tokens, tools=tools)
+            encoded = self._encoding.encode(
+                prompt.text, prompt.label, tokens=prompt.tokens, tools=tools
+            )
         except UserError as error:
             kind = re.sub(r"\d+", "…", error.what)  # numbers of messages
-            detail = "; ".join(part for part in (error.what if kind != error.what else "", error.why) if part)
+            detail = "; ".join(
+                part for part in (error.what if kind != error.what else "", error.why) if part
+            )
             yield RowProblem(f"cannot be trained on: {kind}", detail, error.fix)
             return
         yield from _remarks(encoded)
         yield from self._other_mask(prompt, encoded)
-        yield from self._too_long([(len(one.tokens), one.prompt_length) for one in encoded.sequences])
+        yield from self._too_long(
+            [(len(one.tokens), one.prompt_length) for one in encoded.sequences]
+        )
 
     def _other_mask(self, prompt: Prompt, encoded: Encoded) -> Iterator[RowProblem]:
         """Where the rule of ``--loss-mask-type`` would train on other text, in the first rows."""
@@ -267,7 +283,9 @@ class SftJudge:
         messages = read_messages(prompt.text, tools=tools)
         if not any(message["role"] == "assistant" for message in messages):
             messages.append({"role": "assistant", "content": str(prompt.label)})
-        if difference := mask_difference(self._rule, self._tokenizer, messages, tools, encoded.sequences):
+        if difference := mask_difference(
+            self._rule, self._tokenizer, messages, tools, encoded.sequences
+        ):
             kind = f"have other loss masks than --loss-mask-type {self._rule} gives them"
             yield RowProblem(
                 kind,
@@ -282,15 +300,24 @@ class SftJudge:
             lengths: of the samples of a row, and of what stands before their first trained token.
         """
         length, prompt_length = min(lengths)
-        fix = "raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take other data"
+        fix = (
+            "raise --seq-length, --rollout-max-context-len or --rollout-max-prompt-len, or take "
+            "other data"
+        )
         if self._limit is not None and length > self._limit:
             kind = f"are longer than {self._limit} tokens, and left out when they are drawn"
             yield RowProblem(kind, f"the first has {length}", fix, refuse_at=1.0)
         elif self._prompt_limit is not None and prompt_length > self._prompt_limit:
-            kind = f"have a prompt of more than {self._prompt_limit} tokens, and are left out when they are drawn"
+            kind = (
+                f"have a prompt of more than {self._prompt_limit} tokens, and are left out when "
+                "they are drawn"
+            )
             yield RowProblem(kind, f"the first has {prompt_length}", fix, refuse_at=1.0)
         elif self._context is not None and max(lengths)[0] > self._context:
-            kind = f"are longer than the model's context of {self._context} tokens, and are trained on as they are"
+            kind = (
+                f"are longer than the model's context of {self._context} tokens, and are trained "
+                "on as they are"
+            )
             fix = f"--seq-length {self._context} leaves them out"
             yield RowProblem(kind, f"the first has {max(lengths)[0]}", fix, refuse_at=_NEVER)
 
@@ -298,31 +325,41 @@ class SftJudge:
 def _remarks(encoded: Encoded) -> Iterator[RowProblem]:
     """What is trained otherwise than a user may expect."""
     if len(encoded.sequences) > 1:
-        kind = "hold conversations whose earlier turns the chat template rewrites, and become several samples each"
+        kind = (
+            "hold conversations whose earlier turns the chat template rewrites, and become "
+            "several samples each"
+        )
         yield RowProblem(kind, f"the first becomes {len(encoded.sequences)}", refuse_at=_NEVER)
     if encoded.lost_reasoning:
         kind = "have reasoning that the chat template does not write, and are trained without it"
         yield RowProblem(kind, fix=encoded.reasoning_fix, refuse_at=_NEVER)
     if encoded.without_reasoning:
-        kind = "have answers without the reasoning that the generation prompt opens, and are trained without its mark"
+        kind = (
+            "have answers without the reasoning that the generation prompt opens, and are trained "
+            "without its mark"
+        )
         yield RowProblem(kind, refuse_at=_NEVER)
     if encoded.control_tokens:
-        kind = "hold special tokens of the tokenizer in their words, which are read as control tokens"
+        kind = (
+            "hold special tokens of the tokenizer in their words, which are read as control tokens"
+        )
         yield RowProblem(kind, fix="remove them if they are meant as text", refuse_at=_NEVER)
     if encoded.unended is not None:
         kind = "do not teach the model to end its answers"
         yield RowProblem(kind, encoded.unended.what, encoded.unended.fix, refuse_at=_NEVER)
 
 
-# -- the rest of large data sets -------------------------------------------------------------------------------------
+# -- the rest of large data sets
+# -------------------------------------------------------------------------------------
 
 
 class RemainingRows:
-    """Checks the rows of large data sets that `validate_data` did not, in a process of low priority beside the run.
+    """Checks the rows of large data sets that `validate_data` did not, in a process of low priority
+    beside the run.
 
     Args:
-        warn: is called with what is found, in a thread: once for each kind as soon as there is a row, and again with
-            the number of rows at the end.
+        warn: is called with what is found, in a thread: once for each kind as soon as there is a
+            row, and again with the number of rows at the end.
     """
 
     def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
@@ -349,7 +386,9 @@ class RemainingRows:
             if self._is_closed:
                 return
             arguments = (self._config, sender)
-            self._process = context.Process(target=_check_beside, args=arguments, name="slime-rows", daemon=True)
+            self._process = context.Process(
+                target=_check_beside, args=arguments, name="slime-rows", daemon=True
+            )
             with without_working_directory():
                 self._process.start()
         sender.close()
@@ -369,11 +408,18 @@ class RemainingRows:
         for kind, (_, where, problem) in problems.found.items():
             if (path, kind) not in self._told:
                 self._told.add((path, kind))
-                self._warn(f"{where}: rows here {kind}; {problem.detail or problem.fix} (other rows are still checked)")
+                self._warn(
+                    f"{where}: rows here {kind}; {problem.detail or problem.fix} (other rows are "
+                    "still checked)"
+                )
 
 
 def _has_large(config: Config) -> bool:
-    if config.rollout.num_rollout == 0 or config.debug.debug_train_only or config.debug.load_debug_rollout_data:
+    if (
+        config.rollout.num_rollout == 0
+        or config.debug.debug_train_only
+        or config.debug.load_debug_rollout_data
+    ):
         return False
     for path, splits in _paths(config):
         with contextlib.suppress(UserError):  # told by those who draw from it
@@ -385,14 +431,20 @@ def _has_large(config: Config) -> bool:
 def _paths(config: Config) -> Iterator[tuple[str, Sequence[str]]]:
     """Data sets that are not streamed."""
     data = config.data
-    if data.rollout_global_dataset and data.prompt_data and not data.data_source_path and not data.streaming_data:
+    if (
+        data.rollout_global_dataset
+        and data.prompt_data
+        and not data.data_source_path
+        and not data.streaming_data
+    ):
         yield data.prompt_data, TRAINING
     if not config.eval.eval_function_path:
         yield from ((dataset.path, EVALUATION) for dataset in eval_datasets(config))
 
 
 def _check_beside(config: Config, sender: Connection) -> None:
-    """Send (path, problems so far, number of rows at the end or 0) after each part of a data set."""
+    """Send (path, problems so far, number of rows at the end or 0) after each part of a data
+    set."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     follow_parent(parent.pid, lambda: os._exit(1))
@@ -400,7 +452,9 @@ def _check_beside(config: Config, sender: Connection) -> None:
     os.nice(19)
     assert config.checkpoint.hf_checkpoint is not None
     tokenizer = load_tokenizer(
-        config.checkpoint.hf_checkpoint, without_torch=True, trust_remote_code=config.checkpoint.trust_remote_code
+        config.checkpoint.hf_checkpoint,
+        without_torch=True,
+        trust_remote_code=config.checkpoint.trust_remote_code,
     )
     for data_set in _data_sets(config, tokenizer, []):
         if not data_set.is_streamed:

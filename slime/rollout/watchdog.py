@@ -21,7 +21,8 @@ _WAITS_FOR = {
 _NUM_SHOWN = 5
 #: Two looks that are so far apart, beyond twice their interval, were kept apart by something.
 _LATE_SECONDS = 1.0
-#: After so long `Watchdog.words` tell who waits; the driver says them when nothing has been heard for a minute.
+#: After so long `Watchdog.words` tell who waits; the driver says them when nothing has been heard
+#: for a minute.
 _WORDS_SECONDS = 30.0
 
 
@@ -36,10 +37,11 @@ class RolloutStalled(UserError):
 
 
 class Watchdog:
-    """Raises `RolloutStalled` after ``limit`` seconds without an answer, a reward or a sign of life of an engine.
+    """Raises `RolloutStalled` after ``limit`` seconds without an answer, a reward or a sign of life
+    of an engine.
 
-    Long generations answer late, so silence alone proves nothing: the engines are asked for their load, and as long
-    as that changes they are at work.
+    Long generations answer late, so silence alone proves nothing: the engines are asked for their
+    load, and as long as that changes they are at work.
 
     Args:
         limit: seconds.
@@ -70,9 +72,16 @@ class Watchdog:
         now = time.monotonic()
         last = self._looked
         self._looked = now
-        if now - last > 2 * self.interval + _LATE_SECONDS:  # something blocked the event loop, and answers have not
+        if (
+            now - last > 2 * self.interval + _LATE_SECONDS
+        ):  # something blocked the event loop, and answers have not
             self._started = now  # been read yet; or others have moved so often that nobody looked
-        moved = max(self._client.last_progress, self._runner.last_progress, self._started, self._engines_moved)
+        moved = max(
+            self._client.last_progress,
+            self._runner.last_progress,
+            self._started,
+            self._engines_moved,
+        )
         self.words = ""
         if time.monotonic() - moved < min(_WORDS_SECONDS, self.limit):
             return
@@ -87,7 +96,8 @@ class Watchdog:
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
-        """End the executions that hang in users' code, when nothing has moved for ``seconds``; how many there are.
+        """End the executions that hang in users' code, when nothing has moved for ``seconds``; how
+        many there are.
 
         Whoever waits for an engine, by a request that is on its way, does not.
         """
@@ -104,15 +114,27 @@ class Watchdog:
         self._started = time.monotonic() if hung else self._started
         return len(hung)
 
-    def report(self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float) -> RolloutStalled:
+    def report(
+        self, groups: Iterable[GroupRun], loads: dict[str, tuple[int, int]], seconds: float
+    ) -> RolloutStalled:
         """Who waits for whom: the samples, the oldest requests, and what the engines say."""
-        waiting = [e for group in groups for e in group.executions if e.activity is not Activity.DONE]
+        waiting = [
+            e for group in groups for e in group.executions if e.activity is not Activity.DONE
+        ]
         counts = Counter(execution.activity for execution in waiting)
-        parts = [f"{count} samples wait for {_WAITS_FOR[activity]}" for activity, count in counts.most_common()]
-        oldest = sorted((e for e in waiting if e.activity is not Activity.QUEUED), key=lambda e: e.since)[:_NUM_SHOWN]
+        parts = [
+            f"{count} samples wait for {_WAITS_FOR[activity]}"
+            for activity, count in counts.most_common()
+        ]
+        oldest = sorted(
+            (e for e in waiting if e.activity is not Activity.QUEUED), key=lambda e: e.since
+        )[:_NUM_SHOWN]
         now = time.monotonic()
         if oldest:
-            shown = ", ".join(f"sample {e.prompt.index} ({e.activity.value}, {now - e.since:.0f} s)" for e in oldest)
+            shown = ", ".join(
+                f"sample {e.prompt.index} ({e.activity.value}, {now - e.since:.0f} s)"
+                for e in oldest
+            )
             parts.append(f"oldest: {shown}")
         for request in list(self._client.in_flight.values())[:_NUM_SHOWN]:
             parts.append(
@@ -120,9 +142,12 @@ class Watchdog:
                 f"try {request.attempt}, {now - request.started:.0f} s"
             )
         for url, (requests, _) in loads.items():
-            parts.append(f"engine {url}: " + ("no answer" if requests < 0 else f"{requests} requests"))
+            parts.append(
+                f"engine {url}: " + ("no answer" if requests < 0 else f"{requests} requests")
+            )
         return RolloutStalled(
             f"the rollout has stood still for {seconds:.0f} s",
             why="\n       ".join(parts),
-            fix="look at the logs of whoever is waited for; give slow tools or rewards a deadline of their own",
+            fix="look at the logs of whoever is waited for; give slow tools or rewards a deadline "
+            "of their own",
         )

@@ -1,9 +1,11 @@
-"""Which weights a run has pushed when, over all its launches: ``journal/pushes.jsonl``, a line for each push.
+"""Which weights a run has pushed when, over all its launches: ``journal/pushes.jsonl``, a line for
+each push.
 
-A launch goes on from a checkpoint, with samples in the journal of weights that were pushed behind it. How old these are
-is only written here, and so is whether training can come to such weights again: it can where it trains as they were
-trained, and not with another learning rate, or from other weights. So each push is noted with its lineage, which is
-that of the weights one rollout before together with what the step depended on.
+A launch goes on from a checkpoint, with samples in the journal of weights that were pushed behind
+it. How old these are is only written here, and so is whether training can come to such weights
+again: it can where it trains as they were trained, and not with another learning rate, or from
+other weights. So each push is noted with its lineage, which is that of the weights one rollout
+before together with what the step depended on.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ logger = get_logger(__name__)
 
 #: Lineages in a checkpoint; what the journal has is of fewer rollouts.
 _KEPT = 64
-#: Names, or how they begin, of flags that say how the weights change. Those of the same groups that divide the work and
-#: the memory are not among them.
+#: Names, or how they begin, of flags that say how the weights change. Those of the same groups that
+#: divide the work and the memory are not among them.
 _WHAT_COUNTS = {
     "megatron": ("fp16", "fp32", "lr", "min_lr", "weight_decay", "start_weight_", "end_weight_", "adam_", "sgd_",
                  "clip_", "optimizer_name", "use_checkpoint_opt_", "override_opt_"),
@@ -42,7 +44,15 @@ _WHAT_COUNTS = {
 }  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"get_mismatch_metrics"})
 #: The same for flags of Megatron's that no group declares.
-_OF_TRANSFORMER = ("moe_router", "moe_aux", "moe_z", "moe_input_jitter", "attention_dropout", "hidden_dropout", "mtp_")
+_OF_TRANSFORMER = (
+    "moe_router",
+    "moe_aux",
+    "moe_z",
+    "moe_input_jitter",
+    "attention_dropout",
+    "hidden_dropout",
+    "mtp_",
+)
 _OF_MEMORY = ("offload", "overlap", "barrier", "fusion")
 
 
@@ -68,11 +78,16 @@ class PushLog:
         config: says how this launch trains, and what weights a run begins with.
     Attributes:
         earlier: pushes by earlier launches, in their order; what is no whole line is left out.
-        gone: versions that training cannot come to again. Whoever has samples of them generates these anew.
+        gone: versions that training cannot come to again. Whoever has samples of them generates
+            these anew.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
-        self._path, self._training, self._initial = folder / "pushes.jsonl", training_of(config), initial_of(config)
+        self._path, self._training, self._initial = (
+            folder / "pushes.jsonl",
+            training_of(config),
+            initial_of(config),
+        )
         self.earlier, self._is_damaged = _read(self._path)
         self._of = {push.version: push for push in self.earlier}
         self._lineages: dict[int, str] = {}
@@ -90,7 +105,11 @@ class PushLog:
         self._lineages = {trained: _next(self._initial, str(trained)), **known}
         self.gone = frozenset(v for v, push in self._of.items() if not self._is_on_the_way(push))
         if self._is_damaged:  # what a line that cannot be read said of its version is not known
-            self.gone |= {number for number in range(1, max(self._of, default=0) + 1) if number not in self._of}
+            self.gone |= {
+                number
+                for number in range(1, max(self._of, default=0) + 1)
+                if number not in self._of
+            }
         self._begins = True
 
     def _is_on_the_way(self, push: Push) -> bool:
@@ -105,15 +124,21 @@ class PushLog:
         return self._lineages.get(trained)
 
     def recent_lineages(self, trained: int) -> dict[int, str]:
-        """Rollouts trained on → lineage, up to a checkpoint after ``trained`` of them, for that checkpoint."""
+        """Rollouts trained on → lineage, up to a checkpoint after ``trained`` of them, for that
+        checkpoint."""
         self._lineage(trained)
-        return {count: self._lineages[count] for count in sorted(self._lineages) if trained - _KEPT < count <= trained}
+        return {
+            count: self._lineages[count]
+            for count in sorted(self._lineages)
+            if trained - _KEPT < count <= trained
+        }
 
     def note(self, version: int, trained: int) -> None:
         """Weights were pushed after ``trained`` rollouts had been trained on."""
         push = Push(version, trained, self._lineage(trained) or "")
         if self.gone and self._begins:
-            # what a crash or a full disk has kept from being noted may be of the same lives as what is gone
+            # what a crash or a full disk has kept from being noted may be of the same lives as what
+            # is gone
             self.gone |= {number for number in range(1, version) if number not in self._of}
         self._begins = False
         self._of[version] = push
@@ -143,7 +168,10 @@ def _read(path: Path) -> tuple[list[Push], bool]:
             row = parse_json(line)
             push = Push(row["version"], row["trained"], row.get("lineage", ""))
             is_whole = [type(value) for value in push] == [int, int, str]
-            is_whole &= row.get("checksum") in (None, _checksum(push))  # an earlier release wrote none
+            is_whole &= row.get("checksum") in (
+                None,
+                _checksum(push),
+            )  # an earlier release wrote none
         except (ValueError, KeyError, TypeError, AttributeError):
             is_whole = False
         if is_whole:
@@ -163,21 +191,33 @@ def _next(lineage: str, step: str) -> str:
     return xxhash.xxh3_64_hexdigest(f"{lineage} {step}".encode())
 
 
-# -- what weights depend on --------------------------------------------------------------------------------------------
+# -- what weights depend on
+# --------------------------------------------------------------------------------------------
 
 
 def training_of(config: Config) -> str:
-    """A text that tells apart what makes other weights out of the same weights and samples: flags of the algorithm and
-    of the optimizer, and the files of the user's own functions in them."""
+    """A text that tells apart what makes other weights out of the same weights and samples: flags
+    of the algorithm and of the optimizer, and the files of the user's own functions in them."""
     values: dict[str, Any] = {}
     for group, beginnings in _WHAT_COUNTS.items():
-        values |= {name: value for name, value in vars(getattr(config, group)).items() if name.startswith(beginnings)}
+        values |= {
+            name: value
+            for name, value in vars(getattr(config, group)).items()
+            if name.startswith(beginnings)
+        }
     megatron = config.megatron
     checkpoint = config.checkpoint
     values |= {f"optimizer.{name}": value for name, value in megatron.optimizer.items()}
-    values |= {name: value for name, value in megatron.transformer.items() if name.startswith(_OF_TRANSFORMER)}
+    values |= {
+        name: value
+        for name, value in megatron.transformer.items()
+        if name.startswith(_OF_TRANSFORMER)
+    }
     if config.algorithm.needs_reference:
-        values |= {"ref_load": _content(checkpoint.ref_load), "ref_ckpt_step": checkpoint.ref_ckpt_step}
+        values |= {
+            "ref_load": _content(checkpoint.ref_load),
+            "ref_ckpt_step": checkpoint.ref_ckpt_step,
+        }
     if _goes_by_length(config):
         values |= {"num_rollout": config.rollout.num_rollout, "num_epoch": config.data.num_epoch}
     values = {
@@ -185,14 +225,22 @@ def training_of(config: Config) -> str:
         for name, value in values.items()
         if name not in _WITHOUT_EFFECT and not any(word in name for word in _OF_MEMORY)
     }
-    functions = [value for name, value in values.items() if name.endswith("_path") and isinstance(value, str) and value]
+    functions = [
+        value
+        for name, value in values.items()
+        if name.endswith("_path") and isinstance(value, str) and value
+    ]
     return fingerprint(json_safe([values, config.extra]), functions)
 
 
 def trains_with(flag: str) -> bool:
-    """Whether other weights come out of training where this flag, or the function that it names, is another."""
+    """Whether other weights come out of training where this flag, or the function that it names, is
+    another."""
     spec = all_flags()[flag]
-    return spec.attribute.startswith(_WHAT_COUNTS.get(spec.group, ())) and spec.attribute not in _WITHOUT_EFFECT
+    return (
+        spec.attribute.startswith(_WHAT_COUNTS.get(spec.group, ()))
+        and spec.attribute not in _WITHOUT_EFFECT
+    )
 
 
 def _goes_by_length(config: Config) -> bool:
@@ -208,7 +256,12 @@ def initial_of(config: Config) -> str:
     flags = config.checkpoint
     load = _place(flags.load)
     own = load is not None and load == _place(flags.save)
-    begun = [None if own else load, None if own else flags.ckpt_step, flags.finetune, flags.ref_ckpt_step]
+    begun = [
+        None if own else load,
+        None if own else flags.ckpt_step,
+        flags.finetune,
+        flags.ref_ckpt_step,
+    ]
     return fingerprint([_content(flags.hf_checkpoint), _content(flags.ref_load), *begun], [])
 
 

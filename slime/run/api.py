@@ -7,8 +7,9 @@
     run = slime.train(model="path/to/model", data=rows, reward=exact)
     run.series("rollout/raw_reward"), run.samples(-1)[0]["response"], run.model
 
-The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or Megatron-core comes into this
-one, a notebook's kernel stays as it is, and a run that fails takes nothing with it.
+The run is what ``slime train`` would be, a driver process of its own: nothing of Ray or
+Megatron-core comes into this one, a notebook's kernel stays as it is, and a run that fails takes
+nothing with it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from slime.processes.host import python_module
 from slime.processes.owner import die_with_parent
 from slime.user_code.loading import check_signature, save_function
 
-#: Columns of data sets that people train on, looked for where --input-key and --label-key are not given.
+#: Columns of data sets that people train on, looked for where --input-key and --label-key are not
+#: given.
 _INPUT_KEYS = ("prompt", "question", "problem", "messages", "input")
 _LABEL_KEYS = ("label", "answer", "solution")
 _LAST_LINES = 40
@@ -50,13 +52,16 @@ _LAST_LINES = 40
 _INPUTS = "inputs"
 #: As `slime.__main__.guarded` prints it.
 _ERROR = re.compile(
-    r"(?:^|\n)error: (?P<what>(?:(?!\nerror: ).)*?)(?:\n  why: (?P<why>.*?))?(?:\n  fix: (?P<fix>.*))?$", re.DOTALL
+    r"(?:^|\n)error: (?P<what>(?:(?!\nerror: ).)*?)(?:\n  why: (?P<why>.*?))?(?:\n  fix: "
+    r"(?P<fix>.*))?$",
+    re.DOTALL,
 )
 #: Of the command line, in a message.
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
 #: A driver that was told to end saves first; one that cannot is killed.
 _STOP_SECONDS = 600.0
-#: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may be a short one.
+#: Its thread starts the drivers: the kernel ends them with the thread that did, and a caller's may
+#: be a short one.
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="slime-start")
 
 
@@ -75,19 +80,23 @@ def train(
 
     Args:
         model: a Hugging Face directory, ``--hf-checkpoint``.
-        data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns named as usual (prompt,
-            question, messages …; label, answer …) are found; ``input_key`` and ``label_key`` name others. All of it is
-            gone through once, unless ``num_rollout`` (steps) or ``num_epoch`` says how long.
-        reward: a function, also one that is defined in a notebook or in ``__main__``; the name of a built-in one
-            ("math"), or the path of a function. A function takes what its parameters are called, of ``response``,
-            ``label``, ``prompt``, ``metadata`` and ``sample``, or ``(args, sample, **kwargs)`` as in
-            `slime.user_code.hooks`.
-        eval_data: the same as ``data``, for an evaluation before and after training (``eval_interval`` for more).
-        name, output_dir: the run folder is ``output_dir/name``; the name is the time when it is left out. What is
-            passed to the run (rows, functions, flags), and what it says, are in ``output_dir/inputs/name``.
-        wait: come back when the run has ended. Ctrl-C then stops it as SIGTERM does: it saves what it has learned.
-        flags: every flag of ``slime train`` with underscores; ``save`` is ``"{run}/checkpoints"`` unless it is given.
-            Functions and classes where a flag takes the path of one.
+        data: prompts: the path of a file, a list of dicts, or a `datasets.Dataset`. Columns named
+            as usual (prompt, question, messages …; label, answer …) are found; ``input_key`` and
+            ``label_key`` name others. All of it is gone through once, unless ``num_rollout``
+            (steps) or ``num_epoch`` says how long.
+        reward: a function, also one that is defined in a notebook or in ``__main__``; the name of a
+            built-in one ("math"), or the path of a function. A function takes what its parameters
+            are called, of ``response``, ``label``, ``prompt``, ``metadata`` and ``sample``, or
+            ``(args, sample, **kwargs)`` as in `slime.user_code.hooks`.
+        eval_data: the same as ``data``, for an evaluation before and after training
+            (``eval_interval`` for more).
+        name, output_dir: the run folder is ``output_dir/name``; the name is the time when it is
+            left out. What is passed to the run (rows, functions, flags), and what it says, are in
+            ``output_dir/inputs/name``.
+        wait: come back when the run has ended. Ctrl-C then stops it as SIGTERM does: it saves what
+            it has learned.
+        flags: every flag of ``slime train`` with underscores; ``save`` is ``"{run}/checkpoints"``
+            unless it is given. Functions and classes where a flag takes the path of one.
 
     Raises:
         RunFailed: the run ended with an error; carries its message.
@@ -99,14 +108,19 @@ def train(
         ('finished', 0.73)
     """
     if not isinstance(model, str | Path):
-        raise UserError(f"model is a {type(model).__name__}", fix="pass the path of a Hugging Face directory")
+        raise UserError(
+            f"model is a {type(model).__name__}", fix="pass the path of a Hugging Face directory"
+        )
     settings: dict[str, Any] = {"hf_checkpoint": str(model), "save": "{run}/checkpoints"}
     if callable(reward):
         settings["custom_rm_path"] = reward if flags.get("group_rm") else _by_name(reward)
     elif isinstance(reward, str):
         settings["custom_rm_path" if "." in reward or ":" in reward else "rm_type"] = reward
     elif reward is not None:
-        raise UserError(f"reward is a {type(reward).__name__}", fix="pass a function, or the name of a built-in reward")
+        raise UserError(
+            f"reward is a {type(reward).__name__}",
+            fix="pass a function, or the name of a built-in reward",
+        )
     if {"num_rollout", "num_epoch"}.isdisjoint(flags):
         settings["num_epoch"] = 1
     settings |= flags
@@ -118,7 +132,9 @@ def train(
 
     inputs = _claim(Path(output_dir) / _INPUTS, name)
     name = name or inputs.name
-    files = {part: str(_written(content, inputs / f"{part}.jsonl")) for part, content in rows.items()}
+    files = {
+        part: str(_written(content, inputs / f"{part}.jsonl")) for part, content in rows.items()
+    }
     settings |= {"prompt_data": files["train"], "output_dir": str(output_dir), "run_name": name}
     if "eval" in files:
         settings["eval_prompt_data"] = ["eval", files["eval"]]
@@ -148,11 +164,13 @@ class TrainingRun:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._is_awaited = False
 
-    # -- what there is ---------------------------------------------------------------------------------
+    # -- what there is
+    # ---------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """ "starting", "running", "finished", "stopped" or "interrupted" (it can go on), or "failed"."""
+        """ "starting", "running", "finished", "stopped" or "interrupted" (it can go on), or
+        "failed"."""
         if self._process is not None and self._process.poll() not in (None, 0):
             return "failed"
         said = RunFolder(self.path).state() or "starting"
@@ -161,7 +179,11 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per step so far (docs/metrics.md)."""
-        return [row for rows in rows_by_stage(read_lines(self.path / "metrics.jsonl")).values() for row in rows]
+        return [
+            row
+            for rows in rows_by_stage(read_lines(self.path / "metrics.jsonl")).values()
+            for row in rows
+        ]
 
     def series(self, name: str) -> list[float]:
         """The values of one metric, over the steps that have it."""
@@ -173,7 +195,10 @@ class TrainingRun:
         Raises:
             UserError: there is no such step yet.
         """
-        files = {int(file.stem.split("_")[1]) + 1: file for file in (self.path / "samples").glob("rollout_*.jsonl")}
+        files = {
+            int(file.stem.split("_")[1]) + 1: file
+            for file in (self.path / "samples").glob("rollout_*.jsonl")
+        }
         chosen = sorted(files)[step] if step < 0 and -step <= len(files) else step
         if chosen not in files:
             there = f"steps {min(files)} to {max(files)}" if files else "none"
@@ -196,7 +221,8 @@ class TrainingRun:
             raise UserError(
                 f"the newest model of {self.path} is the checkpoint {newest.path}",
                 why=f"the run is {self.state}; it exports the model when it ends",
-                fix=f"`slime chat {self.path}`, serve and export convert it; to go on from it, train with load=",
+                fix=f"`slime chat {self.path}`, serve and export convert it; to go on from it, "
+                "train with load=",
             )
         return newest.path
 
@@ -207,10 +233,15 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         rewards = self.series("rollout/raw_reward")
-        shown = f", reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(rewards)} steps" if rewards else ""
+        shown = (
+            f", reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(rewards)} steps"
+            if rewards
+            else ""
+        )
         return f"<run {self.path}: {self.state}{shown}>"
 
-    # -- what can be done --------------------------------------------------------------------------------
+    # -- what can be done
+    # --------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> TrainingRun:
         """Until the run has ended.
@@ -219,7 +250,8 @@ class TrainingRun:
             timeout: seconds after which to come back anyway; the run goes on.
         Raises:
             RunFailed: it ended with an error.
-            KeyboardInterrupt: after Ctrl-C, once the run has saved and left; a second one ends it at once.
+            KeyboardInterrupt: after Ctrl-C, once the run has saved and left; a second one ends it
+                at once.
         """
         if self._process is None:
             return self
@@ -239,7 +271,9 @@ class TrainingRun:
         if self._process.returncode:
             said = "".join(self._last_lines).strip()
             if (told := _ERROR.search(said)) is None:
-                raise RunFailed(f"the run {self.path} ended with status {self._process.returncode}", why=said)
+                raise RunFailed(
+                    f"the run {self.path} ended with status {self._process.returncode}", why=said
+                )
             with _python_words():
                 raise RunFailed(told["what"], why=told["why"] or "", fix=told["fix"] or "")
         return self
@@ -257,14 +291,16 @@ class TrainingRun:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise RunFailed(
-                f"the run {self.path} did not end within {_STOP_SECONDS:.0f} s of SIGTERM, and is killed",
+                f"the run {self.path} did not end within {_STOP_SECONDS:.0f} s of SIGTERM, and is "
+                "killed",
                 fix=f"what it said: {self.path.parent / _INPUTS}",
             ) from error
         finally:
             self._process.kill()
 
     def _start(self, command: list[str], log: Path) -> None:
-        """A driver in a session of its own: Ctrl-C is for this process, which passes it on as it should be.
+        """A driver in a session of its own: Ctrl-C is for this process, which passes it on as it
+        should be.
 
         What it says goes to a file: through a pipe it could not end well when this process is gone.
         """
@@ -282,7 +318,9 @@ class TrainingRun:
                 )
 
             self._process = _STARTER.submit(start).result()
-        self._printer = threading.Thread(target=self._print, args=(log, LinePrinter()), name="slime-run", daemon=True)
+        self._printer = threading.Thread(
+            target=self._print, args=(log, LinePrinter()), name="slime-run", daemon=True
+        )
         self._printer.start()
 
     def _print(self, log: Path, printer: LinePrinter) -> None:
@@ -294,7 +332,9 @@ class TrainingRun:
                 has_ended = self._process.poll() is not None
                 while line := lines.readline():
                     self._last_lines.append(line)
-                    is_error = is_error or (self._is_awaited and line.startswith("error: "))  # which `wait` raises
+                    is_error = is_error or (
+                        self._is_awaited and line.startswith("error: ")
+                    )  # which `wait` raises
                     if not is_error:
                         printer.add(line)
                 printer.refresh(at_once=has_ended)
@@ -311,16 +351,24 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
     """
     from slime.config.parse import given_by_name
 
-    given_by_name({name: "a.function" if callable(value) else _plain(value) for name, value in settings.items()})
+    given_by_name(
+        {
+            name: "a.function" if callable(value) else _plain(value)
+            for name, value in settings.items()
+        }
+    )
 
 
 @contextlib.contextmanager
 def _python_words() -> Iterator[None]:
-    """What is said of flags of the command line is said of arguments: ``input_key`` for --input-key."""
+    """What is said of flags of the command line is said of arguments: ``input_key`` for
+    --input-key."""
     try:
         yield
     except UserError as error:
-        said = (_OPTION.sub(lambda option: option[1].replace("-", "_"), part) for part in error.args)
+        said = (
+            _OPTION.sub(lambda option: option[1].replace("-", "_"), part) for part in error.args
+        )
         raise type(error)(*said) from error.__cause__
 
 
@@ -333,11 +381,14 @@ def _check_name(output_dir: Path, name: str | None, flags: Mapping[str, Any]) ->
     folder = output_dir / name
     if (folder / "checkpoints").exists():
         fix = f"choose another name, leave it out, or go on with that run: slime resume {folder}"
-        raise UserError(f"there is a run {folder} already", why="its checkpoints would be written over", fix=fix)
+        raise UserError(
+            f"there is a run {folder} already", why="its checkpoints would be written over", fix=fix
+        )
 
 
 def _claim(folder: Path, name: str | None) -> Path:
-    """A new folder in ``folder`` for what is handed to a run: nothing is written over what an earlier one was given.
+    """A new folder in ``folder`` for what is handed to a run: nothing is written over what an
+    earlier one was given.
 
     Raises:
         UserError: the name is that of the folder of all of them.
@@ -363,12 +414,17 @@ def _rows(data: Any) -> str | list[dict[str, Any]]:
         return str(data)
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         raise UserError(
-            f"data is a {type(data).__name__}", fix="pass a path, a list of dicts, or a datasets.Dataset of one split"
+            f"data is a {type(data).__name__}",
+            fix="pass a path, a list of dicts, or a datasets.Dataset of one split",
         )
     rows = list(data)
     strange = next((row for row in rows if not isinstance(row, Mapping)), None)
     if strange is not None or not rows:
-        raise UserError("data has no rows" if not rows else f"a row of data is a {type(strange).__name__}, no dict")
+        raise UserError(
+            "data has no rows"
+            if not rows
+            else f"a row of data is a {type(strange).__name__}, no dict"
+        )
     try:
         json.dumps(rows, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -380,7 +436,9 @@ def _written(rows: str | list[dict[str, Any]], file: Path) -> str | Path:
     """The path of the rows, written to ``file`` where they have none."""
     if isinstance(rows, str):
         return rows
-    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    write_atomically(
+        file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    )
     return file
 
 
@@ -388,7 +446,8 @@ def _keys(rows: str | list[dict[str, Any]], settings: Mapping[str, Any]) -> dict
     """--input-key and --label-key by the columns of the first row, where they are not given.
 
     Raises:
-        UserError: there is no such file, it has no rows, or no column that is known for what is needed.
+        UserError: there is no such file, it has no rows, or no column that is known for what is
+            needed.
     """
     from slime.prompts.readers import iter_rows
 
@@ -413,9 +472,13 @@ def _needed(settings: Mapping[str, Any]) -> dict[str, str]:
 
     reward = settings.get("custom_rm_path")
     labels = isinstance(reward, RewardByName) and "label" in reward.required
-    if settings.get("data_source_path") or settings.get("rollout_function_path"):  # which read the rows as they like
+    if settings.get("data_source_path") or settings.get(
+        "rollout_function_path"
+    ):  # which read the rows as they like
         return {}
-    return {"input_key": "the prompts"} | ({"label_key": "the label that the reward takes"} if labels else {})
+    return {"input_key": "the prompts"} | (
+        {"label_key": "the label that the reward takes"} if labels else {}
+    )
 
 
 def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -435,7 +498,9 @@ def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     try:
         check_signature(named, RewardFunction, "reward")
-        misspelt = named is function and {"response", "label", "prompt"} & set(inspect.signature(function).parameters)
+        misspelt = named is function and {"response", "label", "prompt"} & set(
+            inspect.signature(function).parameters
+        )
     except (UserError, ValueError) as error:  # a builtin has no signature
         raise wrong from error
     if misspelt:

@@ -1,6 +1,8 @@
-"""What a run reads that may change between two of its launches: data, models, functions of the user's own.
+"""What a run reads that may change between two of its launches: data, models, functions of the
+user's own.
 
-Each launch notes fingerprints of them in ``run.json``. The next launch compares, and says what follows.
+Each launch notes fingerprints of them in ``run.json``. The next launch compares, and says what
+follows.
 """
 
 from __future__ import annotations
@@ -28,39 +30,57 @@ def fingerprints(config: Config) -> dict[str, str]:
 
     Example:
         >>> fingerprints(config)                                                              # doctest: +SKIP
-        {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path mine.reward': …}
+        {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path
+        mine.reward': …}
     """
-    return {f"{option_of(flag)} {value}": found for flag, value in _inputs(config) if (found := _print(flag, value))}
+    return {
+        f"{option_of(flag)} {value}": found
+        for flag, value in _inputs(config)
+        if (found := _print(flag, value))
+    }
 
 
-def changes(config: Config, now: Mapping[str, str], before: Mapping[str, Any], checkpoint: Path | None) -> list[str]:
+def changes(
+    config: Config, now: Mapping[str, str], before: Mapping[str, Any], checkpoint: Path | None
+) -> list[str]:
     """A line for each input that an earlier launch read with other content.
 
     Args:
-        now, before: `fingerprints` of this launch and of that one; a flag that names something else now was changed on
-            purpose.
+        now, before: `fingerprints` of this launch and of that one; a flag that names something else
+            now was changed on purpose.
         checkpoint: that the run goes on from; None where it has none yet.
     """
-    weights = f"the weights are those of {checkpoint}" if checkpoint else "the run begins anew with the weights of it"
+    weights = (
+        f"the weights are those of {checkpoint}"
+        if checkpoint
+        else "the run begins anew with the weights of it"
+    )
     return [
         f"{name} has changed since the last launch of this run: {_what_follows(flag, weights)}"
         for flag, value in _inputs(config)
-        if (name := f"{option_of(flag)} {value}") in now and before.get(name) not in (None, now[name])
+        if (name := f"{option_of(flag)} {value}") in now
+        and before.get(name) not in (None, now[name])
     ]
 
 
 def _what_follows(flag: str, weights: str) -> str:
     if flag == "prompt_data":
         return (
-            "groups in the journal whose prompt and label are the same are trained on as they are, others are generated"
-            " again; the position in the data is kept if the number of rows and the first, middle and last of them are"
+            "groups in the journal whose prompt and label are the same are trained on as they "
+            "are, others are generated"
+            " again; the position in the data is kept if the number of rows and the first, middle "
+            "and last of them are"
             f" the same, else prompts are drawn from the beginning; {_STAYS}"
         )
     if flag == "eval_prompt_data":
-        return "scores before and after do not compare; training, the journal and the position in the data stay"
+        return (
+            "scores before and after do not compare; training, the journal and the position in "
+            "the data stay"
+        )
     if flag == "hf_checkpoint":
         return (
-            f"{weights}, its config, tokenizer and chat template are taken from now on; {_AGAIN}; the position in the"
+            f"{weights}, its config, tokenizer and chat template are taken from now on; {_AGAIN}; "
+            "the position in the"
             " data stays"
         )
     if flag == "ref_load":
@@ -68,15 +88,22 @@ def _what_follows(flag: str, weights: str) -> str:
     if flag in MAKERS:
         return f"{_AGAIN} with it; the position in the data and the weights stay"
     if flag == "data_source_path":
-        return f"groups in the journal whose prompt and label are the same stay; where it draws is its own; {_STAYS}"
+        return (
+            "groups in the journal whose prompt and label are the same stay; where it draws is "
+            f"its own; {_STAYS}"
+        )
     if trains_with(flag):
         return _of_training()
-    return f"it counts from the next rollout on; the journal and the position in the data stay; {_STAYS}"
+    return (
+        "it counts from the next rollout on; the journal and the position in the data stay; "
+        f"{_STAYS}"
+    )
 
 
 def _of_training() -> str:
     return (
-        "groups in the journal by weights that were pushed after the checkpoint are generated again, others stay, as"
+        "groups in the journal by weights that were pushed after the checkpoint are generated "
+        "again, others stay, as"
         f" does the position in the data; {_STAYS}"
     )
 
@@ -89,7 +116,9 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         reads.append("ref_load")
     for flag in reads:
         value = flags.get(flag)
-        yield from ((flag, one) for one in (value if isinstance(value, (list, tuple)) else [value]) if one)
+        yield from (
+            (flag, one) for one in (value if isinstance(value, (list, tuple)) else [value]) if one
+        )
     yield from (("eval_prompt_data", path) for path in (flags["eval_prompt_data"] or ())[1::2])
 
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Process slots that a host without GPUs offers at least, and per core: trainer and engines take turns.
+#: Process slots that a host without GPUs offers at least, and per core: trainer and engines take
+#: turns.
 _MIN_SLOTS = 8
 _SLOTS_PER_CORE = 4
 _CONNECT_SECONDS = 5.0
@@ -51,7 +52,8 @@ _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def from_the_hub(config: Config) -> Config:
-    """The configuration with local copies in the place of names on the hub, downloaded where they are not here yet.
+    """The configuration with local copies in the place of names on the hub, downloaded where they
+    are not here yet.
 
     The names stay in ``origins``, and so in config.json.
 
@@ -72,7 +74,9 @@ def from_the_hub(config: Config) -> Config:
             local_data(dataset.path)
     if not local and copies == sets:
         return config
-    origins = config.origins | {flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()}
+    origins = config.origins | {
+        flag: f"{config.origins[flag]}: {name}" for flag, (name, _) in local.items()
+    }
     checkpoint = config.checkpoint
     rows = config.data
     if "hf_checkpoint" in local:
@@ -94,7 +98,8 @@ def check_flags(config: Config) -> None:
 
 
 def check_functions(args: Any) -> None:
-    """Functions of the user's can be imported and called, and so can what they import of slime when they are called.
+    """Functions of the user's can be imported and called, and so can what they import of slime when
+    they are called.
 
     Args:
         args: all flags (`Config.flat`).
@@ -105,22 +110,26 @@ def check_functions(args: Any) -> None:
 
 def warn_of_old_plugins(config: Config) -> None:
     """Say which defaults are those that a plugin of earlier versions was written for."""
-    kept = {"rollout_skip_special_tokens": "responses keep their special tokens", "label_type": "labels their type"}
+    kept = {
+        "rollout_skip_special_tokens": "responses keep their special tokens",
+        "label_type": "labels their type",
+    }
     said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
     if said:
         logger.warning(
-            "%s is written for the import paths of earlier versions, and so %s; %s give it what new code gets",
+            "%s is written for the import paths of earlier versions, and so %s; %s give it what " "new code gets",
             old_plugin(config), " and ".join(said.values()),
             " and ".join(f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip() for flag in said),
         )  # fmt: skip
 
 
-# -- models ------------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------------------------
 
 
 def check_architecture(config: Config) -> None:
-    """The model is of a known family, no flag contradicts it or would be ignored, and the parallel layout fits it.
-    Needs its config.json only."""
+    """The model is of a known family, no flag contradicts it or would be ignored, and the parallel
+    layout fits it. Needs its config.json only."""
     from slime.models import family_of
 
     flags = config.checkpoint
@@ -129,16 +138,24 @@ def check_architecture(config: Config) -> None:
     check_model_flags(config.megatron, spec)
     check_experts(merge_transformer(spec.transformer, config.megatron.transformer))
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
-    stops = {*config.rollout.rollout_stop_token_ids, *(one for d in eval_datasets(config) for one in d.stop_token_ids)}
+    stops = {
+        *config.rollout.rollout_stop_token_ids,
+        *(one for d in eval_datasets(config) for one in d.stop_token_ids),
+    }
     if beyond := sorted(one for one in stops if one >= spec.vocab_size):
         why = f"{flags.hf_checkpoint} has tokens 0 to {spec.vocab_size - 1}"
-        fix = "pass ids of its tokenizer (--rollout-stop-token-ids, stop_token_ids of an evaluation set)"
-        raise UserError(f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix)
+        fix = (
+            "pass ids of its tokenizer (--rollout-stop-token-ids, stop_token_ids of an evaluation "
+            "set)"
+        )
+        raise UserError(
+            f"{', '.join(map(str, beyond))} can stop no answer: there is no such token", why, fix
+        )
 
 
 def check_weights(config: Config, plan: LoadPlan) -> None:
-    """Every Hugging Face directory that will be read holds a known model, whole, and the same one. Engines alone read
-    quantised ones. What is loaded does not lie behind the end of the run."""
+    """Every Hugging Face directory that will be read holds a known model, whole, and the same one.
+    Engines alone read quantised ones. What is loaded does not lie behind the end of the run."""
     from slime.checkpoints.hf_files import HfReader
     from slime.models import family_of, read_hf_config
     from slime.models.spec import check_same_model
@@ -150,14 +167,18 @@ def check_weights(config: Config, plan: LoadPlan) -> None:
     family = family_of(flags.hf_checkpoint, flags.model_name)
     served = {Path(flags.hf_checkpoint)} if needs_engines(config) else set()
     plans = [plan, *([resolve_reference(config)] if config.algorithm.needs_reference else [])]
-    trained = {one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only}
+    trained = {
+        one.path for one in plans if one.kind == "hf" and not config.debug.debug_rollout_only
+    }
     spec = family.model_spec(flags.hf_checkpoint)
     for folder in sorted(served | trained):
         own = family_of(folder, flags.model_name).model_spec(folder)
         check_same_model(spec, own, folder)
         quantisation = Quantisation.read(read_hf_config(folder))
         if quantisation is not None and folder not in trained:
-            from slime.checkpoints.quantised_check import verify_quantised  # which needs torch, as others do not
+            from slime.checkpoints.quantised_check import (
+                verify_quantised,
+            )  # which needs torch, as others do not
 
             verify_quantised(folder, family, own, quantisation)
         else:
@@ -172,19 +193,22 @@ def check_engine_flags(config: Config) -> None:
         for model in engine.served_models(config):
             if not model.is_policy and not joins_cluster(config) and not Path(model.path).is_dir():
                 raise UserError(
-                    f"--sglang-config: model {model.name} has the model_path {model.path}, which is no folder here",
+                    f"--sglang-config: model {model.name} has the model_path {model.path}, which "
+                    "is no folder here",
                     fix="name a Hugging Face directory",
                 )
 
 
 def check_engine(config: Config) -> None:
-    """Engines of the kind that is asked for can be started here; the nodes of a cluster look for themselves."""
+    """Engines of the kind that is asked for can be started here; the nodes of a cluster look for
+    themselves."""
     if needs_engines(config) and PlacementPlan.of(config).num_engines and not joins_cluster(config):
         engine_of(config).check_installed()
 
 
 def check_external_engines(config: Config) -> None:
-    """Engines that others have started answer, and can take part as far as they say so without being compared."""
+    """Engines that others have started answer, and can take part as far as they say so without
+    being compared."""
     for url in named(config) if needs_engines(config) else ():
         check_fit(config, url, replace(ask(url), tokens=None), None, lambda warning: None)
 
@@ -199,7 +223,8 @@ def check_transformer_engine(config: Config) -> None:
 
 
 def check_context(config: Config) -> None:
-    """The model was made for sequences as long as the limits allow; generation stops at them, and so may training.
+    """The model was made for sequences as long as the limits allow; generation stops at them, and
+    so may training.
 
     Raises:
         UserError: the responses alone are longer.
@@ -216,7 +241,9 @@ def check_context(config: Config) -> None:
     if isinstance(factor, int | float) and (hf_config.get("rope_scaling") or {}).get(
         "original_max_position_embeddings"
     ):
-        context = max(context, int(factor * hf_config["rope_scaling"]["original_max_position_embeddings"]))
+        context = max(
+            context, int(factor * hf_config["rope_scaling"]["original_max_position_embeddings"])
+        )
     limits = {"--rollout-max-response-len": config.rollout.rollout_max_response_len}
     if config.eval.eval_prompt_data or config.eval.eval_config:
         limits["--eval-max-response-len"] = config.eval.eval_max_response_len
@@ -236,13 +263,14 @@ def check_context(config: Config) -> None:
     longest = min(longest, config.rollout.rollout_max_context_len or longest)
     if longest > context:
         logger.warning(
-            "prompts of up to %s tokens and responses of up to %d are more than the model's context of %d tokens (%s):"
+            "prompts of up to %s tokens and responses of up to %d are more than the model's " "context of %d tokens (%s):"
             " long answers are cut there; --rollout-max-context-len %d states the limit",
             prompt, config.rollout.rollout_max_response_len, context, why, context,
         )  # fmt: skip
 
 
-# -- rewards -----------------------------------------------------------------------------------------------
+# -- rewards
+# -----------------------------------------------------------------------------------------------
 
 
 def check_rewards(config: Config) -> None:
@@ -258,41 +286,60 @@ def check_rewards(config: Config) -> None:
     for dataset in datasets:
         if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
             logger.warning(
-                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and may read it)",
+                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and " "may read it)",
                 dataset.name, dataset.rm_type, judge,
             )  # fmt: skip
         if dataset.custom_rm_path:
-            check_signature(load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path)
+            check_signature(
+                load_function(dataset.custom_rm_path), RewardFunction, dataset.custom_rm_path
+            )
     if reward.custom_rm_path and _rows_name_rewards(config, unreadable=False):
         logger.warning(
-            "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and may read it)",
+            "--prompt-data: the rm_type in its rows has no effect, as %s gives the rewards (and "
+            "may read it)",
             reward.custom_rm_path,
         )
     if not _has_rewards(config):
         raise UserError(
             "there is no reward function",
-            why="neither --rm-type nor --custom-rm-path is set, and the first rows name no rm_type in their metadata",
+            why="neither --rm-type nor --custom-rm-path is set, and the first rows name no "
+            "rm_type in their metadata",
             fix="pass one of them; --rm-type math compares with the label",
         )
-    asks = {str(rm_type).removeprefix("boxed_") for rm_type in (reward.rm_type, *(d.rm_type for d in datasets))}
+    asks = {
+        str(rm_type).removeprefix("boxed_")
+        for rm_type in (reward.rm_type, *(d.rm_type for d in datasets))
+    }
     if "remote_rm" in asks and not reward.rm_url:
-        raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+        raise UserError(
+            "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
+        )
 
 
 def _has_rewards(config: Config) -> bool:
-    """Something gives samples a reward, or may do so: functions of the user's own are given the benefit of doubt."""
+    """Something gives samples a reward, or may do so: functions of the user's own are given the
+    benefit of doubt."""
     rollout = config.rollout
     data = config.data
-    if config.reward.rm_type or config.reward.custom_rm_path or config.algorithm.loss_type == "sft_loss":
+    if (
+        config.reward.rm_type
+        or config.reward.custom_rm_path
+        or config.algorithm.loss_type == "sft_loss"
+    ):
         return True
-    own = rollout.custom_generate_function_path or rollout.rollout_function_path or data.data_source_path
+    own = (
+        rollout.custom_generate_function_path
+        or rollout.rollout_function_path
+        or data.data_source_path
+    )
     if own or rollout.num_rollout == 0 or config.debug.debug_train_only or not data.prompt_data:
         return True
     return _rows_name_rewards(config, unreadable=True)
 
 
 def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
-    """Whether one of the first rows has an rm_type of its own; ``unreadable`` for rows of which nobody can tell.
+    """Whether one of the first rows has an rm_type of its own; ``unreadable`` for rows of which
+    nobody can tell.
 
     What is wrong with those is for ``check_data`` to say, which counts them.
     """
@@ -302,17 +349,22 @@ def _rows_name_rewards(config: Config, *, unreadable: bool) -> bool:
     if not data.prompt_data or config.debug.debug_train_only:
         return False
     try:
-        first = [row.get(data.metadata_key) for _, row in itertools.islice(iter_rows(data.prompt_data), 10)]
+        first = [
+            row.get(data.metadata_key)
+            for _, row in itertools.islice(iter_rows(data.prompt_data), 10)
+        ]
     except UserError:
         return unreadable
     return any(isinstance(metadata, dict | str) and "rm_type" in metadata for metadata in first)
 
 
-# -- data --------------------------------------------------------------------------------------------------
+# -- data
+# --------------------------------------------------------------------------------------------------
 
 
 def check_data(config: Config) -> None:
-    """Rows of all data sets can be used (see `slime.rollout.validate_rows`); dumps that are to be loaded are there.
+    """Rows of all data sets can be used (see `slime.rollout.validate_rows`); dumps that are to be
+    loaded are there.
 
     Raises:
         UserError: everything that is wrong with the data.
@@ -347,7 +399,9 @@ def data_report(config: Config, tokenizer: Any = None) -> DataReport:
     assert config.checkpoint.hf_checkpoint is not None
     if tokenizer is None:
         tokenizer = load_tokenizer(
-            config.checkpoint.hf_checkpoint, without_torch=True, trust_remote_code=config.checkpoint.trust_remote_code
+            config.checkpoint.hf_checkpoint,
+            without_torch=True,
+            trust_remote_code=config.checkpoint.trust_remote_code,
         )
     report = validate_data(config, tokenizer)
     size = report.sizes.get(str(config.data.prompt_data))
@@ -366,7 +420,11 @@ def _split_notices(config: Config) -> Iterator[str]:
     paths: list[tuple[str, tuple[str, ...]]] = []
     if config.data.prompt_data:
         paths.append((config.data.prompt_data, TRAINING))
-    paths += [] if config.eval.eval_function_path else [(one.path, EVALUATION) for one in eval_datasets(config)]
+    paths += (
+        []
+        if config.eval.eval_function_path
+        else [(one.path, EVALUATION) for one in eval_datasets(config)]
+    )
     for path, splits in paths:
         if notice := split_notice(path, splits):
             yield notice
@@ -379,14 +437,17 @@ def _check_batch(config: Config, size: DataSize) -> None:
         return
     left_out = size.num_rows - size.num_kept
     raise UserError(
-        f"{config.data.prompt_data} has {size.num_kept} prompts, less than one --rollout-batch-size of {wanted}",
+        f"{config.data.prompt_data} has {size.num_kept} prompts, less than one "
+        f"--rollout-batch-size of {wanted}",
         why=f"{left_out} of {size.num_rows} are left out, as the warnings say" if left_out else "",
-        fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts are then used again"
+        fix="lower --rollout-batch-size, or pass --num-rollout instead of --num-epoch (prompts "
+        "are then used again"
         " in a new epoch)",
     )
 
 
-# -- outputs -----------------------------------------------------------------------------------------------
+# -- outputs
+# -----------------------------------------------------------------------------------------------
 
 
 def check_outputs(config: Config) -> None:
@@ -401,7 +462,10 @@ def check_outputs(config: Config) -> None:
         "--dump-details": config.debug.dump_details,
     }
     observe = config.observe
-    claimed = (Path(observe.output_dir, observe.run_name), Path(config.checkpoint.save or observe.output_dir))
+    claimed = (
+        Path(observe.output_dir, observe.run_name),
+        Path(config.checkpoint.save or observe.output_dir),
+    )
     own = [folder.resolve() for folder in claimed]
     for flag, value in flags.items():
         if value:
@@ -416,7 +480,8 @@ def warn_if_nothing_is_kept(config: Config) -> None:
     keeps = config.checkpoint.save or config.checkpoint.save_hf
     if not (keeps or config.debug.debug_rollout_only or config.rollout.num_rollout == 0):
         logger.warning(
-            "nothing of this training will be kept: leave --no-save out for checkpoints and the model at the end, both"
+            "nothing of this training will be kept: leave --no-save out for checkpoints and the "
+            "model at the end, both"
             " in the run folder, or pass --save-hf DIR for the model alone"
         )
 
@@ -449,10 +514,15 @@ def _check_writable(flag: str, path: Path) -> None:
         why = f"{nearest} cannot be written by this user"
     else:
         return
-    raise UserError(f"{flag} {path} cannot be made", why=why, fix=f"pass {flag} with a directory you can write to")
+    raise UserError(
+        f"{flag} {path} cannot be made",
+        why=why,
+        fix=f"pass {flag} with a directory you can write to",
+    )
 
 
-# -- size --------------------------------------------------------------------------------------------------
+# -- size
+# --------------------------------------------------------------------------------------------------
 
 
 def joins_cluster(config: Config) -> bool:
@@ -461,7 +531,8 @@ def joins_cluster(config: Config) -> bool:
 
 
 def check_slots(config: Config) -> None:
-    """A local Ray has this host's GPUs; without any, process slots, but not more than it can carry."""
+    """A local Ray has this host's GPUs; without any, process slots, but not more than it can
+    carry."""
     address = joined_cluster(config)
     if address is not None:
         _check_answers(address)
@@ -471,17 +542,23 @@ def check_slots(config: Config) -> None:
     cores = num_cpus()
     if gpus and config.cluster.num_gpus_per_node > gpus:
         raise UserError(
-            f"--num-gpus-per-node is {config.cluster.num_gpus_per_node}, and this host has {gpus} GPUs",
+            f"--num-gpus-per-node is {config.cluster.num_gpus_per_node}, and this host has {gpus} "
+            "GPUs",
             fix="leave it out, or join a Ray cluster of such hosts with --ray-address",
         )
     limit = gpus or max(_MIN_SLOTS, _SLOTS_PER_CORE * cores)
     if plan.total <= limit:
         return
-    here = f"this host has {gpus} GPUs" if gpus else f"this host has no GPU, and its {cores} cores carry {limit}"
+    here = (
+        f"this host has {gpus} GPUs"
+        if gpus
+        else f"this host has no GPU, and its {cores} cores carry {limit}"
+    )
     raise UserError(
         f"this run needs {plan.total} {'GPUs' if gpus else 'process slots (CPUs)'}, {here}",
         why=plan.formula,
-        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share them, or join a Ray "
+        fix="lower --actor-num-gpus-per-node or --rollout-num-gpus, pass --colocate to share "
+        "them, or join a Ray "
         "cluster with --ray-address",
     )
 
@@ -505,14 +582,15 @@ def _check_answers(address: str) -> None:
     if not answers:
         raise UserError(
             f"no Ray cluster answers at {address}",
-            why=f"somebody listens there, and gives no answer of Ray's (waited for {_CONNECT_SECONDS:.0f} s at most)",
+            why="somebody listens there, and gives no answer of Ray's (waited for "
+            f"{_CONNECT_SECONDS:.0f} s at most)",
             fix=f"the address is that of Ray's GCS (6379 by default), not of its dashboard; {fix}",
         )
 
 
 def _gcs_answers(host: str, port: int) -> bool:
-    """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one that wants Ray's
-    token is Ray as well.
+    """Does Ray's GCS listen there? With Ray's TLS switched on it is enough that somebody does; one
+    that wants Ray's token is Ray as well.
 
     Raises:
         OSError: nobody listens.
@@ -528,5 +606,8 @@ def _gcs_answers(host: str, port: int) -> bool:
         try:
             channel.unary_unary(_CHECK_ALIVE)(b"", timeout=max(0.1, end - time.monotonic()))
         except grpc.RpcError as error:
-            return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return error.code() in (
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.PERMISSION_DENIED,
+            )
     return True

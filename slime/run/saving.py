@@ -1,4 +1,5 @@
-"""What is kept of a run: its checkpoints, the models that people take from it, and what becomes of both at its end."""
+"""What is kept of a run: its checkpoints, the models that people take from it, and what becomes of
+both at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from slime.run.stopping import StopSignals
 
 logger = get_logger(__name__)
 
-#: How long a run that failed waits for the checkpoint that is being written; the processes may be in any state.
+#: How long a run that failed waits for the checkpoint that is being written; the processes may be
+#: in any state.
 _SETTLE_SECONDS = 600.0
 #: Without --save-interval: a step may take minutes, and a tenth of the run half a day.
 _AGAIN_SECONDS = 1800.0
@@ -33,7 +35,9 @@ class Saves(Protocol):
     @property
     def has_trainers(self) -> bool: ...
 
-    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None: ...
+    def save(
+        self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None: ...
 
     def export(self, directory: Path) -> None: ...
 
@@ -46,11 +50,14 @@ class Saving:
     """Of one run.
 
     Attributes:
-        last: the newest rollout that was handed over to be written; with --async-save not yet written.
+        last: the newest rollout that was handed over to be written; with --async-save not yet
+            written.
         model: the newest Hugging Face directory of this launch.
     """
 
-    def __init__(self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule) -> None:
+    def __init__(
+        self, config: Config, run: RunFolder, sinks: Sinks, cluster: Saves, schedule: Schedule
+    ) -> None:
         self._flags = config.checkpoint
         self._run = run
         self._sinks = sinks
@@ -67,7 +74,8 @@ class Saving:
         """Something of this run's training is written."""
         return self._cluster.has_trainers and bool(self._flags.save or self._flags.save_hf)
 
-    # -- when ----------------------------------------------------------------------------------------------
+    # -- when
+    # ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The launch is over, or the trainer began again: time counts from now on."""
@@ -104,10 +112,14 @@ class Saving:
         self._is_overdue |= self._is_timed and passed > _AGAIN_SECONDS
         return self._is_overdue and passed >= self._flags.save_min_seconds
 
-    # -- saving --------------------------------------------------------------------------------------------
+    # -- saving
+    # --------------------------------------------------------------------------------------------
 
-    def save(self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the next steps.
+    def save(
+        self, rollout_id: int, pushed: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        """Checkpoint after training on a rollout; with --async-save the writing goes on beside the
+        next steps.
 
         Args:
             pushed: "pushes" (`Ages.recent_pushes`) and "lineages" (`PushLog.recent_lineages`).
@@ -120,7 +132,8 @@ class Saving:
             self.model = fill(self._flags.save_hf, rollout_id)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, and write the model as it is now where no --save-hf has done so."""
+        """Wait for the last checkpoint, and write the model as it is now where no --save-hf has
+        done so."""
         flags = self._flags
         if self.last is not None and flags.async_save:
             with self._sinks.phase("save_model"):
@@ -131,8 +144,8 @@ class Saving:
             self._export(self._run.model)
 
     def _make_up_for_the_model(self) -> None:
-        """Nothing was left to train on. The launch before this one may have been killed between its last checkpoint and
-        its model, whose weights are those that were loaded."""
+        """Nothing was left to train on. The launch before this one may have been killed between its
+        last checkpoint and its model, whose weights are those that were loaded."""
         done = self._schedule.start_rollout_id - 1
         newest = self.newest() if self._cluster.has_trainers and done >= 0 else None
         if newest is None or newest.name != iteration_name(done):
@@ -149,7 +162,8 @@ class Saving:
             self._cluster.export(path)
         self.model = path
 
-    # -- a run that ends early -------------------------------------------------------------------------------
+    # -- a run that ends early
+    # -------------------------------------------------------------------------------
 
     def would_lose(self, trained: int | None) -> str:
         """What a run that ended now would lose ("rollout 12"), "" for nothing.
@@ -167,16 +181,20 @@ class Saving:
         """Give the checkpoint that --async-save is writing time to become whole.
 
         Args:
-            signals: of a run that ends, which what came before asked for; None where it goes on, and where whoever asks
-                for its end meanwhile is to be heard.
+            signals: of a run that ends, which what came before asked for; None where it goes on,
+                and where whoever asks for its end meanwhile is to be heard.
         """
         flags = self._flags
         rollout_id = self.last
-        if not (flags.async_save and flags.save) or rollout_id is None or is_saved(Path(flags.save), rollout_id):
+        if (
+            not (flags.async_save and flags.save)
+            or rollout_id is None
+            or is_saved(Path(flags.save), rollout_id)
+        ):
             return
         root = Path(flags.save)
         logger.warning(
-            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; Ctrl-C gives it up",
+            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; " "Ctrl-C gives it up",
             rollout_id, _SETTLE_SECONDS,
         )  # fmt: skip
         if signals is not None:
@@ -195,7 +213,8 @@ class Saving:
             if discard_partial(final):
                 logger.warning("%s was not finished; what there was of it is removed", final)
 
-    # -- for people ------------------------------------------------------------------------------------------
+    # -- for people
+    # ------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, also of an earlier launch."""
@@ -209,4 +228,7 @@ class Saving:
             return ""
         if newest is None:
             return f"there is no whole checkpoint in {root} yet"
-        return f"newest whole checkpoint: {newest}; to go on from it: {slime_command()} resume {self._run.path}"
+        return (
+            f"newest whole checkpoint: {newest}; to go on from it: {slime_command()} resume "
+            f"{self._run.path}"
+        )

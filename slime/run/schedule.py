@@ -1,5 +1,5 @@
-"""What of a run is due when, in rollouts: how long it is, after which one it pushes, evaluates and saves, and how old
-samples become by that."""
+"""What of a run is due when, in rollouts: how long it is, after which one it pushes, evaluates and
+saves, and how old samples become by that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def is_due(
     num_rollout_per_epoch: int | None = None,
     num_rollout: int | None = None,
 ) -> bool:
-    """Whether what happens every ``interval`` rollouts, at the end of each epoch and after the last is due.
+    """Whether what happens every ``interval`` rollouts, at the end of each epoch and after the last
+    is due.
 
     Example:
         >>> [is_due(rollout_id, 2, num_rollout=5) for rollout_id in range(5)]
@@ -32,7 +33,8 @@ def is_due(
 
 
 class Schedule:
-    """Of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in the run's first launch.
+    """Of one launch. ``rollout_id`` is the rollout that was trained on last, from 0 in the run's
+    first launch.
 
     Attributes:
         start_rollout_id: the first rollout of this launch.
@@ -69,7 +71,8 @@ class Schedule:
             raise UserError(
                 f"the data has {self.num_prompts} prompts, less than one --rollout-batch-size"
                 f" of {rollout.rollout_batch_size}",
-                fix="lower --rollout-batch-size, or pass --num-rollout (prompts are then used again in a new epoch)",
+                fix="lower --rollout-batch-size, or pass --num-rollout (prompts are then used "
+                "again in a new epoch)",
             )
         return self._per_epoch * self._config.data.num_epoch
 
@@ -84,7 +87,8 @@ class Schedule:
 
     @property
     def evaluates_first(self) -> bool:
-        """Evaluate before training: on a fresh start unless switched off, and always when nothing is trained."""
+        """Evaluate before training: on a fresh start unless switched off, and always when nothing
+        is trained."""
         if self.num_rollout == 0:
             return True
         return self.start_rollout_id == 0 and not self._config.eval.skip_eval_before_train
@@ -95,8 +99,8 @@ class Schedule:
         return self._has_engines and (due or self.evaluates(rollout_id))
 
     def evaluates(self, rollout_id: int) -> bool:
-        """Every --eval-interval rollouts, or else after the last: whoever gives evaluation data wants to know what
-        training has brought."""
+        """Every --eval-interval rollouts, or else after the last: whoever gives evaluation data
+        wants to know what training has brought."""
         return has_evaluation(self._config) and self.is_due(
             rollout_id, self._config.eval.eval_interval or self.num_rollout
         )
@@ -118,7 +122,8 @@ _PUSHES_KEPT = 64
 
 
 class Ages:
-    """How old samples are: rollouts that the trainer has trained on since it pushed the weights that sampled them.
+    """How old samples are: rollouts that the trainer has trained on since it pushed the weights
+    that sampled them.
 
     Attributes:
         version: of the weights pushed last.
@@ -135,20 +140,26 @@ class Ages:
         """The most of these up to each push: where it is few, no version before is of more."""
 
     def pushed(self, version: int, trained: int) -> None:
-        """Weights with this number were pushed after ``trained`` rollouts of the run had been trained on."""
+        """Weights with this number were pushed after ``trained`` rollouts of the run had been
+        trained on."""
         self.version = version
         if not self._trained or version < self._first:
             self._first = version
             self._trained = []
             self._most = []
-        del self._trained[version - self._first :], self._most[version - self._first :]  # of a life that ended before
+        del (
+            self._trained[version - self._first :],
+            self._most[version - self._first :],
+        )  # of a life that ended before
         for number in range(self._first + len(self._trained), version + 1):
             self._trained.append(trained if number == version else self.trained_when(number))
-            self._most.append(max(self._trained[-1], self._most[-1] if self._most else self._trained[-1]))
+            self._most.append(
+                max(self._trained[-1], self._most[-1] if self._most else self._trained[-1])
+            )
 
     def remember(self, pushes: Mapping[int, int]) -> None:
-        """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run folder
-        (`PushLog`)."""
+        """What is known of earlier launches, from a checkpoint (`recent_pushes`) and from the run
+        folder (`PushLog`)."""
         version = self.version
         known = {**pushes, **dict(enumerate(self._trained, self._first))}
         self._trained = []
@@ -157,15 +168,15 @@ class Ages:
         self.version = version
 
     def recent_pushes(self) -> dict[int, int]:
-        """Version → rollouts trained on when it was pushed (`trained_when`), for the checkpoint; samples of older ones
-        are rare."""
+        """Version → rollouts trained on when it was pushed (`trained_when`), for the checkpoint;
+        samples of older ones are rare."""
         return dict(list(enumerate(self._trained, self._first))[-_PUSHES_KEPT:])
 
     def trained_when(self, version: int) -> int:
         """Rollouts that had been trained on when ``version`` was pushed.
 
-        What is not known goes by the interval: pushes behind the checkpoint that the run has gone on from, and those of
-        long ago.
+        What is not known goes by the interval: pushes behind the checkpoint that the run has gone
+        on from, and those of long ago.
 
         Example:
             >>> ages = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
@@ -184,27 +195,42 @@ class Ages:
 
     @property
     def _checked_against(self) -> int | None:
-        """The age above which a sample is too old: --max-staleness, or what is said at launch; None in lock step."""
+        """The age above which a sample is too old: --max-staleness, or what is said at launch; None
+        in lock step."""
         sync = self._config.sync
-        return sync.staleness if sync.max_staleness is None and sync.async_buffer_size else sync.max_staleness
+        return (
+            sync.staleness
+            if sync.max_staleness is None and sync.async_buffer_size
+            else sync.max_staleness
+        )
 
     @property
     def of_put_back(self) -> str:
-        """How old samples may be that an earlier rollout had begun or finished and put back, in words."""
+        """How old samples may be that an earlier rollout had begun or finished and put back, in
+        words."""
         sync = self._config.sync
         if sync.max_staleness is None:
             return "may be older, and are counted where they are (rollout/staleness/num_too_old)"
-        became = {"requeue": "are generated anew", "drop": "are passed over", "correct": "are trained on all the same"}
-        return f"{became[sync.stale_samples]} when they are older than {sync.max_staleness} (--stale-samples)"
+        became = {
+            "requeue": "are generated anew",
+            "drop": "are passed over",
+            "correct": "are trained on all the same",
+        }
+        return (
+            f"{became[sync.stale_samples]} when they are older than {sync.max_staleness} "
+            "(--stale-samples)"
+        )
 
     def may_start(self, rollout_id: int) -> bool:
-        """Whether what this rollout samples first, were it begun now, would be trained on within --max-staleness."""
+        """Whether what this rollout samples first, were it begun now, would be trained on within
+        --max-staleness."""
         most = self._config.sync.max_staleness
         return most is None or rollout_id - self.trained_when(self.version) <= most
 
     def versions(self, rollout_id: int) -> Versions:
-        """Whose samples this rollout may have under --max-staleness. Without it any: what an earlier one finished and
-        put back is not generated again for an age that nobody has forbidden, but counted (`metrics`)."""
+        """Whose samples this rollout may have under --max-staleness. Without it any: what an
+        earlier one finished and put back is not generated again for an age that nobody has
+        forbidden, but counted (`metrics`)."""
         most = self._config.sync.max_staleness
         now = self.trained_when(self.version)
         ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
@@ -224,18 +250,19 @@ class Ages:
         return Versions(oldest, self.version, frozenset(stale), ahead, self.gone)
 
     def _back_to(self, trained: int) -> Iterator[tuple[int, int]]:
-        """(version, rollouts trained on when it was pushed), back from the version before the newest, until no earlier
-        one can be of so many."""
+        """(version, rollouts trained on when it was pushed), back from the version before the
+        newest, until no earlier one can be of so many."""
         for index in range(self.version - 1 - self._first, -1, -1):
             if self._most[index] < trained:
                 return
             yield self._first + index, self._trained[index]
 
     def metrics(self, versions: Mapping[tuple[int, ...], int], trained: int) -> dict[str, float]:
-        """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others: a sample is as old as the
-        oldest of its tokens.
+        """``rollout/staleness/…`` of a batch that is trained on after ``trained`` others: a sample
+        is as old as the oldest of its tokens.
 
-        Weights that a run had pushed before it began again at an older checkpoint are as far away in steps as others.
+        Weights that a run had pushed before it began again at an older checkpoint are as far away
+        in steps as others.
 
         Args:
             versions: weight versions of a sample's tokens → samples that have these.
@@ -250,9 +277,17 @@ class Ages:
         if not versions:
             return {}
         most = self._checked_against
-        behind = {each: max(abs(trained - self.trained_when(version)) for version in each) for each in versions}
-        mean = sum(behind[each] * count for each, count in versions.items()) / sum(versions.values())
-        found = {"rollout/staleness/mean": mean, "rollout/staleness/max": float(max(behind.values()))}
+        behind = {
+            each: max(abs(trained - self.trained_when(version)) for version in each)
+            for each in versions
+        }
+        mean = sum(behind[each] * count for each, count in versions.items()) / sum(
+            versions.values()
+        )
+        found = {
+            "rollout/staleness/mean": mean,
+            "rollout/staleness/max": float(max(behind.values())),
+        }
         if most is not None and self._config.sync.stale_samples != "correct":
             too_old = sum(count for each, count in versions.items() if behind[each] > most)
             found["rollout/staleness/num_too_old"] = float(too_old)

@@ -1,4 +1,5 @@
-"""A run: the verbs of the loop (`slime.loop`), what is due when, its folder and metrics, and how it ends."""
+"""A run: the verbs of the loop (`slime.loop`), what is due when, its folder and metrics, and how it
+ends."""
 
 from __future__ import annotations
 
@@ -49,9 +50,11 @@ from slime.samples.types import ANY_VERSION
 
 logger = get_logger(__name__)
 
-#: Of all processes together, and of Ray; kill signals of schedulers come half a minute after SIGTERM.
+#: Of all processes together, and of Ray; kill signals of schedulers come half a minute after
+#: SIGTERM.
 _CLOSE_SECONDS = 9.0
-#: More than that an evaluation under way does not hold up a run that was asked to stop and has saved.
+#: More than that an evaluation under way does not hold up a run that was asked to stop and has
+#: saved.
 _EVALUATION_SECONDS = 5.0
 #: What is wrong with a run as it ends: so much of it is in its last lines, the rest in the report.
 _MOST_WARNINGS = 2
@@ -68,8 +71,8 @@ class _Beside(NamedTuple):
 class Session:
     """One run of one driver: owns the run folder, the sinks and the cluster.
 
-    ``step`` in all metrics is the number of rollouts trained on so far: what is evaluated before training is step
-    0, rollout k's training is step k + 1.
+    ``step`` in all metrics is the number of rollouts trained on so far: what is evaluated before
+    training is step 0, rollout k's training is step k + 1.
     """
 
     def __init__(self, config: Config, signals: StopSignals, *, resuming: bool) -> None:
@@ -123,10 +126,12 @@ class Session:
         flags = self.config.checkpoint
         return newest_whole(Path(flags.save)) if flags.save and self._resuming else None
 
-    # -- start and end ---------------------------------------------------------------------------------
+    # -- start and end
+    # ---------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Bring everything up and push the trainer's weights once, so that a broken push shows before any rollout."""
+        """Bring everything up and push the trainer's weights once, so that a broken push shows
+        before any rollout."""
         self.stop_if_asked()
         self.watchman.begin()
         with self.sinks.phase("launch"):
@@ -138,29 +143,46 @@ class Session:
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = launch.saved_metrics if self._resuming else {}
-        self.sinks.begin(schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved)
-        logger.info("launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items()))
+        self.sinks.begin(
+            schedule.start_rollout_id, schedule.num_rollout, sum(launch.seconds.values()), saved
+        )
+        logger.info(
+            "launched: %s", ", ".join(f"{name} {t:.1f} s" for name, t in launch.seconds.items())
+        )
         logger.info("what your own functions print is in %s", self.run.logs / "rollout.log")
-        self.ages.remember(launch.pushes | {push.version: push.trained for push in self._pushes.earlier})
+        self.ages.remember(
+            launch.pushes | {push.version: push.trained for push in self._pushes.earlier}
+        )
         self._pushes.begin(self.step, launch.lineages)
         self.update_weights()
         self.cluster.turns()  # those of the launch belong to no step
         behind = self.config.sync.staleness
         paced = self.config.sync.paced
         if self._has_ages and (behind or paced):
-            logger.info("samples are trained on at most %d rollouts after the weights that made them%s", behind, paced)
-            logger.info("samples of groups that an earlier rollout put back %s", self.ages.of_put_back)
+            logger.info(
+                "samples are trained on at most %d rollouts after the weights that made them%s",
+                behind,
+                paced,
+            )
+            logger.info(
+                "samples of groups that an earlier rollout put back %s", self.ages.of_put_back
+            )
         self.saving.begin()
         self._remaining_rows = RemainingRows(self.config, lambda line: logger.warning("%s", line))
 
     def close(self) -> None:
-        """Leave nothing running and a folder that says how the run ended, with its report, in a quarter of a minute."""
+        """Leave nothing running and a folder that says how the run ended, with its report, in a
+        quarter of a minute."""
         politely = self._state == "finished"
         if self._remaining_rows is not None:
             self._remaining_rows.close()
         try:
-            if not end_within(_CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry):
-                logger.error("Ray did not end in time: the run ends without it, its processes are killed")
+            if not end_within(
+                _CLOSE_SECONDS, lambda: self.cluster.close(politely=politely), self.signals.hurry
+            ):
+                logger.error(
+                    "Ray did not end in time: the run ends without it, its processes are killed"
+                )
             self.saving.discard_unfinished()  # whoever wrote it is gone now
             if self._state == "finished":
                 shutil.rmtree(self.run.journal, ignore_errors=True)
@@ -169,11 +191,14 @@ class Session:
             try_to_write_report(self.run)
             self._locks.close()
 
-    # -- steps -----------------------------------------------------------------------------------------
+    # -- steps
+    # -----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        return self.schedule.start_rollout_id if self._last_trained is None else self._last_trained + 1
+        return (
+            self.schedule.start_rollout_id if self._last_trained is None else self._last_trained + 1
+        )
 
     def log(self, metrics: dict[str, float]) -> None:
         if metrics:
@@ -196,7 +221,8 @@ class Session:
         return self.cluster.has_trainers and self.cluster.has_engines
 
     def may_start(self, rollout_id: int) -> bool:
-        """Whether a rollout may begin before the next push: its samples would be young enough (--max-staleness)."""
+        """Whether a rollout may begin before the next push: its samples would be young enough
+        (--max-staleness)."""
         return not self._has_ages or self.ages.may_start(rollout_id)
 
     def start_generating(self, rollout_id: int) -> Generating:
@@ -206,7 +232,8 @@ class Session:
             return self.cluster.start_generating(rollout_id, versions)
 
     def collect(self, generating: Generating) -> RolloutResult:
-        """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else ``perf/train_wait_time``."""
+        """Wait for a rollout. The seconds are ``perf/rollout_time`` in lock step, else
+        ``perf/train_wait_time``."""
         with self.sinks.phase("train_wait" if self.config.sync.async_buffer_size else "rollout"):
             result = self.cluster.collect(generating)
         say(result.warnings)
@@ -221,8 +248,8 @@ class Session:
                     self.cluster.collect(one)
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
-        """Train on a rollout: all its optimizer steps. The metrics may grow until they are logged, or the run is
-        left."""
+        """Train on a rollout: all its optimizer steps. The metrics may grow until they are logged,
+        or the run is left."""
         with self.sinks.phase("train"):
             ages = self.ages.metrics(batch.versions, self.step) if self._has_ages else {}
             metrics = batch.metrics | ages | self.cluster.train(batch)
@@ -242,32 +269,45 @@ class Session:
     def _pushed(self, version: int) -> None:
         is_new = version != self.ages.version
         self.ages.pushed(version, self.step)
-        if is_new and self._has_ages and (self.config.fault_tolerance.journal or self._pushes.earlier):
+        if (
+            is_new
+            and self._has_ages
+            and (self.config.fault_tolerance.journal or self._pushes.earlier)
+        ):
             self._pushes.note(version, self.step)
         self.ages.gone = self._pushes.gone
 
     def save(self, rollout_id: int) -> None:
-        pushed = {"pushes": self.ages.recent_pushes(), "lineages": self._pushes.recent_lineages(self.step)}
+        pushed = {
+            "pushes": self.ages.recent_pushes(),
+            "lineages": self._pushes.recent_lineages(self.step),
+        }
         self.saving.save(rollout_id, pushed, self._not_logged)
 
     def may_begin_again(self, error: Exception) -> bool:
-        """Whether trainer ranks were lost, others can be started, and --max-restarts are not used up; counts them."""
+        """Whether trainer ranks were lost, others can be started, and --max-restarts are not used
+        up; counts them."""
         most = self.config.fault_tolerance.max_restarts
         if not self.cluster.lost_trainers(error) or self._restarts >= most:
             return False
         if dead := dead_daemons():
-            logger.error("Ray's %s has ended, without which no trainer can be started again", " and ".join(dead))
+            logger.error(
+                "Ray's %s has ended, without which no trainer can be started again",
+                " and ".join(dead),
+            )
             return False
         logger.error("%s", error)
         if self.signals.requested():  # whoever stops a run may have signalled its ranks, too
             raise StopRequested("a trainer died as the run was to stop") from error
         self._restarts += 1
-        logger.warning("the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most)
+        logger.warning(
+            "the trainer is started again, %d of %d times (--max-restarts)", self._restarts, most
+        )
         return True
 
     def begin_again(self) -> None:
-        """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of the steps since are
-        dropped, as they will be logged again."""
+        """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of
+        the steps since are dropped, as they will be logged again."""
         began = time.monotonic()
         self._last_trained = None  # no rank has these weights any more
         self._not_logged = {}
@@ -283,7 +323,8 @@ class Session:
         if self.config.rollout.num_rollout is None:
             self.cluster.set_run_length(schedule.num_rollout)
         saved = start.extra_state.get("metrics")
-        self.finish_evaluation()  # its row goes with those that are dropped, where its step is done again
+        # its row goes with those that are dropped, where its step is done again
+        self.finish_evaluation()
         self.sinks.begin(first, schedule.num_rollout, time.monotonic() - began, saved)
         self._begins_again = False
         self.saving.begin()
@@ -292,8 +333,9 @@ class Session:
         logger.warning("going on with rollout %d", first)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Metrics ``eval/…`` with the weights that the engines hold now. In asynchronous training {}: it is begun,
-        goes on beside the next steps, and is logged when it has ended, at the latest by `finish_evaluation`."""
+        """Metrics ``eval/…`` with the weights that the engines hold now. In asynchronous training
+        {}: it is begun, goes on beside the next steps, and is logged when it has ended, at the
+        latest by `finish_evaluation`."""
         if self.cluster.take_turns or self.step >= self.schedule.num_rollout:
             with self.sinks.phase("evaluate"):
                 begun = self.cluster.begin_evaluation(rollout_id)
@@ -303,8 +345,8 @@ class Session:
         return {}
 
     def finish_evaluation(self) -> None:
-        """Wait for the evaluation that goes on beside training, if there is one, and log it under the step whose
-        weights it scored."""
+        """Wait for the evaluation that goes on beside training, if there is one, and log it under
+        the step whose weights it scored."""
         if self._beside is None:
             return
         step, version, evaluating = self._beside
@@ -312,7 +354,10 @@ class Session:
             metrics = self.cluster.collect_evaluation(evaluating)
         self._beside = None
         if version != self.ages.version:
-            logger.warning("all engines died in the evaluation of step %d: the rest of it is of newer weights", step)
+            logger.warning(
+                "all engines died in the evaluation of step %d: the rest of it is of newer weights",
+                step,
+            )
         self.sinks.log_late(step, metrics)
 
     def finish(self) -> None:
@@ -322,8 +367,8 @@ class Session:
         self._state = "finished"
 
     def leave(self) -> None:
-        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk already, and the
-        evaluation that is nearly there."""
+        """After SIGTERM, or a first Ctrl-C: keep the last completed step, unless it is on disk
+        already, and the evaluation that is nearly there."""
         self.watchman.end()  # `StopSignals` sees who blocks this end
         self.signals.taken_up()  # the save must be waited for
         self._state = "stopped"
@@ -333,14 +378,18 @@ class Session:
             if self._beside.evaluating.ends_within(0.0 if stopped_parts() else _EVALUATION_SECONDS):
                 self.finish_evaluation()
             else:
-                logger.warning("the evaluation of step %d had not ended and is given up", self._beside.step)
+                logger.warning(
+                    "the evaluation of step %d had not ended and is given up", self._beside.step
+                )
 
     def _save_last(self) -> None:
         if self._last_trained is None or not self.saving.keeps:
             return
         if silent := self.cluster.who_is_silent():
             lost = self.saving.would_lose(self._last_trained)
-            logger.error("%s: leaving without a save%s", silent, f", {lost} is lost" if lost else "")
+            logger.error(
+                "%s: leaving without a save%s", silent, f", {lost} is lost" if lost else ""
+            )
             return
         if self.saving.last != self._last_trained:
             self.save(self._last_trained)
@@ -348,8 +397,8 @@ class Session:
         self.saving.finish()
 
     def _who_blocks_the_end(self) -> str:
-        """Parts that are stopped; while a checkpoint is being written, only those that write it. Ray, while it starts,
-        where nothing can be lost."""
+        """Parts that are stopped; while a checkpoint is being written, only those that write it.
+        Ray, while it starts, where nothing can be lost."""
         if is_starting():
             return "Ray, which is starting,"
         stopped = list(stopped_parts().values())
@@ -358,18 +407,34 @@ class Session:
         return ", ".join(stopped)
 
     def _give_up(self, who: str) -> None:
-        logger.error("%s does not answer: the run ends without it, and what is not saved is lost", who)
+        logger.error(
+            "%s does not answer: the run ends without it, and what is not saved is lost", who
+        )
         self.run.set_state("stopped")
 
     def _end_without_hearing(self, error: BaseException) -> None:
         """By the watchman, over a main thread that is in a call that does not come back."""
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
-        lines = [str(error), f"details: {folder}; every process's log: {self.run.logs}", self._weights_then()]
-        print("error: " + "\n".join([*lines, self.saving.to_go_on()]).rstrip(), file=sys.stderr, flush=True)
+        lines = [
+            str(error),
+            f"details: {folder}; every process's log: {self.run.logs}",
+            self._weights_then(),
+        ]
+        print(
+            "error: " + "\n".join([*lines, self.saving.to_go_on()]).rstrip(),
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _weights_then(self) -> str:
-        last = f"version {version} was pushed last" if (version := self.ages.version) else "none were pushed"
-        return f"weights: {last}" + (f", {self.step} rollouts are trained on" if not self._begins_again else "")
+        last = (
+            f"version {version} was pushed last"
+            if (version := self.ages.version)
+            else "none were pushed"
+        )
+        return f"weights: {last}" + (
+            f", {self.step} rollouts are trained on" if not self._begins_again else ""
+        )
 
     def interrupted(self) -> None:
         """After Ctrl-C: leave, but not without a checkpoint that is nearly there."""
@@ -384,16 +449,24 @@ class Session:
         is_mistake = isinstance(error, UserError) and not isinstance(
             error, RunFailed
         )  # its words are all there is to say
-        if not is_mistake and not isinstance(error, DeadlinePassed):  # which has asked those who are waited for
+        if not is_mistake and not isinstance(
+            error, DeadlinePassed
+        ):  # which has asked those who are waited for
             stacks.ask(own_actors(), wait=True)
         folder = self.run.write_crash(error, note=f"phase: {self.sinks.open_phase}")
-        was_imported = "slime.trainer.non_finite" in sys.modules  # by such an error, which brings torch with it
+        was_imported = (
+            "slime.trainer.non_finite" in sys.modules
+        )  # by such an error, which brings torch with it
         if folder is not None and was_imported:
             from slime.trainer.non_finite import keep_failed_step
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
         self.saving.settle(self.signals)
-        has_steps = self._last_trained is not None or self.schedule.start_rollout_id > 0 or self._restarts > 0
+        has_steps = (
+            self._last_trained is not None
+            or self.schedule.start_rollout_id > 0
+            or self._restarts > 0
+        )
         if has_steps and (to_go_on := self.saving.to_go_on()):
             error.add_note(to_go_on)
         where = f"details: {folder or 'not written, see above'}; report: {self.run.report_path}"
@@ -401,7 +474,10 @@ class Session:
         if isinstance(error, RunFailed) and self._was_launched:
             error.add_note(self._weights_then())
         if not is_mistake:
-            error.add_note(f"cause and remedies, as far as they are known: {slime_command()} explain {self.run.path}")
+            error.add_note(
+                f"cause and remedies, as far as they are known: {slime_command()} explain "
+                f"{self.run.path}"
+            )
 
     def stop_if_asked(self) -> None:
         """Raise `StopRequested` after a SIGTERM."""
@@ -409,7 +485,8 @@ class Session:
             raise StopRequested("between steps")
 
     def say_how_it_ended(self) -> None:
-        """The last lines on the terminal: what was made, where it is, what to do next. A failure's error says so."""
+        """The last lines on the terminal: what was made, where it is, what to do next. A failure's
+        error says so."""
         if self._state == "failed":
             return
         name = f"{self.run.stage}: " if self.run.stage else ""
@@ -417,7 +494,10 @@ class Session:
         saving = self.saving
         flags = self.config.checkpoint
         stands = f", {self.step} of {length} steps" if length else ""
-        lines = [f"{name}{self._state}" + (", as the trainer was started again" if self._begins_again else stands)]
+        lines = [
+            f"{name}{self._state}"
+            + (", as the trainer was started again" if self._begins_again else stands)
+        ]
         has_trained = self._last_trained is not None or self._restarts > 0
         if (has_trained or saving.model) and not self.config.debug.debug_rollout_only:
             newest = saving.newest()
@@ -436,10 +516,11 @@ class Session:
 
 @contextmanager
 def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]:
-    """A launched `Session`; on the way out the engines, actors and sinks are closed whatever happened.
+    """A launched `Session`; on the way out the engines, actors and sinks are closed whatever
+    happened.
 
-    `StopSignals` says what ends the loop from outside; after SIGTERM the process exits with status 0. Any failure
-    leaves a ``crash/`` folder and propagates.
+    `StopSignals` says what ends the loop from outside; after SIGTERM the process exits with status
+    0. Any failure leaves a ``crash/`` folder and propagates.
 
     Args:
         resuming: the run folder is there, whether or not there is a checkpoint.
@@ -450,17 +531,26 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         config = from_the_hub(config)
     except UserError as error:
         preflight(config, [error])
-    plan = preflight(config)  # before anything starts: most mistakes are refused here, and leave nothing behind
+    plan = preflight(
+        config
+    )  # before anything starts: most mistakes are refused here, and leave nothing behind
     if plan.is_foreign:
-        logger.warning("%s was written by another program: without a manifest its contents are not checked", plan.path)
+        logger.warning(
+            "%s was written by another program: without a manifest its contents are not checked",
+            plan.path,
+        )
     config = with_token_limit(config)
     logger.info("%s", packing_line(config))
     if not joins_cluster(config):
-        check_memory(config)  # the nodes of a cluster tell how large their GPUs are once it is joined
+        check_memory(
+            config
+        )  # the nodes of a cluster tell how large their GPUs are once it is joined
     for finding in at_start(config):
         logger.warning("%s; try %s (slime doctor tells more)", finding.detail, finding.advice[0])
     with tolerant_output(), StopSignals() as signals:
-        session = Session(config, signals, resuming=resuming or plan.is_resume or _saves_where_it_loads(config))
+        session = Session(
+            config, signals, resuming=resuming or plan.is_resume or _saves_where_it_loads(config)
+        )
         try:
             try:
                 session.launch()
@@ -475,7 +565,9 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
         except SystemExit:
             raise
         except BaseException as error:
-            told = error.__cause__ if isinstance(error, SystemError) else None  # Ray's, of what a handler has raised
+            told = (
+                error.__cause__ if isinstance(error, SystemError) else None
+            )  # Ray's, of what a handler has raised
             if isinstance(told, DeadlinePassed):
                 session.failed(told)
                 raise told from error
@@ -490,14 +582,17 @@ def open_session(config: Config, *, resuming: bool = False) -> Iterator[Session]
 
 
 def goes_back(config: Config) -> bool:
-    """The run is to stand at an earlier one of its own checkpoints. That of another run, with which this one began, is
-    where it stands before its first own."""
+    """The run is to stand at an earlier one of its own checkpoints. That of another run, with which
+    this one began, is where it stands before its first own."""
     return config.checkpoint.ckpt_step is not None and _saves_where_it_loads(config)
 
 
 def _saves_where_it_loads(config: Config) -> bool:
-    """--load is --save: the same command is repeated until the run is done, also when nothing was saved yet."""
+    """--load is --save: the same command is repeated until the run is done, also when nothing was
+    saved yet."""
     flags = config.checkpoint
     return (
-        flags.load is not None and flags.save is not None and Path(flags.load).resolve() == Path(flags.save).resolve()
+        flags.load is not None
+        and flags.save is not None
+        and Path(flags.load).resolve() == Path(flags.save).resolve()
     )

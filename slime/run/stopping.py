@@ -1,18 +1,19 @@
 """What SIGTERM, SIGHUP and Ctrl-C mean to a run, from before Ray starts until its folder is closed.
 
     SIGHUP               the terminal is gone, and the run goes on without it
-    SIGTERM              the step under way ends, or is given up while it is generated; then what was trained is saved
-    another one          nothing: `timeout` and schedulers send it to a process and to its group, and it is under way
-    Ctrl-C               the same where training would be lost; otherwise the run is left at once
-    another one          the run is left at once, without a save that is not finished
-    SIGQUIT              the stacks of all threads are written, and the run is left at once
-    once the end began   the end takes place, and faster after Ctrl-C; nothing may come after it
+    SIGTERM              the step under way ends, or is given up while it is generated; then what
+    was trained is saved another one          nothing: `timeout` and schedulers send it to a process
+    and to its group, and it is under way Ctrl-C               the same where training would be
+    lost; otherwise the run is left at once another one          the run is left at once, without a
+    save that is not finished SIGQUIT              the stacks of all threads are written, and the
+    run is left at once once the end began   the end takes place, and faster after Ctrl-C; nothing
+    may come after it
 
 A signal that was ignored when the run began (`nohup`, a background job) stays so.
 
-A part of the run that is stopped (SIGSTOP) may keep the driver from ever looking at a signal: a call into Ray waits for
-a frozen daemon inside of C++. So a thread hears of signals, too; where somebody ``blocks`` the end for ten seconds, it
-ends the program without them.
+A part of the run that is stopped (SIGSTOP) may keep the driver from ever looking at a signal: a
+call into Ray waits for a frozen daemon inside of C++. So a thread hears of signals, too; where
+somebody ``blocks`` the end for ten seconds, it ends the program without them.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ from slime.observe.output import lose_terminal
 
 logger = get_logger(__name__)
 
-#: From the first signal, for an end that goes its way; kill signals of schedulers come half a minute after SIGTERM.
+#: From the first signal, for an end that goes its way; kill signals of schedulers come half a
+#: minute after SIGTERM.
 _BLOCKED_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
 
 class StopSignals:
-    """The signals of a run, while used as a context manager in the main thread; in another one there are none.
+    """The signals of a run, while used as a context manager in the main thread; in another one
+    there are none.
 
     Attributes:
         would_lose: says what was trained and is not on the disk ("rollout 12"), "" for nothing.
-        blocks: says who is in the way of an end ("pid 4711 (raylet) is stopped"), "" for nobody; asked by a thread.
+        blocks: says who is in the way of an end ("pid 4711 (raylet) is stopped"), "" for nobody;
+            asked by a thread.
         gives_up: called by that thread before it ends the program, with who is in the way.
         insists: there was a Ctrl-C when the run had been asked to stop before.
         hurry: set by Ctrl-C during the end.
@@ -64,7 +68,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._before_pipe = -1
         self._pipe: tuple[int, int] | None = None
-        """The kernel's word that a signal came, whatever the main thread does: its reading and its writing end."""
+        """The kernel's word that a signal came, whatever the main thread does: its reading and its
+        writing end."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -77,14 +82,22 @@ class StopSignals:
             for number, handler in handlers.items():
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
-                    self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
+                    self._before[number] = (
+                        signal.SIG_DFL if before is None else before
+                    )  # None: not Python's
                     signal.signal(number, handler)
-            if signal.SIGQUIT in self._before:  # in C, also while the main thread is in a call that does not return
-                faulthandler.register(signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True)
+            if (
+                signal.SIGQUIT in self._before
+            ):  # in C, also while the main thread is in a call that does not return
+                faulthandler.register(
+                    signal.SIGQUIT, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=True
+                )
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # as the writing end must be
             os.set_blocking(self._pipe[0], True)
             self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            threading.Thread(target=self._stand_by, name="stop", args=(self._pipe[0],), daemon=True).start()
+            threading.Thread(
+                target=self._stand_by, name="stop", args=(self._pipe[0],), daemon=True
+            ).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -96,7 +109,8 @@ class StopSignals:
             signal.set_wakeup_fd(self._before_pipe)
             os.close(self._pipe[1])  # the thread closes the other one
 
-    # -- what the run asks -----------------------------------------------------------------------------
+    # -- what the run asks
+    # -----------------------------------------------------------------------------
 
     def requested(self) -> bool:
         """The run was asked to stop and has not begun to."""
@@ -115,11 +129,13 @@ class StopSignals:
         raise KeyboardInterrupt(self._by) if self._interrupted else SystemExit(0)
 
     def end_if_asked(self) -> None:
-        """After the end of a run that reached its goal: what came meanwhile also stops what would come next."""
+        """After the end of a run that reached its goal: what came meanwhile also stops what would
+        come next."""
         if self._interrupted or self._asked.is_set():
             self.end_program()
 
-    # -- the thread ------------------------------------------------------------------------------------
+    # -- the thread
+    # ------------------------------------------------------------------------------------
 
     def _stand_by(self, pipe: int) -> None:
         limit = math.inf
@@ -134,12 +150,15 @@ class StopSignals:
                 if numbers & (set(self._before) - {signal.SIGHUP}):
                     limit = min(limit, time.monotonic() + _BLOCKED_SECONDS)
                 quits = quits or signal.SIGQUIT in numbers
-            if time.monotonic() > limit and (who := self.blocks() or ("the main thread" if quits else "")):
+            if time.monotonic() > limit and (
+                who := self.blocks() or ("the main thread" if quits else "")
+            ):
                 self.gives_up(who)
                 os._exit(1)
         os.close(pipe)
 
-    # -- handlers --------------------------------------------------------------------------------------
+    # -- handlers
+    # --------------------------------------------------------------------------------------
 
     def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
         lose_terminal()

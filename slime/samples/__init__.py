@@ -1,1 +1,2 @@
-"""Samples: the records between rollout and training, the buffer, conversion to tensors and packing."""
+"""Samples: the records between rollout and training, the buffer, conversion to tensors and
+packing."""

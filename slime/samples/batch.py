@@ -17,10 +17,12 @@ class StepPlan:
     """One optimizer step of a `TrainBatch`: which samples of this shard go into which micro-batch.
 
     Attributes:
-        micro_batches: indices into the shard's sample lists; every data-parallel rank has the same number of
-            micro-batches in a step (a rank with nothing left has empty lists).
-        global_batch_size: executions in this step over all data-parallel ranks (the loss denominator).
-        num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss denominator).
+        micro_batches: indices into the shard's sample lists; every data-parallel rank has the same
+            number of micro-batches in a step (a rank with nothing left has empty lists).
+        global_batch_size: executions in this step over all data-parallel ranks (the loss
+            denominator).
+        num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss
+            denominator).
     """
 
     micro_batches: list[list[int]]
@@ -48,7 +50,8 @@ class TrainedTokens:
 
 @dataclass
 class TrainBatch:
-    """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to sample i.
+    """All training data of one rollout for one data-parallel rank. CPU tensors; entry i belongs to
+    sample i.
 
     L_i is the length of sample i in tokens (prompt + response), R_i its response length.
 
@@ -57,15 +60,18 @@ class TrainBatch:
         tokens: int64 [L_i].
         response_lengths: R_i.
         loss_masks: float32 [R_i], 0 or 1.
-        rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample i.
+        rewards: after post-processing (group-normalised for GRPO): the scalar advantage of sample
+            i.
         raw_rewards: as the reward function gave them.
-        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None when not given.
+        rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None
+            when not given.
         execution_ids: samples that one execution fanned out into share one.
-        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1, or their mean over its group's executions
-            (CISPO): its denominator in the default loss.
+        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1, or their mean over
+            its group's executions (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
-        recorded: samples, of any rank, whose tokens are recorded: what training knows of them is wanted.
+        recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
+            wanted.
     """
 
     rollout_id: int
@@ -89,7 +95,8 @@ class TrainBatch:
     recorded: frozenset[SampleKey] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """On its way to another process each list of tensors is one array: ten thousand tensors cost a second."""
+        """On its way to another process each list of tensors is one array: ten thousand tensors
+        cost a second."""
         return {name: _joined(value) for name, value in self.__dict__.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,17 +127,29 @@ class _Joined:
         import torch
 
         sizes = [math.prod(shape) for shape in self.shapes]
-        return [part.view(shape) for part, shape in zip(torch.from_numpy(self.values.copy()).split(sizes), self.shapes)]
+        return [
+            part.view(shape)
+            for part, shape in zip(torch.from_numpy(self.values.copy()).split(sizes), self.shapes)
+        ]
 
 
 def _joined(value: Any) -> Any:
     import torch
 
-    if not isinstance(value, list) or not value or not all(isinstance(item, torch.Tensor) for item in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(item, torch.Tensor) for item in value)
+    ):
         return value
-    if len({item.dtype for item in value}) > 1 or value[0].dtype is torch.bfloat16:  # which NumPy does not have
+    if (
+        len({item.dtype for item in value}) > 1 or value[0].dtype is torch.bfloat16
+    ):  # which NumPy does not have
         return value
-    return _Joined(torch.cat([item.reshape(-1) for item in value]).numpy(), [tuple(item.shape) for item in value])
+    return _Joined(
+        torch.cat([item.reshape(-1) for item in value]).numpy(),
+        [tuple(item.shape) for item in value],
+    )
 
 
 @dataclass(frozen=True)
@@ -139,8 +158,10 @@ class TrainLayout:
 
     Attributes:
         data_parallel_size: shards to make.
-        context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch scales with it.
-        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
+        context_parallel_size: ranks that share one micro-batch; the token cap of a micro-batch
+            scales with it.
+        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
+            stages), else 1.
     """
 
     data_parallel_size: int = 1

@@ -1,4 +1,5 @@
-"""The buffer of groups that come back: aborted ones to be finished, and finished ones that were not needed yet."""
+"""The buffer of groups that come back: aborted ones to be finished, and finished ones that were not
+needed yet."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from typing import Any
 from slime.samples.types import Sample
 from slime.user_code.loading import FunctionFailed, described
 
-#: (args, rollout_id, buffer, num_samples) → the groups taken; see `slime.user_code.hooks.BufferFilter`.
+#: (args, rollout_id, buffer, num_samples) → the groups taken; see
+#: `slime.user_code.hooks.BufferFilter`.
 Select = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]]
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+def pop_first(
+    args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
+) -> list[list[Sample]]:
     """The default ``--buffer-filter-path``: the oldest groups first."""
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
@@ -37,7 +41,9 @@ class SampleBuffer:
         ([0], 1)
     """
 
-    def __init__(self, args: Any = None, select: Select = pop_first, name: str = "the buffer filter") -> None:
+    def __init__(
+        self, args: Any = None, select: Select = pop_first, name: str = "the buffer filter"
+    ) -> None:
         self._args = args
         self.choose = select
         self._name = name
@@ -53,20 +59,23 @@ class SampleBuffer:
         """At most ``count`` groups.
 
         Raises:
-            FunctionFailed: the filter returned no list of groups, more than asked, or left what it returned in the
-                buffer.
+            FunctionFailed: the filter returned no list of groups, more than asked, or left what it
+                returned in the buffer.
         """
         if not self.groups or count <= 0:
             return []
         before = len(self.groups)
         taken = self.choose(self._args, rollout_id, self.groups, count)
         if not isinstance(taken, list) or not all(isinstance(group, list) for group in taken):
-            raise FunctionFailed(f"{self._name} returned {described(taken)}", fix="return a list of groups")
+            raise FunctionFailed(
+                f"{self._name} returned {described(taken)}", fix="return a list of groups"
+            )
         if len(taken) > count or before - len(self.groups) < len(taken):
             raise FunctionFailed(
                 f"{self._name} returned {len(taken)} groups of {count} asked for and removed "
                 f"{before - len(self.groups)} from the buffer",
-                fix="return at most num_samples groups and delete each of them from the list it was given",
+                fix="return at most num_samples groups and delete each of them from the list it "
+                "was given",
             )
         return taken
 

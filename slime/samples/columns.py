@@ -59,21 +59,28 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
                 found.execution_ids.append(execution_id)
     if unscored:
         raise UserError(
-            f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: index {unscored[0]})",
+            f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: "
+            f"index {unscored[0]})",
             fix="set sample.reward in the generate function, or pass --rm-type or --custom-rm-path",
         )
     if not found.samples:
-        why = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items()) or "it is empty"
+        why = (
+            ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
+            or "it is empty"
+        )
         fix = "; ".join(_REMEDIES[reason] for reason in found.dropped if reason in _REMEDIES)
         raise UserError(f"rollout {rollout_id} has no sample to train on", why=why, fix=fix)
     if found.dropped:
-        logger.warning("rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped))
+        logger.warning(
+            "rollout %d: samples left out of training: %s", rollout_id, dict(found.dropped)
+        )
     return found
 
 
 #: Why samples are left out → what to do where nothing else is left.
 _REMEDIES = {
-    "empty": "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at the generate"
+    "empty": "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at "
+    "the generate"
     " function (logs/rollout.log tells more)",
     "failed": "logs/rollout.log tells why samples failed",
 }
@@ -110,9 +117,11 @@ class Columns:
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
-        """Per sample the trained tokens of its whole execution, at least 1: the denominator of the default loss.
+        """Per sample the trained tokens of its whole execution, at least 1: the denominator of the
+        default loss.
 
-        Summed before packing, so that the samples of one execution may end up in different micro-batches.
+        Summed before packing, so that the samples of one execution may end up in different
+        micro-batches.
         """
         sums: dict[int, int] = {}
         for execution, mask in zip(self.execution_ids, self.loss_masks):
@@ -120,9 +129,11 @@ class Columns:
         return [float(max(sums[execution], 1)) for execution in self.execution_ids]
 
     def group_mask_means(self) -> list[float]:
-        """Per sample the mean of the trained tokens of its group's executions; 1 for a group without any.
+        """Per sample the mean of the trained tokens of its group's executions; 1 for a group
+        without any.
 
-        As the denominator of the loss it makes each token of a group count alike, and each group by its executions.
+        As the denominator of the loss it makes each token of a group count alike, and each group by
+        its executions.
         """
         sums: dict[int, int] = {}
         executions: dict[int, set[int]] = {}
@@ -155,7 +166,9 @@ def described_columns(trainable: Trainable) -> dict[str, list[Any]]:
     samples = trainable.samples
     return {
         "loss_masks": [[0] * s.response_length if s.remove_sample else _mask(s) for s in samples],
-        "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
+        "sample_indices": [
+            position if s.index is None else s.index for position, s in enumerate(samples)
+        ],
         "group_ids": trainable.group_ids,
         "execution_ids": trainable.execution_ids,
         "truncated": [s.status == SampleStatus.TRUNCATED for s in samples],
@@ -169,8 +182,8 @@ def _mask(sample: Sample) -> list[int]:
 
 
 def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[Any] | None:
-    """The field of every sample if any has it. A sample that trains no token may lack per-token numbers: zeros, and
-    no row of experts.
+    """The field of every sample if any has it. A sample that trains no token may lack per-token
+    numbers: zeros, and no row of experts.
 
     Raises:
         UserError: some samples that are trained on have the field and some do not.
@@ -180,11 +193,14 @@ def _optional(samples: list[Sample], masks: list[list[int]], name: str) -> list[
         return None
     for position, (sample, mask) in enumerate(zip(samples, masks)):
         if values[position] is None and not any(mask):
-            values[position] = [] if name == "rollout_routed_experts" else [0.0] * sample.response_length
+            values[position] = (
+                [] if name == "rollout_routed_experts" else [0.0] * sample.response_length
+            )
     without = [sample.index for sample, value in zip(samples, values) if value is None]
     if without:
         raise UserError(
-            f"{len(without)} of {len(samples)} samples have no {name} (first: index {without[0]}), the others have",
+            f"{len(without)} of {len(samples)} samples have no {name} (first: index "
+            f"{without[0]}), the others have",
             why="samples of different origin are in one batch",
             fix=f"let every generate function set {name}, or none",
         )
@@ -218,22 +234,32 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
 
 
 def _raw_reward(sample: Sample, reward: float) -> float:
-    """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped one."""
+    """What is logged as raw reward: ``metadata["raw_reward"]`` where a user keeps an unshaped
+    one."""
     raw = sample.metadata.get("raw_reward")
     role = f'metadata["raw_reward"] of sample {sample.index}'
     return reward if raw is None else reward_number(raw, "a function of yours", role)
 
 
-def _rewards_from_hook(result: Any, samples: list[Sample], origin: str) -> tuple[list[float], list[float]]:
-    fix = "return (raw_rewards, rewards): two lists with one number per sample, in the order of the samples"
+def _rewards_from_hook(
+    result: Any, samples: list[Sample], origin: str
+) -> tuple[list[float], list[float]]:
+    fix = (
+        "return (raw_rewards, rewards): two lists with one number per sample, in the order of the "
+        "samples"
+    )
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)
     raw, rewards = map(as_list, result)
     if not isinstance(raw, list) or not isinstance(rewards, list):
-        raise FunctionFailed(f"{origin} returned {described(result[0])} and {described(result[1])}", fix=fix)
+        raise FunctionFailed(
+            f"{origin} returned {described(result[0])} and {described(result[1])}", fix=fix
+        )
     if len(raw) != len(samples) or len(rewards) != len(samples):
         raise FunctionFailed(
-            f"{origin} returned {len(raw)} raw rewards and {len(rewards)} rewards for {len(samples)} samples", fix=fix
+            f"{origin} returned {len(raw)} raw rewards and {len(rewards)} rewards for "
+            f"{len(samples)} samples",
+            fix=fix,
         )
 
     def checked(values: list[Any], kind: str) -> list[float]:

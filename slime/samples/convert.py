@@ -1,6 +1,7 @@
 """From finished groups to one `TrainBatch` per data-parallel rank.
 
-groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of tensors
+groups ─► trainable samples ─► columns (rewards, masks, denominators) ─► packing ─► shards of
+tensors
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ from slime.user_code.loading import makers_of_samples, named, user_function
 logger = get_logger(__name__)
 
 
-def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int) -> list[TrainBatch]:
+def to_train_batches(
+    groups: list[Group], config: Config, layout: TrainLayout, rollout_id: int
+) -> list[TrainBatch]:
     """Convert, pack and shard one rollout.
 
-    Samples that failed, that were aborted without a reward, or that have no response are left out and counted in
-    ``global_stats`` (``rollout/dropped_<reason>``). Samples with ``remove_sample`` stay, with a loss mask of zeros.
+    Samples that failed, that were aborted without a reward, or that have no response are left out
+    and counted in ``global_stats`` (``rollout/dropped_<reason>``). Samples with ``remove_sample``
+    stay, with a loss mask of zeros.
 
     Returns:
-        One batch per data-parallel rank of ``layout``; all with the same ``global_stats`` and numbers of
-        micro-batches.
+        One batch per data-parallel rank of ``layout``; all with the same ``global_stats`` and
+        numbers of micro-batches.
     Raises:
-        UserError: nothing to train on; a finished sample without reward; a field that only some samples have;
-            a sample longer than ``--seq-length``; a hook that returns something else than it should.
+        UserError: nothing to train on; a finished sample without reward; a field that only some
+            samples have; a sample longer than ``--seq-length``; a hook that returns something else
+            than it should.
     """
     args = config.flat()
     trainable = select_trainable(groups, config.algorithm.loss_type == "sft_loss", rollout_id)
@@ -57,7 +62,9 @@ def to_train_batches(groups: list[Group], config: Config, layout: TrainLayout, r
     schedule = _plan(columns, config, layout)
     stats = _global_stats(columns, trainable, schedule)
     algorithm = config.algorithm
-    by_group = algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group
+    by_group = (
+        algorithm.loss_type == "policy_loss" and FACTS[algorithm.advantage_estimator].averages_group
+    )
     mask_sums = columns.group_mask_means() if by_group else columns.rollout_mask_sums()
     ranks = range(layout.data_parallel_size)
     shards = [_shard(columns, mask_sums, schedule, rank, rollout_id, stats) for rank in ranks]
@@ -70,11 +77,16 @@ def _check_lengths(columns: Columns, config: Config) -> None:
     cap = config.train.seq_length
     if cap is None:
         return
-    long = [(len(tokens), index) for tokens, index in zip(columns.tokens, columns.sample_indices) if len(tokens) > cap]
+    long = [
+        (len(tokens), index)
+        for tokens, index in zip(columns.tokens, columns.sample_indices)
+        if len(tokens) > cap
+    ]
     if long:
         length, index = max(long)
         raise UserError(
-            f"{len(long)} samples are longer than --seq-length {cap} (longest: index {index}, {length} tokens)",
+            f"{len(long)} samples are longer than --seq-length {cap} (longest: index {index}, "
+            f"{length} tokens)",
             why="they cannot have come from the built-in generation, which is limited to it",
             fix="raise --seq-length, or cut the samples in the generate function",
         )
@@ -84,7 +96,9 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
     train = config.train
     dynamic = train.use_dynamic_batch_size
     max_tokens = (
-        train.max_tokens_per_gpu * layout.context_parallel_size if dynamic and train.max_tokens_per_gpu else None
+        train.max_tokens_per_gpu * layout.context_parallel_size
+        if dynamic and train.max_tokens_per_gpu
+        else None
     )
     lengths = [len(tokens) for tokens in columns.tokens]
     costs = None
@@ -97,15 +111,18 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
         micro_batch_multiple=layout.micro_batch_multiple,
         micro_batch_size=train.micro_batch_size,
         max_tokens=max_tokens,
-        # the order of samples in a step means nothing to the loss, so dynamic batches are always filled evenly
+        # the order of samples in a step means nothing to the loss, so dynamic batches are always
+        # filled evenly
         balance=train.balance_data or train.use_dynamic_batch_size,
     )
-    schedule = plan_steps(lengths, columns.execution_ids, [sum(mask) for mask in columns.loss_masks], rules, costs)
+    schedule = plan_steps(
+        lengths, columns.execution_ids, [sum(mask) for mask in columns.loss_masks], rules, costs
+    )
     is_asked = not config.origins.get("max_tokens_per_gpu", "").startswith("derived")
     if schedule.oversize and is_asked:
         longest = max(lengths[i] for i in schedule.oversize)
         logger.warning(
-            "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d tokens); each has a "
+            "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d " "tokens); each has a "
             "micro-batch of its own",
             len(schedule.oversize), max_tokens, longest,
         )  # fmt: skip
@@ -174,7 +191,8 @@ def _shard(
 def _check_log_probs(shard: TrainBatch, args: Any) -> None:
     """
     Raises:
-        UserError: names the functions that make samples, the sample, and what is wrong with which log-prob.
+        UserError: names the functions that make samples, the sample, and what is wrong with which
+            log-prob.
     """
     for name in ("rollout_log_probs", "teacher_log_probs"):
         for index, values in zip(shard.sample_indices, getattr(shard, name) or ()):
@@ -182,11 +200,13 @@ def _check_log_probs(shard: TrainBatch, args: Any) -> None:
                 makers = " or ".join(makers_of_samples(vars(args))) or "the rollout"
                 raise UserError(
                     f"{makers} returned a sample (index {index}) with {problem}",
-                    fix="give every response token the log-prob of the engine's answer: 0.0 (and loss mask 0) where"
+                    fix="give every response token the log-prob of the engine's answer: 0.0 (and "
+                    "loss mask 0) where"
                     " the model did not sample it",
                 )
 
 
 def _tensor(values: Any, dtype: Any) -> torch.Tensor:
-    """A tensor of its own memory; through numpy, which reads Python lists several times faster than torch does."""
+    """A tensor of its own memory; through numpy, which reads Python lists several times faster than
+    torch does."""
     return torch.from_numpy(np.array(values, dtype=dtype))

@@ -1,4 +1,5 @@
-"""The columns that a user's converter returned, checked before they are packed and become tensors."""
+"""The columns that a user's converter returned, checked before they are packed and become
+tensors."""
 
 from __future__ import annotations
 
@@ -18,29 +19,41 @@ from slime.user_code.loading import FunctionFailed, described
 CONVERSION = "--custom-convert-samples-to-train-data-path"
 
 #: Names of the reference system's train-data dict → ours.
-_HOOK_NAMES = {"raw_reward": "raw_rewards", "rollout_ids": "execution_ids", "rollout_routed_experts": "routed_experts"}
+_HOOK_NAMES = {
+    "raw_reward": "raw_rewards",
+    "rollout_ids": "execution_ids",
+    "rollout_routed_experts": "routed_experts",
+}
 _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
 
 
-def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size: int | None = None) -> Columns:
+def columns_from_hook(
+    result: Any, trainable: Trainable, origin: str, vocab_size: int | None = None
+) -> Columns:
     """Columns from what a user's converter returned.
 
-    Masks, indices, groups and metadata that it left out are those of the samples. Where it returned another number of
-    entries than there are samples, every response token is trained and every entry is an execution of its own.
+    Masks, indices, groups and metadata that it left out are those of the samples. Where it returned
+    another number of entries than there are samples, every response token is trained and every
+    entry is an execution of its own.
 
     Args:
         origin: the function in messages (`slime.user_code.loading.named`).
         vocab_size: of the model; None where it is not known.
     Raises:
-        FunctionFailed: not a dict, a needed column missing, an unknown column, columns of different lengths, an entry
-            of another kind or length.
+        FunctionFailed: not a dict, a needed column missing, an unknown column, columns of different
+            lengths, an entry of another kind or length.
     """
     data = _columns(result, origin)
     count = len(data["tokens"])
-    lengths = {_OUR_NAMES.get(name, name): len(column) for name, column in data.items() if len(column) != count}
+    lengths = {
+        _OUR_NAMES.get(name, name): len(column)
+        for name, column in data.items()
+        if len(column) != count
+    }
     if lengths:
         raise FunctionFailed(
-            f"{origin} returned {count} tokens lists but {lengths}", fix="one entry per sample in each"
+            f"{origin} returned {count} tokens lists but {lengths}",
+            fix="one entry per sample in each",
         )
     if not count:
         fix = "return an entry for each sample that is to be trained on"
@@ -51,7 +64,9 @@ def columns_from_hook(result: Any, trainable: Trainable, origin: str, vocab_size
     for name in ("rewards", "raw_rewards"):
         if name in data:
             role = f"{_OUR_NAMES.get(name, name)!r} of sample"
-            data[name] = [reward_number(value, origin, f"{role} {i}") for i, value in enumerate(data[name])]
+            data[name] = [
+                reward_number(value, origin, f"{role} {i}") for i, value in enumerate(data[name])
+            ]
     if count == len(trainable.samples):
         defaults = described_columns(trainable)
     else:
@@ -76,11 +91,15 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
         raise FunctionFailed(f"{origin} returned {described(result)}", fix=fix)
     data: dict[str, list[Any]] = {}
     for name, column in result.items():
-        if column is None or name in ("rollout_mask_sums", "total_lengths"):  # which follow from others
+        if column is None or name in (
+            "rollout_mask_sums",
+            "total_lengths",
+        ):  # which follow from others
             continue
         if isinstance(column, (str, bytes, dict)) or not isinstance(column, Iterable):
             raise FunctionFailed(
-                f"{origin} returned {described(column)} as {name!r}", fix="give a list, an entry per sample"
+                f"{origin} returned {described(column)} as {name!r}",
+                fix="give a list, an entry per sample",
             )
         is_array = hasattr(column, "tolist") and getattr(column, "ndim", 0) == 1
         data[_HOOK_NAMES.get(name) or str(name)] = column.tolist() if is_array else list(column)  # type: ignore[attr-defined]
@@ -88,7 +107,8 @@ def _columns(result: Any, origin: str) -> dict[str, list[Any]]:
     unknown = sorted(data.keys() - {f.name for f in fields(Columns) if f.name != "weight_versions"})
     if missing or unknown:
         raise FunctionFailed(
-            f"{origin} returned a dict " + (f"without {', '.join(missing)}" if missing else f"with {unknown}"),
+            f"{origin} returned a dict "
+            + (f"without {', '.join(missing)}" if missing else f"with {unknown}"),
             why=f"its keys are: {', '.join(map(str, result))}",
             fix=names,
         )
@@ -114,7 +134,8 @@ def _metadata(value: Any) -> dict[str, Any] | None:
     return value
 
 
-#: Column with one value per sample → what makes it of an entry, or raises, and what an entry must be.
+#: Column with one value per sample → what makes it of an entry, or raises, and what an entry must
+#: be.
 _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "response_lengths": (_whole, "a whole number"),
     "sample_indices": (_whole, "a whole number"),
@@ -125,7 +146,9 @@ _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def _each(column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, origin: str) -> list[Any]:
+def _each(
+    column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, origin: str
+) -> list[Any]:
     made = []
     (make, wanted) = kind
     for position, value in enumerate(column):
@@ -133,31 +156,48 @@ def _each(column: list[Any], kind: tuple[Callable[[Any], Any], str], name: str, 
             made.append(make(value))
         except (TypeError, ValueError, RuntimeError) as error:
             shown = f"{_OUR_NAMES.get(name, name)!r} of sample {position}"
-            raise FunctionFailed(f"{origin} returned {described(value)} as {shown}", fix=f"give {wanted}") from error
+            raise FunctionFailed(
+                f"{origin} returned {described(value)} as {shown}", fix=f"give {wanted}"
+            ) from error
     return made
 
 
-def _check_tokens(columns: Columns, returned: Collection[str], origin: str, vocab_size: int | None) -> None:
+def _check_tokens(
+    columns: Columns, returned: Collection[str], origin: str, vocab_size: int | None
+) -> None:
     """Lengths and values of what has one entry per token, where the converter ``returned`` it."""
     names = [name for name in _PER_TOKEN if name in returned]
     for position, length in enumerate(columns.response_lengths):
         where = f"of sample {position}"
         tokens = columns.tokens[position] = as_list(columns.tokens[position])
         if problem := token_problem(tokens, vocab_size):
-            raise FunctionFailed(f"{origin} returned 'tokens' {where} with {problem}", fix="encode with its tokenizer")
+            raise FunctionFailed(
+                f"{origin} returned 'tokens' {where} with {problem}",
+                fix="encode with its tokenizer",
+            )
         for name in names:
             column = getattr(columns, name)
             values = column[position] = as_list(column[position])
             field = "loss_mask" if name == "loss_masks" else name
-            problem = number_problem(field, values) if isinstance(values, list) else f"{described(values)} as {name}"
+            problem = (
+                number_problem(field, values)
+                if isinstance(values, list)
+                else f"{described(values)} as {name}"
+            )
             if problem:
                 fix = f"give {_PER_TOKEN[name]} for each response token"
                 raise FunctionFailed(f"{origin} returned for sample {position} {problem}", fix=fix)
-        sizes = {name: len(getattr(columns, name)[position]) for name in {"loss_masks": 0, **dict.fromkeys(names)}}
+        sizes = {
+            name: len(getattr(columns, name)[position])
+            for name in {"loss_masks": 0, **dict.fromkeys(names)}
+        }
         if not 0 < length < len(tokens) or any(size != length for size in sizes.values()):
-            also = "".join(f", {size} {name}" for name, size in sizes.items() if name != "loss_masks")
+            also = "".join(
+                f", {size} {name}" for name, size in sizes.items() if name != "loss_masks"
+            )
             raise FunctionFailed(
-                f"{origin}: sample {position} has {len(tokens)} tokens, response_length {length} and a loss mask of "
+                f"{origin}: sample {position} has {len(tokens)} tokens, response_length {length} "
+                "and a loss mask of "
                 f"{sizes['loss_masks']}{also}",
                 why="tokens hold the prompt, at least one token, and the response",
                 fix="loss masks and log-probs have one entry per response token",

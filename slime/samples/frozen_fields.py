@@ -1,4 +1,5 @@
-"""Guard finished samples from the functions that get them: rewards, filters, log functions, conversions."""
+"""Guard finished samples from the functions that get them: rewards, filters, log functions,
+conversions."""
 
 from __future__ import annotations
 
@@ -24,19 +25,22 @@ def frozen(
     is_ordered: bool = True,
     keeps_reward: bool = True,
 ) -> Iterator[None]:
-    """In this block a function of the user's sees ``samples``. Whatever frozen field it changes, and whatever other
-    field it sets to something that cannot be used, is set back, and the function is refused by name.
+    """In this block a function of the user's sees ``samples``. Whatever frozen field it changes,
+    and whatever other field it sets to something that cannot be used, is set back, and the function
+    is refused by name.
 
-    Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens and log-probs: these lists are
-    copied, and compared by identity first.
+    Costs 0.1 ms for a sample of 4,096 tokens, and the memory of references to its tokens and
+    log-probs: these lists are copied, and compared by identity first.
 
     Args:
         origin: the function in messages.
         lists: that it is given, whose entries nothing reads afterwards.
         is_ordered: what it returns goes by their order.
-        keeps_reward: a reward that it sets is used; that of a reward function is replaced by what it returns.
+        keeps_reward: a reward that it sets is used; that of a reward function is replaced by what
+            it returns.
     Raises:
-        FunctionFailed: it changed a frozen field or one of the ``lists``, or set another field to an odd value.
+        FunctionFailed: it changed a frozen field or one of the ``lists``, or set another field to
+            an odd value.
     """
     before = [(sample, _copies(sample)) for sample in samples]
     kinds = [type(sample) for sample in samples]
@@ -53,17 +57,23 @@ def frozen(
         if type(sample) is not kind:
             now = type(sample)
             sample.__class__ = kind
-            told.append(f"the class (from {kind.__name__} to {now.__name__}) of the sample with index {sample.index}")
+            told.append(
+                f"the class (from {kind.__name__} to {now.__name__}) of the sample with index "
+                f"{sample.index}"
+            )
         if change := _set_back(sample, copies):
             told.append(change)
     if told:
         more = f" (so it did with {len(told) - 1} more samples)" if len(told) > 1 else ""
         raise FunctionFailed(
             f"{origin} changed {told[0]}{more}",
-            why="what was generated is trained on as it is: such a function may set reward, metadata, train_metadata,"
+            why="what was generated is trained on as it is: such a function may set reward, "
+            "metadata, train_metadata,"
             " remove_sample, teacher_log_probs and attributes of its own, and reads the rest",
-            fix="work on a copy; to keep a sample out of the loss, set remove_sample in --rollout-sample-filter-path;"
-            " to change tokens or masks, use --custom-generate-function-path or --rollout-sample-hook-path",
+            fix="work on a copy; to keep a sample out of the loss, set remove_sample in "
+            "--rollout-sample-filter-path;"
+            " to change tokens or masks, use --custom-generate-function-path or "
+            "--rollout-sample-hook-path",
         )
     for sample, values in zip(samples, notes):
         _check_notes(sample, values, origin, keeps_reward)
@@ -71,12 +81,18 @@ def frozen(
         ids = [id(sample) for sample in given]
         ids_before = [id(sample) for sample in kept]
         if (ids != ids_before) if is_ordered else (sorted(ids) != sorted(ids_before)):
-            what = "the order" if len(ids) == len(ids_before) else f"the length ({len(ids_before)}, now {len(ids)})"
+            what = (
+                "the order"
+                if len(ids) == len(ids_before)
+                else f"the length ({len(ids_before)}, now {len(ids)})"
+            )
             given[:] = kept
             raise FunctionFailed(
                 f"{origin} changed {what} of a list of samples that it was given",
-                why="what it returns goes by the list as it was; entries that it removed would still be trained on",
-                fix="work on a copy, sorted(samples); to drop a group, use --dynamic-sampling-filter-path; to keep a"
+                why="what it returns goes by the list as it was; entries that it removed would "
+                "still be trained on",
+                fix="work on a copy, sorted(samples); to drop a group, use "
+                "--dynamic-sampling-filter-path; to keep a"
                 " sample out of the loss, set its remove_sample",
             )
 
@@ -109,7 +125,9 @@ def _check_notes(sample: Any, before: Sequence[Any], origin: str, keeps_reward: 
             raise
         if problem:
             setattr(sample, name, then)
-            raise FunctionFailed(f"{origin} set {problem} on the sample with index {sample.index}", fix=fix)
+            raise FunctionFailed(
+                f"{origin} set {problem} on the sample with index {sample.index}", fix=fix
+            )
 
 
 def _copies(sample: Any) -> list[Any]:
@@ -127,7 +145,8 @@ def _copy(value: Any) -> Any:
 
 
 class _Ones(int):
-    """The number of entries of a list of ones, as most loss masks are: a copy would take as much memory as tokens."""
+    """The number of entries of a list of ones, as most loss masks are: a copy would take as much
+    memory as tokens."""
 
 
 def _set_back(sample: Any, copies: Sequence[Any]) -> str:

@@ -11,9 +11,11 @@ from slime.user_code.loading import FunctionFailed, described
 
 
 def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
-    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][execution][Sample]`` (Groups pass through).
+    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][execution][Sample]``
+    (Groups pass through).
 
-    Samples of one group that share a ``rollout_id`` are one execution; in the three-level form they must have one.
+    Samples of one group that share a ``rollout_id`` are one execution; in the three-level form they
+    must have one.
 
     Example:
         >>> a, b, c = Sample(index=0), Sample(index=1, rollout_id=7), Sample(index=1, rollout_id=7)
@@ -21,10 +23,13 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
         2
 
     Raises:
-        UserError: an entry that is neither, or siblings of one execution without a common ``rollout_id``.
+        UserError: an entry that is neither, or siblings of one execution without a common
+            ``rollout_id``.
     """
     if not isinstance(nested, (list, tuple)):
-        raise FunctionFailed(f"{origin} returned {described(nested)} as its samples", fix="return list[list[Sample]]")
+        raise FunctionFailed(
+            f"{origin} returned {described(nested)} as its samples", fix="return list[list[Sample]]"
+        )
     groups = []
     for position, entry in enumerate(nested):
         if isinstance(entry, Group):
@@ -34,7 +39,10 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
         for item in entry if isinstance(entry, list) else [entry]:
             samples = item if isinstance(item, list) else [item]
             if not all(isinstance(sample, Sample) for sample in samples):
-                raise UserError(f"{origin} returned something other than samples", fix="return list[list[Sample]]")
+                raise UserError(
+                    f"{origin} returned something other than samples",
+                    fix="return list[list[Sample]]",
+                )
             for sample in samples:
                 if (problem := kind_problem(sample)) is not None:
                     what = f"{origin} returned a sample (index {sample.index}) with {problem[0]}"
@@ -43,8 +51,10 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
             if isinstance(item, list) and (None in ids or len(ids) > 1):
                 given = ", ".join(sorted(map(str, ids)))
                 raise UserError(
-                    f"{origin} returned an execution of {len(samples)} samples with rollout_id {given}",
-                    why="samples that one execution fanned out into are counted and averaged together",
+                    f"{origin} returned an execution of {len(samples)} samples with rollout_id "
+                    f"{given}",
+                    why="samples that one execution fanned out into are counted and averaged "
+                    "together",
                     fix="set the same sample.rollout_id on each of them",
                 )
             for sample in samples:

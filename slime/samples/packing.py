@@ -1,15 +1,18 @@
-"""Packing: which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure functions.
+"""Packing: which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure
+functions.
 
-    samples ─► steps (whole executions) ─► micro-batches (token cap) ─► ranks (equal counts, balanced cost)
+    samples ─► steps (whole executions) ─► micro-batches (token cap) ─► ranks (equal counts,
+    balanced cost)
 
 Invariants, each one a property test:
   * every sample is in exactly one micro-batch of one rank of one step; nothing is dropped;
   * the samples of one execution are in one step;
   * the executions of two steps differ by at most one, so a remainder is spread, never lost;
-  * in a step every rank has the same number of micro-batches, a multiple of ``micro_batch_multiple``;
-    a rank with nothing left has empty ones;
-  * a micro-batch holds at most ``max_tokens`` tokens (dynamic) or ``micro_batch_size`` samples (static); a single
-    sample above ``max_tokens`` gets a micro-batch of its own and is reported in `Schedule.oversize`.
+  * in a step every rank has the same number of micro-batches, a multiple of
+    ``micro_batch_multiple``; a rank with nothing left has empty ones;
+  * a micro-batch holds at most ``max_tokens`` tokens (dynamic) or ``micro_batch_size`` samples
+    (static); a single sample above ``max_tokens`` gets a micro-batch of its own and is reported in
+    `Schedule.oversize`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class PackingRules:
     Attributes:
         global_batch_size: executions per optimizer step.
         data_parallel_size: ranks to spread over.
-        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline stages), else 1.
+        micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
+            stages), else 1.
         micro_batch_size: most samples of a micro-batch, when ``max_tokens`` is None.
         max_tokens: most tokens of a micro-batch: ``max_tokens_per_gpu`` × context-parallel size.
         balance: choose micro-batches for each rank so that all ranks have about the same cost.
@@ -101,7 +105,8 @@ def plan_steps(
 
 
 def split_steps(execution_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Positions per step: executions in first-seen order, in the nearest whole number of steps, evenly filled.
+    """Positions per step: executions in first-seen order, in the nearest whole number of steps,
+    evenly filled.
 
     Example (7 executions of which one has two samples, 3 a step: 2 steps of 4 and 3):
         >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
@@ -133,11 +138,12 @@ def _even_chunks(items: list[T], count: int) -> list[list[T]]:
 def pack_micro_batches(
     members: list[int], lengths: Sequence[int], costs: Sequence[float], rules: PackingRules
 ) -> list[list[int]]:
-    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up to what the layout needs.
+    """The micro-batches of one step over all ranks: as few as the cap allows, rounded up to what
+    the layout needs.
 
-    The count is a multiple of ``data_parallel_size × micro_batch_multiple``; micro-batches that no sample is left
-    for stay empty. With ``balance`` they are filled evenly (largest cost first into the least filled); without it
-    samples keep their order.
+    The count is a multiple of ``data_parallel_size × micro_batch_multiple``; micro-batches that no
+    sample is left for stay empty. With ``balance`` they are filled evenly (largest cost first into
+    the least filled); without it samples keep their order.
     """
     unit = rules.data_parallel_size * rules.micro_batch_multiple
     if rules.max_tokens is None:
@@ -157,15 +163,20 @@ def pack_micro_batches(
     return _split_to(tight, costs, count)
 
 
-def assign_ranks(bins: list[list[int]], costs: Sequence[float], rules: PackingRules) -> list[list[list[int]]]:
-    """Micro-batches per rank, the same number for each; balanced, or rank r gets r, r + dp, r + 2 dp, …"""
+def assign_ranks(
+    bins: list[list[int]], costs: Sequence[float], rules: PackingRules
+) -> list[list[list[int]]]:
+    """Micro-batches per rank, the same number for each; balanced, or rank r gets r, r + dp, r + 2
+    dp, …"""
     size = rules.data_parallel_size
     if not rules.balance:
         return [bins[rank::size] for rank in range(size)]
     per_rank = len(bins) // size
     ranks: list[list[list[int]]] = [[] for _ in range(size)]
     loads = [(0.0, rank) for rank in range(size)]
-    for load, bin_ in sorted(((sum(costs[i] for i in b), b) for b in bins), key=lambda item: -item[0]):
+    for load, bin_ in sorted(
+        ((sum(costs[i] for i in b), b) for b in bins), key=lambda item: -item[0]
+    ):
         total, rank = heapq.heappop(loads)
         ranks[rank].append(bin_)
         if len(ranks[rank]) < per_rank:
@@ -199,7 +210,8 @@ def _first_fit(members: Sequence[int], sizes: Sequence[int], cap: int) -> list[l
 def _fill_evenly(
     members: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, cap: int
 ) -> list[list[int]] | None:
-    """Largest cost first, each into the bin of least cost that has room; None when that does not work out."""
+    """Largest cost first, each into the bin of least cost that has room; None when that does not
+    work out."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
     heap = [(0.0, index) for index in range(count)]
@@ -219,9 +231,14 @@ def _fill_evenly(
 
 
 def _split_to(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
-    """Halve the costliest bins of several samples until there are ``count``; then add empty ones."""
+    """Halve the costliest bins of several samples until there are ``count``; then add empty
+    ones."""
     single = [bin_ for bin_ in bins if len(bin_) == 1]
-    heap = [(-sum(costs[i] for i in bin_), position, bin_) for position, bin_ in enumerate(bins) if len(bin_) > 1]
+    heap = [
+        (-sum(costs[i] for i in bin_), position, bin_)
+        for position, bin_ in enumerate(bins)
+        if len(bin_) > 1
+    ]
     heapq.heapify(heap)
     position = len(bins)
     while heap and len(single) + len(heap) < count:

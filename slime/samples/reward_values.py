@@ -13,7 +13,8 @@ LARGEST_REWARD = 1e18
 
 
 def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
-    """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one), bools, decimals.
+    """``value`` as a finite float: Python's, NumPy's and torch's numbers (also an array of one),
+    bools, decimals.
 
     Args:
         origin: the function that returned it, in messages (`slime.user_code.loading.named`).
@@ -24,8 +25,13 @@ def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
     """
 
     def refused(why: str) -> FunctionFailed:
-        fix = "a reward is one finite number between -1e18 and 1e18, or a dict with one under --reward-key"
-        return FunctionFailed(f"{origin} returned {shown(value, 100)} ({type(value).__name__}) as {role}", why, fix)
+        fix = (
+            "a reward is one finite number between -1e18 and 1e18, or a dict with one under "
+            "--reward-key"
+        )
+        return FunctionFailed(
+            f"{origin} returned {shown(value, 100)} ({type(value).__name__}) as {role}", why, fix
+        )
 
     is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
     if isinstance(value, (str, bytes)) or is_complex:
@@ -39,18 +45,27 @@ def reward_number(value: Any, origin: str, role: str, why: str = "") -> float:
     if not math.isfinite(number):
         raise refused(why)
     if abs(number) > LARGEST_REWARD:
-        raise refused(f"its square does not fit float32, in which losses are computed; {why}".rstrip("; "))
+        raise refused(
+            f"its square does not fit float32, in which losses are computed; {why}".rstrip("; ")
+        )
     return number
 
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is one number of Python, NumPy or torch."""
-    return isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "shape", None) == ())
+    return isinstance(value, numbers.Number) or (
+        hasattr(value, "item") and getattr(value, "shape", None) == ()
+    )
 
 
 def is_finite(value: Any) -> bool:
     """Whether a number is finite as a float."""
     try:
         return math.isfinite(float(value))
-    except (OverflowError, TypeError, ValueError, RuntimeError):  # too large, complex, a signalling NaN
+    except (
+        OverflowError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # too large, complex, a signalling NaN
         return False

@@ -1,9 +1,10 @@
-"""Which experts the engine sent each token to, as it travels from an engine's answer to the trainer.
+"""Which experts the engine sent each token to, as it travels from an engine's answer to the
+trainer.
 
-One row per token but the last. A row of -1 means that the engine did not compute the token; rows may also end before
-the sample does, where user code appended tokens after the engine's answer. The trainer routes such tokens itself. What
-an earlier answer told of a token stays: a later one tells how it was read, perhaps with other weights, and not how the
-next token was sampled.
+One row per token but the last. A row of -1 means that the engine did not compute the token; rows
+may also end before the sample does, where user code appended tokens after the engine's answer. The
+trainer routes such tokens itself. What an earlier answer told of a token stays: a later one tells
+how it was read, perhaps with other weights, and not how the next token was sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ UNKNOWN = -1
 
 
 def experts_problem(experts: Any, num_tokens: int) -> str:
-    """What is wrong with the experts that users' code has set for a sample of ``num_tokens``; "" where nothing is."""
+    """What is wrong with the experts that users' code has set for a sample of ``num_tokens``; ""
+    where nothing is."""
     import numpy as np
 
     if experts is None:
@@ -32,22 +34,37 @@ def experts_problem(experts: Any, num_tokens: int) -> str:
     except (TypeError, ValueError, RuntimeError) as error:
         return f"that are no array ({error})"
     if found.size and (found.dtype.kind not in "iu" or found.ndim not in (2, 3)):
-        return f"of {found.dtype} and shape {list(found.shape)}, not whole numbers [tokens - 1, layers, experts]"
-    return f"for {len(found)} of {num_tokens - 1} tokens" if found.ndim and len(found) >= max(num_tokens, 1) else ""
+        return (
+            f"of {found.dtype} and shape {list(found.shape)}, not whole numbers [tokens - 1, "
+            "layers, experts]"
+        )
+    return (
+        f"for {len(found)} of {num_tokens - 1} tokens"
+        if found.ndim and len(found) >= max(num_tokens, 1)
+        else ""
+    )
 
 
 def decode_routed_experts(
-    payload: str, num_tokens: int, *, start: int = 0, before: Any = None, shape: tuple[int, int] | None = None
+    payload: str,
+    num_tokens: int,
+    *,
+    start: int = 0,
+    before: Any = None,
+    shape: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """From ``meta_info["routed_experts"]`` of SGLang: base64 of int32, row after row.
 
     Args:
-        num_tokens: of prompt and response; the last token is never sent through the model, so it has no row.
-        start: first token that the payload covers (``routed_experts_start_len``); ``before`` has the rows before it.
+        num_tokens: of prompt and response; the last token is never sent through the model, so it
+            has no row.
+        start: first token that the payload covers (``routed_experts_start_len``); ``before`` has
+            the rows before it.
         before: what the sample has from an earlier call.
         shape: (layers, experts per token); when not known, rows stay flat.
     Returns:
-        int32 [num_tokens - 1, layers, experts per token], or [num_tokens - 1, layers · experts per token].
+        int32 [num_tokens - 1, layers, experts per token], or [num_tokens - 1, layers · experts per
+        token].
     Raises:
         UserError: not such a payload, or of another number of tokens.
 
@@ -63,10 +80,16 @@ def decode_routed_experts(
         values = np.frombuffer(base64.b64decode(payload, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:
         raise UserError(
-            "the engine's routed experts cannot be read", why=str(error), fix="use an SGLang version that is supported"
+            "the engine's routed experts cannot be read",
+            why=str(error),
+            fix="use an SGLang version that is supported",
         ) from error
     rows = num_tokens - 1 - start
-    if rows <= 0 or values.size % rows or (shape is not None and values.size != rows * shape[0] * shape[1]):
+    if (
+        rows <= 0
+        or values.size % rows
+        or (shape is not None and values.size != rows * shape[0] * shape[1])
+    ):
         raise UserError(
             f"the engine returned {values.size} routed experts for {max(rows, 0)} tokens",
             why=f"the sample has {num_tokens} tokens, the answer covers them from token {start} on"
@@ -83,7 +106,8 @@ def decode_routed_experts(
         return found
     if before is None or len(before) < start:
         raise UserError(
-            f"the engine returned routed experts from token {start} on, and the sample has none of the tokens before",
+            f"the engine returned routed experts from token {start} on, and the sample has none "
+            "of the tokens before",
             fix="ask for all of them in the sample's first call",
         )
     return np.concatenate([np.asarray(before)[:start].reshape(start, *found.shape[1:]), found])

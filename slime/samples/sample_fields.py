@@ -1,8 +1,8 @@
 """The fields of a `Sample`: what each must hold, and which are frozen once the sample is generated.
 
-`FIELDS` is the one table that everything reads which checks users' functions: `Sample.validate` (kinds and lengths),
-`number_problem` (token ids and log-probs one by one) and `slime.samples.frozen_fields` (functions that get a finished
-sample).
+`FIELDS` is the one table that everything reads which checks users' functions: `Sample.validate`
+(kinds and lengths), `number_problem` (token ids and log-probs one by one) and
+`slime.samples.frozen_fields` (functions that get a finished sample).
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class SampleField:
     Attributes:
         wanted: what it must hold, for messages.
         fits: whether a value is that; per-token lists are also checked one by one.
-        is_frozen: it is the record of what was generated. Data sources, generate functions, rollout functions and
-            sample hooks set it; no function that gets a finished sample may change it.
+        is_frozen: it is the record of what was generated. Data sources, generate functions, rollout
+            functions and sample hooks set it; no function that gets a finished sample may change
+            it.
         is_per_token: one number per response token, or None.
     """
 
@@ -62,7 +63,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    )
 
 
 def _is_flag(value: Any) -> bool:
@@ -82,7 +85,8 @@ def _anything(value: Any) -> bool:
 
 
 def _unread(why: str) -> SampleField:
-    """A field of the contract that this version cannot train with: what needs it would be trained without it."""
+    """A field of the contract that this version cannot train with: what needs it would be trained
+    without it."""
     return SampleField(f"None, since nothing reads it: {why}", lambda value: value is None)
 
 
@@ -93,7 +97,9 @@ _COUNTS = "left as it is: counters of the engine's calls"
 FIELDS: dict[str, SampleField] = {
     "group_index": SampleField("a whole number, or None", _is_whole, is_frozen=True),
     "index": SampleField("a whole number, or None", _is_whole, is_frozen=True),
-    "rollout_id": SampleField("a whole number or text, or None", _either(int, np.integer, str), is_frozen=True),
+    "rollout_id": SampleField(
+        "a whole number or text, or None", _either(int, np.integer, str), is_frozen=True
+    ),
     "prompt": SampleField("text, or a list of messages", _is_prompt, is_frozen=True),
     "tokens": SampleField("a list of token ids", _is_list, is_frozen=True),
     "multimodal_inputs": SampleField("a dict, or None", _either(dict)),
@@ -103,16 +109,26 @@ FIELDS: dict[str, SampleField] = {
     "response": SampleField("text", lambda value: isinstance(value, str), is_frozen=True),
     "response_length": SampleField("the number of response tokens", _is_count, is_frozen=True),
     "label": SampleField("anything", _anything),
-    "reward": SampleField("a number, a dict of numbers, or None", _anything),  # see `slime.samples.reward_values`
-    "loss_mask": SampleField("a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True),
+    "reward": SampleField(
+        "a number, a dict of numbers, or None", _anything
+    ),  # see `slime.samples.reward_values`
+    "loss_mask": SampleField(
+        "a list of 0 and 1, or None", _either(list), is_frozen=True, is_per_token=True
+    ),
     "weight_versions": SampleField("a list", _is_list, is_frozen=True),
-    "rollout_log_probs": SampleField("a list of numbers, or None", _either(list), is_frozen=True, is_per_token=True),
+    "rollout_log_probs": SampleField(
+        "a list of numbers, or None", _either(list), is_frozen=True, is_per_token=True
+    ),
     "rollout_top_p_token_ids": _unread(_NO_NUCLEUS),
     "rollout_top_p_token_offsets": _unread(_NO_NUCLEUS),
     "rollout_routed_experts": SampleField("an array, or None", _anything, is_frozen=True),
     "remove_sample": SampleField("True or False", _is_flag),
-    "teacher_log_probs": SampleField("a list of numbers, or None", _either(list), is_per_token=True),
-    "status": SampleField("a Sample.Status", _anything, is_frozen=True),  # `Sample.validate` knows which there are
+    "teacher_log_probs": SampleField(
+        "a list of numbers, or None", _either(list), is_per_token=True
+    ),
+    "status": SampleField(
+        "a Sample.Status", _anything, is_frozen=True
+    ),  # `Sample.validate` knows which there are
     "metadata": SampleField("a dict", lambda value: isinstance(value, dict)),
     "generate_function_path": SampleField("text, or None", _either(str)),
     "custom_rm_path": SampleField("text, or None", _either(str)),
@@ -130,7 +146,8 @@ FROZEN = tuple(name for name, field in FIELDS.items() if field.is_frozen)
 
 
 def kind_problem(sample: Any) -> tuple[str, str] | None:
-    """The first field that holds something else than it must, and what it must hold; None where all do.
+    """The first field that holds something else than it must, and what it must hold; None where all
+    do.
 
     Arrays, tensors and tuples of the per-token fields become lists, NumPy's whole numbers Python's.
     """
@@ -145,7 +162,8 @@ def kind_problem(sample: Any) -> tuple[str, str] | None:
     return None
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values
+# ----------------------------------------------------------------------------------------------------------
 
 
 def as_list(values: Any) -> Any:
@@ -156,10 +174,16 @@ def as_list(values: Any) -> Any:
 
 
 def numbers_in(values: Any) -> np.ndarray | None:
-    """``values`` as a flat array of numbers, of an empty list too; None where they are something else."""
+    """``values`` as a flat array of numbers, of an empty list too; None where they are something
+    else."""
     try:
         found = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged, or a tensor elsewhere or in bfloat16
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # ragged, or a tensor elsewhere or in bfloat16
         if not hasattr(values, "tolist"):
             return None
         found = np.asarray(values.tolist())
@@ -178,7 +202,14 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
     if found is None or (found.size and found.dtype.kind not in "iu"):
         if not _is_list(tokens := as_list(tokens)):
             return "no list"
-        odd = next((token for token in tokens if not _is_count(token) or abs(operator.index(token)) >= 2**31), None)
+        odd = next(
+            (
+                token
+                for token in tokens
+                if not _is_count(token) or abs(operator.index(token)) >= 2**31
+            ),
+            None,
+        )
         return f"{shown(odd, 40)} among its tokens, which are ids of tokens"
     if not found.size:
         return ""
@@ -191,27 +222,36 @@ def token_problem(tokens: Any, vocab_size: int | None) -> str:
 
 
 def number_problem(name: str, values: Any) -> str:
-    """What is wrong with the numbers of a per-token field; "" where nothing is, or where it is None."""
+    """What is wrong with the numbers of a per-token field; "" where nothing is, or where it is
+    None."""
     if values is None or _are_plain(name, values):
         return ""
     found = numbers_in(values)
     if found is None:
         position = next((i for i, value in enumerate(values) if numbers_in([value]) is None), 0)
-        return f"{name} that are not all numbers: {shown(values[position], 40)} at position {position}"
+        return (
+            f"{name} that are not all numbers: {shown(values[position], 40)} at position {position}"
+        )
     if name == "loss_mask":
         bad = ~np.isin(found, (0, 1))
         return f"a loss_mask with values other than 0 and 1: {found[bad][0]}" if bad.any() else ""
     finite = np.isfinite(found)
     if not finite.all():
-        return f"{name} that are not finite: {found[~finite][0]} at position {int((~finite).argmax())}"
+        return (
+            f"{name} that are not finite: {found[~finite][0]} at position {int((~finite).argmax())}"
+        )
     if found.size and found.max() > LARGEST_LOG_PROB:
         at = int(found.argmax())
-        return f"{name} above 0: {found[at]:g} at position {at}; the logarithm of a probability is not positive"
+        return (
+            f"{name} above 0: {found[at]:g} at position {at}; the logarithm of a probability is "
+            "not positive"
+        )
     return ""
 
 
 def packed_ids(tokens: Any) -> np.ndarray | None:
-    """A list of Python's whole numbers as an array; None for anything else, such as a list with bools or NumPy's."""
+    """A list of Python's whole numbers as an array; None for anything else, such as a list with
+    bools or NumPy's."""
     packed = _packed(tokens, "q", int)
     # a sum does not tell bools, which only a number of 0 or 1 can be
     if packed is None or (packed.size and packed.min() <= 1 and set(map(type, tokens)) != {int}):
@@ -220,7 +260,8 @@ def packed_ids(tokens: Any) -> np.ndarray | None:
 
 
 def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
-    """A list of numbers as an array, made several times faster than by NumPy; None for anything else.
+    """A list of numbers as an array, made several times faster than by NumPy; None for anything
+    else.
 
     Args:
         code: the format of `struct` for ``kind``.
@@ -236,7 +277,8 @@ def _packed(values: Any, code: str, kind: type) -> np.ndarray | None:
 
 
 def _are_plain(name: str, values: Any) -> bool:
-    """Whether nothing is wrong with a list, by tests that are several times faster than NumPy's array of it."""
+    """Whether nothing is wrong with a list, by tests that are several times faster than NumPy's
+    array of it."""
     if type(values) is not list:
         return False
     if name == "loss_mask":
@@ -250,13 +292,21 @@ def _are_plain(name: str, values: Any) -> bool:
 
 
 def unpicklable(samples: Iterable[Any]) -> str:
-    """What no file can hold of some samples: the first field, or key of a dict there; "" where there is none."""
+    """What no file can hold of some samples: the first field, or key of a dict there; "" where
+    there is none."""
     for sample in samples:
         for name, value in vars(sample).items():
-            parts = {f"{name}[{key!r}]": part for key, part in value.items()} if isinstance(value, dict) else {}
+            parts = (
+                {f"{name}[{key!r}]": part for key, part in value.items()}
+                if isinstance(value, dict)
+                else {}
+            )
             for place, part in (parts or {name: value}).items():
                 try:
                     pickle.dumps(part)
                 except Exception as error:  # whatever the class of the user's raises
-                    return f"{place} of the sample with index {sample.index} ({type(error).__name__}: {error})"
+                    return (
+                        f"{place} of the sample with index {sample.index} "
+                        f"({type(error).__name__}: {error})"
+                    )
     return ""

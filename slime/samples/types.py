@@ -2,8 +2,9 @@
 
     prompts ─► rollout ─ list[Group] ─► samples ─ TrainBatch per data-parallel rank ─► train
 
-``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose public fields and
-methods are those of the reference system. It is validated once, when it leaves user code (`Sample.validate`).
+``Sample`` is what users build and read in their hooks, so it stays a plain mutable dataclass whose
+public fields and methods are those of the reference system. It is validated once, when it leaves
+user code (`Sample.validate`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from slime.user_code.loading import shown
 
 
 class SampleStatus(StrEnum):
-    """Where a sample stands. PENDING and ABORTED samples may be generated (further); the others are final."""
+    """Where a sample stands. PENDING and ABORTED samples may be generated (further); the others are
+    final."""
 
     PENDING = "pending"
     COMPLETED = "completed"  # ended by a stop token or stop string
@@ -45,7 +47,8 @@ class TokenSpan:
 
     Attributes:
         start, end: half-open range of response positions.
-        weight_version: of the weights that sampled these tokens; None for tokens of other origin (tools, environment).
+        weight_version: of the weights that sampled these tokens; None for tokens of other origin
+            (tools, environment).
     """
 
     start: int
@@ -70,7 +73,11 @@ class SpecInfo:
 
     @property
     def spec_accept_rate(self) -> float:
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+        return (
+            self.spec_accept_token_num / self.spec_draft_token_num
+            if self.spec_draft_token_num
+            else 0.0
+        )
 
     @property
     def spec_accept_length(self) -> float:
@@ -86,7 +93,8 @@ class SpecInfo:
 
 @dataclass(slots=True)
 class PrefixCacheInfo:
-    """How much of the prompts was found in the engine's KV cache, summed over the engine calls of one sample."""
+    """How much of the prompts was found in the engine's KV cache, summed over the engine calls of
+    one sample."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -115,8 +123,8 @@ _PrefixCacheInfo = PrefixCacheInfo
 class Sample:
     """One prompt with (at most) one response.
 
-    Lengths: ``tokens`` holds prompt and response ids; ``tokens[-response_length:]`` is the response;
-    ``loss_mask`` and ``rollout_log_probs``, when set, have ``response_length`` entries.
+    Lengths: ``tokens`` holds prompt and response ids; ``tokens[-response_length:]`` is the
+    response; ``loss_mask`` and ``rollout_log_probs``, when set, have ``response_length`` entries.
 
     Example (a user's two-turn generate function):
         >>> sample = Sample(prompt="2+2=?", tokens=[5, 6])
@@ -133,7 +141,8 @@ class Sample:
     group_index: int | None = None
     """Counter of prompt draws: all samples of one group share it."""
     index: int | None = None
-    """Global sample counter; rollout output is sorted by it and per-request seeds derive from it."""
+    """Global sample counter; rollout output is sorted by it and per-request seeds derive from
+    it."""
     rollout_id: int | None = None
     """Id of one *execution*: samples that one execution fanned out into share it. The unit of
     ``global_batch_size`` and of the loss denominator. None means: an execution of its own."""
@@ -152,7 +161,8 @@ class Sample:
     weight_versions: list[str] = field(default_factory=list)
     """One entry per finished engine call."""
     rollout_log_probs: list[float] | None = None
-    """Engine's log-prob of each response token under the temperature-scaled distribution; 0 where not sampled."""
+    """Engine's log-prob of each response token under the temperature-scaled distribution; 0 where
+    not sampled."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: Any = None
@@ -175,7 +185,8 @@ class Sample:
     """Spans recorded for this sample; see `slime.observe.trace`."""
     source: str | None = None
 
-    # -- reading -------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------------
 
     @property
     def prompt_length(self) -> int:
@@ -193,9 +204,12 @@ class Sample:
                 raise UserError(
                     f"sample {self.index} has no reward",
                     why=f"its status is '{self.status.value}'",
-                    fix="let the reward function return a number for it, or drop the sample in a filter",
+                    fix="let the reward function return a number for it, or drop the sample in a "
+                    "filter",
                 )
-            return reward_number(self.reward, "a function of yours", f"the reward of sample {self.index}")
+            return reward_number(
+                self.reward, "a function of yours", f"the reward of sample {self.index}"
+            )
         key = getattr(args, "reward_key", None)
         if key not in self.reward:
             raise UserError(
@@ -203,13 +217,19 @@ class Sample:
                 why=f"its keys are: {', '.join(map(str, self.reward))}",
                 fix="pass --reward-key with one of them",
             )
-        return reward_number(self.reward[key], "a function of yours", f"the reward {key!r} of sample {self.index}")
+        return reward_number(
+            self.reward[key], "a function of yours", f"the reward {key!r} of sample {self.index}"
+        )
 
     def token_versions(self) -> tuple[int, ...]:
-        """Weight versions of its tokens, each once, in the order of their numbers; () where none is known."""
-        return tuple(sorted({v for span in self.token_spans if (v := span.weight_version) is not None}))
+        """Weight versions of its tokens, each once, in the order of their numbers; () where none is
+        known."""
+        return tuple(
+            sorted({v for span in self.token_spans if (v := span.weight_version) is not None})
+        )
 
-    # -- writing -------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------------
 
     def append_response_tokens(
         self,
@@ -224,11 +244,12 @@ class Sample:
     ) -> None:
         """Append sampled tokens (``trainable``) or tool/environment tokens to the response.
 
-        Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and mask 0). Both may be
-        lists, arrays or tensors of one axis; without tokens only what ``meta_info`` says is noted.
-        ``meta_info`` is the engine's, from which status, weight version and cache counters are taken. An engine whose
-        weights changed during the call says so in ``token_weight_versions``: ``[[start, version], ...]``, counted from
-        the call's first token.
+        Sampled tokens need one log-prob each; others must not have any (they get log-prob 0 and
+        mask 0). Both may be lists, arrays or tensors of one axis; without tokens only what
+        ``meta_info`` says is noted. ``meta_info`` is the engine's, from which status, weight
+        version and cache counters are taken. An engine whose weights changed during the call says
+        so in ``token_weight_versions``: ``[[start, version], ...]``, counted from the call's first
+        token.
 
         Raises:
             UserError: log-probs missing, surplus, or not one per token.
@@ -239,7 +260,8 @@ class Sample:
             given = "none" if log_probs is None else str(len(log_probs))
             raise UserError(
                 f"{len(tokens)} sampled tokens were appended with {given} log-probs",
-                fix="pass one log-prob per token, or trainable=False for tokens the model did not sample",
+                fix="pass one log-prob per token, or trainable=False for tokens the model did not "
+                "sample",
             )
         if not trainable and log_probs:
             raise UserError(
@@ -258,11 +280,17 @@ class Sample:
         if text is not None:
             self.response += text
         meta = meta_info or {}
-        runs = (meta.get("token_weight_versions") if trainable else None) or [[0, meta.get("weight_version")]]
+        runs = (meta.get("token_weight_versions") if trainable else None) or [
+            [0, meta.get("weight_version")]
+        ]
         bounds = [before + int(start) for start, _ in runs] + [self.response_length]
         for (_, version), start, end in zip(runs, bounds, bounds[1:]):
             if start < end:
-                numeric = int(version) if trainable and version is not None and str(version).isdigit() else None
+                numeric = (
+                    int(version)
+                    if trainable and version is not None and str(version).isdigit()
+                    else None
+                )
                 self._extend_spans(start, end, numeric)
         if meta_info is not None and update_terminal_info:
             self._update_experts(args, meta_info)
@@ -271,9 +299,10 @@ class Sample:
     append = append_response_tokens
 
     def _update_experts(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Take over which experts the engine sent each token to: int32 [tokens - 1, layers, experts per token]; the
-        last two axes are flat when ``args`` does not tell the model's ``num_layers`` and ``moe_router_topk``. Tokens
-        that the engine computed in an earlier call only keep their experts."""
+        """Take over which experts the engine sent each token to: int32 [tokens - 1, layers, experts
+        per token]; the last two axes are flat when ``args`` does not tell the model's
+        ``num_layers`` and ``moe_router_topk``. Tokens that the engine computed in an earlier call
+        only keep their experts."""
         if not meta_info.get("routed_experts"):
             return
         layers = getattr(args, "num_layers", None)
@@ -309,26 +338,30 @@ class Sample:
         self.tokens = self.tokens[: self.prompt_length]
         self.response = ""
         self.response_length = 0
-        self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = self.rollout_routed_experts = None
+        self.loss_mask = self.rollout_log_probs = self.teacher_log_probs = (
+            self.rollout_routed_experts
+        ) = None
         self.weight_versions = []
         self.token_spans = []
         self.spec_info, self.prefix_cache_info = SpecInfo(), PrefixCacheInfo()
         self.reward = None
         self.status = SampleStatus.PENDING
 
-    # -- validation ----------------------------------------------------------------------------------
+    # -- validation
+    # ----------------------------------------------------------------------------------
 
     def validate(self, origin: str = "sample") -> None:
-        """Check kinds and lengths of all fields (`slime.samples.sample_fields`) when the sample leaves user code.
+        """Check kinds and lengths of all fields (`slime.samples.sample_fields`) when the sample
+        leaves user code.
 
-        Arrays and tensors become lists. A loss mask over all tokens (prompt too) is cut to the response; any other odd
-        length is refused.
+        Arrays and tensors become lists. A loss mask over all tokens (prompt too) is cut to the
+        response; any other odd length is refused.
 
         Args:
             origin: who made the sample, for the message (the path of the user's function, say).
         Raises:
-            UserError: a field of another kind, a length that does not fit, a mask value other than 0 and 1, a field
-                that training would ignore, or a status that there is not.
+            UserError: a field of another kind, a length that does not fit, a mask value other than
+                0 and 1, a field that training would ignore, or a status that there is not.
         """
 
         def refuse(what: str, fix: str) -> None:
@@ -346,19 +379,24 @@ class Sample:
                 self.loss_mask = list(self.loss_mask[self.prompt_length :])
             if len(self.loss_mask) != self.response_length:
                 refuse(
-                    f"a loss_mask of {len(self.loss_mask)} entries for {self.response_length} response tokens",
+                    f"a loss_mask of {len(self.loss_mask)} entries for {self.response_length} "
+                    "response tokens",
                     "give one entry per response token (or one per token of prompt and response)",
                 )
             if odd := number_problem("loss_mask", self.loss_mask):
                 refuse(odd, "use 1 for trained tokens, else 0")
         for name in ("rollout_log_probs", "teacher_log_probs"):
             if (values := getattr(self, name)) is not None and len(values) != self.response_length:
-                refuse(f"{len(values)} {name} for {self.response_length} response tokens", "give one entry per token")
+                refuse(
+                    f"{len(values)} {name} for {self.response_length} response tokens",
+                    "give one entry per token",
+                )
         if not isinstance(self.status, str) or self.status not in list(SampleStatus):
             refuse(f"status {shown(self.status)}", f"set it to one of: {', '.join(SampleStatus)}")
         self.status = SampleStatus(self.status)
 
-    # -- storage -------------------------------------------------------------------------------------
+    # -- storage
+    # -------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         data = {key: copy.copy(value) for key, value in self.__dict__.items()}
@@ -389,7 +427,8 @@ class Group:
 
     Attributes:
         index: the draw's ``group_index``.
-        executions: one entry per execution; each holds the samples that it fanned out into (usually one).
+        executions: one entry per execution; each holds the samples that it fanned out into (usually
+            one).
 
     Example:
         >>> group = Group(0, [[Sample(index=0)], [Sample(index=1), Sample(index=1)]])   # second one fanned out
@@ -419,12 +458,14 @@ class Versions(NamedTuple):
     Attributes:
         oldest: what older ones have begun is stale.
         newest: that were pushed; None: not known.
-        stale: newer ones than the oldest that are stale all the same: a run that has gone back to a checkpoint pushes
-            weights of earlier steps under later numbers.
-        ahead: those up to the newest that are of later steps than training stands at, for the same reason. What an
-            earlier life of the run has finished with these, or with newer ones, does not count.
-        gone: pushed behind a checkpoint from which the run went on in another way (`slime.run.ancestry`): no weights
-            that it will reach are like these, and what they have begun or finished is generated anew.
+        stale: newer ones than the oldest that are stale all the same: a run that has gone back to a
+            checkpoint pushes weights of earlier steps under later numbers.
+        ahead: those up to the newest that are of later steps than training stands at, for the same
+            reason. What an earlier life of the run has finished with these, or with newer ones,
+            does not count.
+        gone: pushed behind a checkpoint from which the run went on in another way
+            (`slime.run.ancestry`): no weights that it will reach are like these, and what they have
+            begun or finished is generated anew.
     """
 
     oldest: int = 0
@@ -436,7 +477,11 @@ class Versions(NamedTuple):
     @property
     def allowed(self) -> str:
         """In words: whose samples are young enough."""
-        but = f", without {', '.join(map(str, sorted(self.stale)))} of other steps" if self.stale else ""
+        but = (
+            f", without {', '.join(map(str, sorted(self.stale)))} of other steps"
+            if self.stale
+            else ""
+        )
         return f"weights {self.oldest} and newer{but}"
 
     def stale_among(self, versions: Iterable[int]) -> int | None:

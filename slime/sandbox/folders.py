@@ -1,7 +1,7 @@
 """Temporary folders for programs: gone when they are done, those of a run that was killed too.
 
-Each is kept locked (``flock``) by whoever made it. What nobody holds any more was left behind: the next process that
-makes one removes it.
+Each is kept locked (``flock``) by whoever made it. What nobody holds any more was left behind: the
+next process that makes one removes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ async def temporary_folder(kind: str) -> AsyncIterator[str]:
     if not _has_looked:
         _has_looked = True
         await asyncio.to_thread(remove_stale)
-    folder, lock = _make(kind)  # not in a thread: whoever is cancelled while it runs would never learn the name
+    folder, lock = _make(
+        kind
+    )  # not in a thread: whoever is cancelled while it runs would never learn the name
     try:
         yield folder
     finally:
@@ -48,7 +50,9 @@ def _make(kind: str) -> tuple[str, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue  # another process took it for one that was left behind
-        with contextlib.suppress(OSError):  # file systems without locks: nobody else gets one there either
+        with contextlib.suppress(
+            OSError
+        ):  # file systems without locks: nobody else gets one there either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.isdir(folder):
             return folder, lock
@@ -63,7 +67,9 @@ def _end(folder: str, lock: int) -> None:
 def remove_stale() -> list[str]:
     """Remove folders of this user's that nobody holds; returns their names."""
     removed = []
-    for path in (path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*/")):
+    for path in (
+        path for kind in (PROGRAM, TASK) for path in Path(tempfile.gettempdir()).glob(f"{kind}*/")
+    ):
         with left_behind(path) as is_free:
             if is_free:
                 remove(str(path))
@@ -72,8 +78,9 @@ def remove_stale() -> list[str]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder in which programs have been. They may have taken rights away from folders, and put more of them
-    into each other than a path can name: so each is moved to the top before it is emptied."""
+    """Remove a folder in which programs have been. They may have taken rights away from folders,
+    and put more of them into each other than a path can name: so each is moved to the top before it
+    is emptied."""
     waiting = [folder]
     while waiting:
         one = waiting.pop()

@@ -1,6 +1,8 @@
-"""What the kernel is asked to keep a program from: namespaces, Landlock, seccomp, limits of resources.
+"""What the kernel is asked to keep a program from: namespaces, Landlock, seccomp, limits of
+resources.
 
-Standard library only, and nothing of slime's: this file is imported by `keeper.py`, which runs as a script.
+Standard library only, and nothing of slime's: this file is imported by `keeper.py`, which runs as a
+script.
 """
 
 from __future__ import annotations
@@ -39,14 +41,21 @@ _PDEATHSIG = 1
 _CAPBSET_DROP = 24
 _SECCOMP = 22
 _NO_NEW_PRIVS = 38
-#: Above every user of a host: one for each sandbox of root's, so that the kernel counts its processes alone.
+#: Above every user of a host: one for each sandbox of root's, so that the kernel counts its
+#: processes alone.
 FIRST_UID = 2_000_000_000
 _NOBODY = 65534
 
 #: Of the host, to be read: what programs need to start. Nothing of /etc that is anybody's business.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
-    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime"),
+    *(
+        "/etc/ld.so.cache",
+        "/etc/ld.so.conf",
+        "/etc/ld.so.conf.d",
+        "/etc/alternatives",
+        "/etc/localtime",
+    ),
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
@@ -62,7 +71,14 @@ def call(function: str, *arguments: Any) -> int:
 
 def control(option: int, first: int = 0, second: Any = 0) -> None:
     """prctl(2)."""
-    call("prctl", option, ctypes.c_ulong(first), second or ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    call(
+        "prctl",
+        option,
+        ctypes.c_ulong(first),
+        second or ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
 
 
 def die_with(parent: int, signal: int = 9) -> None:
@@ -72,11 +88,13 @@ def die_with(parent: int, signal: int = 9) -> None:
         os._exit(1)
 
 
-# -- users and limits ------------------------------------------------------------------------------------------------
+# -- users and limits
+# ------------------------------------------------------------------------------------------------
 
 
 def own_uid() -> int:
-    """The user that a sandbox of this process runs as: another one where that is root's to choose."""
+    """The user that a sandbox of this process runs as: another one where that is root's to
+    choose."""
     if os.geteuid():
         return os.geteuid()
     wanted = FIRST_UID + os.getpid()
@@ -125,12 +143,14 @@ def tasks_of(uid: int) -> int:
 
 
 def counts_by_namespace() -> bool:
-    """Whether the kernel counts the processes of a user in each user namespace anew (Linux 5.14)."""
+    """Whether the kernel counts the processes of a user in each user namespace anew (Linux
+    5.14)."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
 
-# -- namespaces ------------------------------------------------------------------------------------------------------
+# -- namespaces
+# ------------------------------------------------------------------------------------------------------
 
 
 def enter_namespaces() -> None:
@@ -152,8 +172,8 @@ def enter_namespaces() -> None:
 
 
 def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
-    """A root of its own: the system and what is named to be read, folders of the caller's, and files in memory that
-    are gone with it. To be called by the first process of the new namespaces.
+    """A root of its own: the system and what is named to be read, folders of the caller's, and
+    files in memory that are gone with it. To be called by the first process of the new namespaces.
 
     Args:
         scratch: an empty folder of the host on which it is put together.
@@ -162,16 +182,27 @@ def build_root(scratch: str, request: dict[str, Any], uid: int) -> None:
     size = int(request["limits"]["file_bytes"])
     _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
     store = _folder(f"{scratch}/.store")
-    _mount("tmpfs", store, "tmpfs", _NOSUID | _NODEV, f"mode=755,size={size},nr_inodes={max(1024, size >> 12)}")
+    _mount(
+        "tmpfs",
+        store,
+        "tmpfs",
+        _NOSUID | _NODEV,
+        f"mode=755,size={size},nr_inodes={max(1024, size >> 12)}",
+    )
     _folder(f"{scratch}/dev")
     for name in _DEVICES:
         _bind(f"/dev/{name}", f"{scratch}/dev/{name}")
-    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1")):
+    for name, target in (
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+    ):
         os.symlink(target, f"{scratch}/dev/{name}")
     for name, place in (("tmp", "tmp"), ("shm", "dev/shm"), ("work", request["home"].lstrip("/"))):
         os.chown(_folder(f"{store}/{name}"), uid, uid if os.geteuid() == 0 else -1)
         _bind(f"{store}/{name}", f"{scratch}/{place}")
-    # After the writable folders, which would hide what is shown below them, and parents before their children.
+    # After the writable folders, which would hide what is shown below them, and parents before
+    # their children.
     shown: list[str] = []
     for path in sorted({*SYSTEM, *request["readable"]}, key=os.path.realpath):
         _show(scratch, path, shown)
@@ -215,8 +246,8 @@ def _bind(source: str, target: str) -> None:
 
 
 def _show(root: str, path: str, shown: list[str]) -> None:
-    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` holds it; links lead where
-    they led."""
+    """Bind a path of the host read-only below ``root``, unless a folder in ``shown`` holds it;
+    links lead where they led."""
     if not os.path.exists(path):
         return
     real = os.path.realpath(path)
@@ -239,10 +270,13 @@ def is_below(path: str, folder: str) -> bool:
 def _read_only(path: str, recursive: bool = True) -> None:
     attributes = struct.pack("QQQQ", _ATTR_READ_ONLY, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
-    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+    call(
+        "syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes)
+    )
 
 
-# -- seccomp ---------------------------------------------------------------------------------------------------------
+# -- seccomp
+# ---------------------------------------------------------------------------------------------------------
 
 #: Calls that are refused → their numbers on x86-64 and on 64-bit ARM; None where there is none.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -288,7 +322,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 #: What makes processes and threads, besides clone.
 _FORKS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
-#: Limits of another process may end it; one's own are set by this call, too, with 0 for the process.
+#: Limits of another process may end it; one's own are set by this call, too, with 0 for the
+#: process.
 _PRLIMIT = (302, 261)
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 _CLONE3 = 435
@@ -303,8 +338,9 @@ _RETURN = 0x06
 
 
 def refuse_calls(alone: bool) -> bool:
-    """Refuse sockets, other processes' memory, and calls that only whoever leaves a sandbox needs; for this process
-    and all that come of it, of which there are none if it is to be ``alone``. False where that is not possible."""
+    """Refuse sockets, other processes' memory, and calls that only whoever leaves a sandbox needs;
+    for this process and all that come of it, of which there are none if it is to be ``alone``.
+    False where that is not possible."""
     if platform.machine() not in _MACHINES:
         return False
     column, machine, clone = _MACHINES[platform.machine()]
@@ -336,7 +372,9 @@ def refuse_calls(alone: bool) -> bool:
         (_RETURN, 0, 0, _ALLOW),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    filter_ = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    )
     try:
         control(_SECCOMP, 2, filter_)
     except OSError:
@@ -344,7 +382,8 @@ def refuse_calls(alone: bool) -> bool:
     return True
 
 
-# -- Landlock --------------------------------------------------------------------------------------------------------
+# -- Landlock
+# --------------------------------------------------------------------------------------------------------
 
 _CREATE = 444
 _ADD = 445
@@ -354,7 +393,8 @@ _OF_FILES = 0b1100000000000111
 
 
 def landlock(readable: list[str], writable: list[str]) -> int:
-    """Keep this process, and all that come of it, to these paths; and from signals and TCP where the kernel can.
+    """Keep this process, and all that come of it, to these paths; and from signals and TCP where
+    the kernel can.
 
     Returns:
         the version of Landlock, 0 where there is none. From 6 on signals stay inside, too.
@@ -364,9 +404,15 @@ def landlock(readable: list[str], writable: list[str]) -> int:
         return 0
     bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
     everything = (1 << bits) - 1
-    attributes = struct.pack("QQQ", everything, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
+    attributes = struct.pack("QQQ", everything, 0b11, 0b11)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     rules = call("syscall", _CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
-    for access, paths in ((_READ, readable), (everything, writable), (everything, [f"/dev/{n}" for n in _DEVICES])):
+    for access, paths in (
+        (_READ, readable),
+        (everything, writable),
+        (everything, [f"/dev/{n}" for n in _DEVICES]),
+    ):
         for path in filter(os.path.exists, paths):
             allowed = access if os.path.isdir(path) else access & everything & _OF_FILES
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -379,8 +425,8 @@ def landlock(readable: list[str], writable: list[str]) -> int:
 
 
 def give_up_privileges() -> None:
-    """No program that is started from here on gets more rights than this one, whatever its file says; and none of
-    root's, should it be root."""
+    """No program that is started from here on gets more rights than this one, whatever its file
+    says; and none of root's, should it be root."""
     control(_NO_NEW_PRIVS, 1)
     if os.geteuid() == 0:
         for capability in range(64):

@@ -1,10 +1,12 @@
-"""The parent of a program that has no walls: when that ends, or has to, whatever it started ends with it.
+"""The parent of a program that has no walls: when that ends, or has to, whatever it started ends
+with it.
 
     rollout ─► minder ─► the program ─► whatever it starts, in process groups of its own too
 
-Who leaves its group (a new session, a double fork) becomes a child of the minder, as in a sandbox of its keeper. A
-script of the standard library. It reads a request (`slime.agents.programs.run_program`) and writes what came of
-it, JSON both; it has none of the program's variables, which are in that request.
+Who leaves its group (a new session, a double fork) becomes a child of the minder, as in a sandbox
+of its keeper. A script of the standard library. It reads a request
+(`slime.agents.programs.run_program`) and writes what came of it, JSON both; it has none of the
+program's variables, which are in that request.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ def main() -> None:
         print(json.dumps({"refused": [error.errno, error.strerror, error.filename]}))
         return
     ended = False
-    while not (ended := process_tree.has_ended(program.pid)) and signal.sigwait(signals) != signal.SIGTERM:
+    while (
+        not (ended := process_tree.has_ended(program.pid))
+        and signal.sigwait(signals) != signal.SIGTERM
+    ):
         pass
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
@@ -82,7 +87,10 @@ def _named(group: int) -> list[str]:
             words = line.read().replace(b"\0", b" ").decode(errors="replace").strip()
             if words and os.getpgid(pid) != group:  # who has ended has no words
                 found.append(f"{pid} ({words[:80]})")
-    return [*found[:_MOST_NAMED], *([f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else [])]
+    return [
+        *found[:_MOST_NAMED],
+        *([f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Programs that a model wrote, run one by one: each in a sandbox of its own, which is gone when it has ended.
+"""Programs that a model wrote, run one by one: each in a sandbox of its own, which is gone when it
+has ended.
 
     sandbox = Sandbox()
     ran = await sandbox.python("print(2 ** 10)")
@@ -75,9 +76,11 @@ class Ran:
     """What came of a program.
 
     Attributes:
-        status: its exit status, the negative number of the signal that ended it, or None where it was ended.
+        status: its exit status, the negative number of the signal that ended it, or None where it
+            was ended.
         output: what it wrote, errors included.
-        ended_by: the limit that ended it: "time", "cpu", "memory", "processes", "output"; "" for none.
+        ended_by: the limit that ended it: "time", "cpu", "memory", "processes", "output"; "" for
+            none.
         holds: what it was kept to: "time", "memory", "processes", "network", "files", "signals".
         limits: that it had.
     """
@@ -97,15 +100,16 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs, each behind walls of its own: no network, no files but its own and the system's, none of the
-    environment's variables. Use from one event loop.
+    """Runs programs, each behind walls of its own: no network, no files but its own and the
+    system's, none of the environment's variables. Use from one event loop.
 
     Args:
         limits: of each program.
         readable: more of the host's files and folders that programs may read.
         at_once: most programs at the same time; None: one for each processor.
-        walls: "best": namespaces where the kernel allows them, else what it does allow, with a warning that names
-            what does not hold; "namespaces": these or an error; "plain": none, for trying out what is left.
+        walls: "best": namespaces where the kernel allows them, else what it does allow, with a
+            warning that names what does not hold; "namespaces": these or an error; "plain": none,
+            for trying out what is left.
     Raises:
         UserError: other walls.
 
@@ -126,7 +130,9 @@ class Sandbox:
         self.limits = limits or Limits()
         self._readable = [*_python_folders(), *(os.path.abspath(path) for path in readable)]
         if walls not in ("best", "namespaces", "plain"):
-            raise UserError(f"a sandbox has no walls {walls!r}", fix='pass "best", "namespaces" or "plain"')
+            raise UserError(
+                f"a sandbox has no walls {walls!r}", fix='pass "best", "namespaces" or "plain"'
+            )
         self._ways = ["namespaces", "plain"] if walls == "best" else [walls]
         self._slots = asyncio.Semaphore(at_once or num_cpus())
         self._python_starts = False
@@ -147,7 +153,8 @@ class Sandbox:
         return await self.run([sys.executable, "-B", "main.py"], files={**files, "main.py": code})
 
     async def _check_interpreter(self) -> None:
-        """An interpreter that cannot start would make every program look wrong, and every reward 0."""
+        """An interpreter that cannot start would make every program look wrong, and every reward
+        0."""
         ran = await self._run_code("print('started')", {})
         if (ran.status, ran.output) != (0, "started\n"):
             raise UserError(
@@ -172,12 +179,14 @@ class Sandbox:
         Args:
             command: found in the system's folders; its input is empty.
             files: name → text of files in its home.
-            folders: path behind the walls → folder of the host, which it may write to: what it leaves there stays.
-                They need namespaces. A run as root makes them the property of the sandbox's user.
+            folders: path behind the walls → folder of the host, which it may write to: what it
+                leaves there stays. They need namespaces. A run as root makes them the property of
+                the sandbox's user.
             folder: where it is started.
             environ: all of its variables, besides PATH, HOME, TMPDIR and LANG.
         Raises:
-            UserError: no sandbox can be made here, or none with such folders; or this host is too busy to end it.
+            UserError: no sandbox can be made here, or none with such folders; or this host is too
+                busy to end it.
         """
         asked = limits or self.limits
         if folders:
@@ -189,7 +198,9 @@ class Sandbox:
                 "scratch": scratch,
                 "home": HOME,
                 "folder": folder,
-                "folders": {place: os.path.abspath(path) for place, path in (folders or {}).items()},
+                "folders": {
+                    place: os.path.abspath(path) for place, path in (folders or {}).items()
+                },
                 "files": dict(files or {}),
                 "readable": self._readable,
                 "command": list(command),
@@ -212,29 +223,41 @@ class Sandbox:
         if self._ways[0] == "plain":
             raise _no_sandbox("folders of the host can be shown with namespaces alone")
         for place in folders:
-            taken = next((path for path in _TAKEN if place == path or place.startswith(f"{path}/")), None)
-            if taken or place == "/" or not os.path.isabs(place) or os.path.normpath(place) != place:
+            taken = next(
+                (path for path in _TAKEN if place == path or place.startswith(f"{path}/")), None
+            )
+            if (
+                taken
+                or place == "/"
+                or not os.path.isabs(place)
+                or os.path.normpath(place) != place
+            ):
                 raise UserError(
                     f"no folder can be shown at {place!r} behind the walls of a sandbox",
-                    why=f"{taken} is the system's there" if taken else "it is no path of a folder below the root",
+                    why=f"{taken} is the system's there"
+                    if taken
+                    else "it is no path of a folder below the root",
                     fix="show it elsewhere, at /app for one",
                 )
 
     def _look_at(self, result: dict[str, Any]) -> None:
-        """The first program shows what is possible: others get no less, nor is it tried each time."""
+        """The first program shows what is possible: others get no less, nor is it tried each
+        time."""
         self._ways = [result["way"]]
         if result["way"] == "namespaces":
             return
         missing = sorted({"files", "network", "signals"} - set(result["holds"]))
         logger.warning(
-            "the sandbox does without namespaces, which are not allowed here (%s): files are limited one by one%s",
+            "the sandbox does without namespaces, which are not allowed here (%s): files are "
+            "limited one by one%s",
             result["before"],
             f"; not kept from the host's: {', '.join(missing)}" if missing else "",
         )
 
 
 async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Have a keeper run the request. It is told to end, and then killed, where it does not end by itself."""
+    """Have a keeper run the request. It is told to end, and then killed, where it does not end by
+    itself."""
     keeper = await asyncio.create_subprocess_exec(
         *(sys.executable, "-S", "-s", "-E", "-B", str(_KEEPER)),
         stdin=subprocess.PIPE,
@@ -249,7 +272,8 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
     except TimeoutError as error:
         raise UserError(
             "a program in a sandbox was not ended in time",
-            why=f"its {seconds:g} s are over for {_GRACE_SECONDS:g} s: this host has too much to do, or stands still",
+            why=f"its {seconds:g} s are over for {_GRACE_SECONDS:g} s: this host has too much to "
+            "do, or stands still",
             fix="run fewer programs at once: Sandbox(at_once=…)",
         ) from error
     finally:
@@ -262,7 +286,9 @@ async def _keep(request: dict[str, Any], seconds: float) -> dict[str, Any]:
             os.killpg(keeper.pid, signal.SIGKILL)
     if keeper.returncode or not output:
         said = errors.decode(errors="replace").strip().splitlines()
-        raise _no_sandbox(f"its keeper ended with status {keeper.returncode}: {said[-1] if said else 'no word'}")
+        raise _no_sandbox(
+            f"its keeper ended with status {keeper.returncode}: {said[-1] if said else 'no word'}"
+        )
     return dict(json.loads(output))
 
 
@@ -270,12 +296,14 @@ def _no_sandbox(why: str) -> UserError:
     return UserError(
         "no sandbox can be made for a program here",
         why=why,
-        fix="run on a host, or in a container, that allows unprivileged user namespaces: " + doc_url("security.md"),
+        fix="run on a host, or in a container, that allows unprivileged user namespaces: "
+        + doc_url("security.md"),
     )
 
 
 def _environ() -> dict[str, str]:
-    """Of the keeper and of its programs: nothing of this process's, but where its interpreter finds its libraries."""
+    """Of the keeper and of its programs: nothing of this process's, but where its interpreter finds
+    its libraries."""
     environ = {
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -288,5 +316,10 @@ def _environ() -> dict[str, str]:
 
 def _python_folders() -> list[str]:
     """What Python code needs to start: the interpreter, its library and its packages."""
-    folders = {sys.prefix, sys.exec_prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    folders = {
+        sys.prefix,
+        sys.exec_prefix,
+        sys.base_prefix,
+        os.path.dirname(os.path.realpath(sys.executable)),
+    }
     return sorted(folder for folder in folders if not folder.startswith("/usr") and folder != "/")

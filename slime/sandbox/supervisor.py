@@ -1,9 +1,11 @@
-"""The process that watches over one program of a sandbox: starts it behind its walls, and ends it with all it started.
+"""The process that watches over one program of a sandbox: starts it behind its walls, and ends it
+with all it started.
 
     keeper (on the host) ─► first process of the namespaces ─► the program ─► whatever it starts
 
-A script of the standard library, for it starts in 20 ms. It reads a request (`sandbox.Sandbox.run`) and writes the
-result, JSON both, and it has no variables of the environment that a program behind it could find.
+A script of the standard library, for it starts in 20 ms. It reads a request (`sandbox.Sandbox.run`)
+and writes the result, JSON both, and it has no variables of the environment that a program behind
+it could find.
 """
 
 from __future__ import annotations
@@ -60,12 +62,16 @@ class Keeper:
         self.request = request
         self.way = way
         self.limits = request["limits"]
-        self.home = request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
+        self.home = (
+            request["home"] if way == "namespaces" else os.path.join(request["scratch"], "home")
+        )
         self.uid = walls.own_uid()
         if way == "plain" and not self._is_seen_by_others():
             self.uid = os.geteuid()
         apart = way == "namespaces" and os.geteuid() and walls.counts_by_namespace()
-        self.others = _OURS if apart else walls.tasks_of(self.uid)  # that count against the limit of processes
+        self.others = (
+            _OURS if apart else walls.tasks_of(self.uid)
+        )  # that count against the limit of processes
         self.output = bytearray()
         self.said: dict[str, Any] = {}
         self.report = -1  # the end on which the processes behind the walls say how it stands
@@ -100,7 +106,9 @@ class Keeper:
         """The program's own folder, and folders that root lends, which become the program's own."""
         folders = list(self.request["folders"].values())
         if self.way == "plain":
-            os.chmod(self.request["scratch"], 0o711)  # remains ours: its removal must not lead elsewhere
+            os.chmod(
+                self.request["scratch"], 0o711
+            )  # remains ours: its removal must not lead elsewhere
             os.mkdir(self.home, 0o700)
             folders.append(self.home)
         if os.geteuid():
@@ -108,13 +116,16 @@ class Keeper:
         for folder in folders:
             os.chown(folder, self.uid, self.uid)
         while folders:
-            with contextlib.suppress(OSError):  # so deep that no path names it: the program has made it so
+            with contextlib.suppress(
+                OSError
+            ):  # so deep that no path names it: the program has made it so
                 for entry in os.scandir(folders.pop()):
                     os.chown(entry.path, self.uid, self.uid, follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
 
-    # -- watching --------------------------------------------------------------------------------------------------
+    # -- watching
+    # --------------------------------------------------------------------------------------------------
 
     def _watch(self, pid: int, told: int, heard: int) -> str:
         """Until the child has ended, or has to; says what ended it."""
@@ -165,7 +176,8 @@ class Keeper:
         return "memory" if memory > self.limits["memory"] + _OURS_BYTES else ""
 
     def _read(self, heard: int, last: bool = False) -> bool:
-        """What the program has written; False at the end. At the last, all that the pipe still holds."""
+        """What the program has written; False at the end. At the last, all that the pipe still
+        holds."""
         while True:
             try:
                 piece = os.read(heard, 1 << 16)
@@ -187,7 +199,8 @@ class Keeper:
     def _say(self, **words: Any) -> None:
         os.write(self.report, json.dumps(words).encode() + b"\n")
 
-    # -- behind the walls: none of these returns -------------------------------------------------------------------
+    # -- behind the walls: none of these returns
+    # -------------------------------------------------------------------
 
     def _in_child(self, written: int) -> None:
         """The child of the keeper. With namespaces it only waits for their first process."""
@@ -257,13 +270,21 @@ class Keeper:
                     out.write(text)
             at = home if request["folder"] == request["home"] else request["folder"]
             os.chdir(at)
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
+            for number in (
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):  # Python ignores them, and what it starts would, too
                 signal.signal(number, signal.SIG_DFL)
             at = request["command"][0]
-            environ = {"HOME": home, "TMPDIR": "/tmp" if apart and os.access("/tmp", os.W_OK) else home}
+            environ = {
+                "HOME": home,
+                "TMPDIR": "/tmp" if apart and os.access("/tmp", os.W_OK) else home,
+            }
             os.execvpe(at, request["command"], environ | request["environ"])
         except BaseException as error:
-            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            said = (
+                error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            )
             os.write(2, f"{at}: {said}\n".encode(errors="replace"))
         os._exit(127)
 
@@ -296,11 +317,13 @@ class Keeper:
         return os.waitpid(pid, 0)[1] == 0
 
 
-# -- all that came of this process -----------------------------------------------------------------------------------
+# -- all that came of this process
+# -----------------------------------------------------------------------------------
 
 
 def usage() -> tuple[int, int]:
-    """Processes that came of this one, and bytes of memory that they hold; what they share counts for each."""
+    """Processes that came of this one, and bytes of memory that they hold; what they share counts
+    for each."""
     pids = process_tree.descendants()
     pages = 0
     for pid in pids:

@@ -1,6 +1,8 @@
-"""``--ci-test`` and ``--ci-save-grad-norm``, ``--ci-load-grad-norm``: what the reference system's CI asserts of a step.
+"""``--ci-test`` and ``--ci-save-grad-norm``, ``--ci-load-grad-norm``: what the reference system's
+CI asserts of a step.
 
-Where its assertions compare with 0, they allow 1e-8; gradient norms may differ by 1 % or 0.01, whichever is more.
+Where its assertions compare with 0, they allow 1e-8; gradient norms may differ by 1 % or 0.01,
+whichever is more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class _Bound:
 
 
 def check_rollout(
-    config: Config, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]]
+    config: Config,
+    rollout_id: int,
+    metrics: Mapping[str, float],
+    steps: Sequence[Mapping[str, float]],
 ) -> None:
     """Check the metrics of a rollout and of its optimizer steps.
 
@@ -48,7 +53,8 @@ def check_rollout(
             value = step.get(bound.metric)
             if value is not None and not abs(value) <= bound.most:
                 raise UserError(
-                    f"--ci-test: {bound.metric} is {value:g} in step {step_id} of rollout {rollout_id}",
+                    f"--ci-test: {bound.metric} is {value:g} in step {step_id} of rollout "
+                    f"{rollout_id}",
                     why=f"{bound.what}, so that it is at most {bound.most:g}",
                     fix=bound.fix,
                 )
@@ -58,14 +64,19 @@ def check_rollout(
         return
     if not abs(old - reference) <= _ZERO:
         raise UserError(
-            f"--ci-test: the mean log-prob is {old:.9g} of the policy and {reference:.9g} of the reference",
+            f"--ci-test: the mean log-prob is {old:.9g} of the policy and {reference:.9g} of the "
+            "reference",
             why="before the first step of a run both have the same weights",
             fix="pass --ci-disable-kl-checker if --load and --ref-load name different weights",
         )
 
 
 def _starts_as_reference(config: Config, rollout_id: int) -> bool:
-    return rollout_id == 0 and not config.debug.ci_disable_kl_checker and not config.train.use_rollout_routing_replay
+    return (
+        rollout_id == 0
+        and not config.debug.ci_disable_kl_checker
+        and not config.train.use_rollout_routing_replay
+    )
 
 
 def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:
@@ -80,12 +91,19 @@ def _bounds(config: Config, rollout_id: int, step_id: int) -> Iterator[_Bound]:
     if config.debug.ci_disable_kl_checker:
         return
     if step_id == 0 and not config.algorithm.use_rollout_logprobs:
-        yield _Bound("train/ppo_kl", _ZERO, "the first step of a rollout is taken from the old policy itself", off)
+        yield _Bound(
+            "train/ppo_kl",
+            _ZERO,
+            "the first step of a rollout is taken from the old policy itself",
+            off,
+        )
     if step_id == 0 and _starts_as_reference(config, rollout_id):
         yield _Bound("train/kl_loss", _ZERO, "the run starts from the reference policy", off)
 
 
-def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]], *, writes: bool) -> None:
+def check_grad_norms(
+    config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]], *, writes: bool
+) -> None:
     """Write the gradient norm of each step, or compare it with the one that was written.
 
     Args:
@@ -114,7 +132,8 @@ def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[st
             ) from error
         if not math.isclose(norm, expected, rel_tol=_NORM, abs_tol=_NORM):
             raise UserError(
-                f"--ci-load-grad-norm: the gradient norm of step {step_id} of rollout {rollout_id} is {norm:.6g}",
+                f"--ci-load-grad-norm: the gradient norm of step {step_id} of rollout "
+                f"{rollout_id} is {norm:.6g}",
                 why=f"{path} has {expected:.6g}, and they may differ by {_NORM:.0%} or {_NORM}",
                 fix="compare the two runs' samples, layout and precision",
             )

@@ -1,11 +1,13 @@
-"""What a rank trained on, as plain data for files: ``--save-debug-train-data``, and the step that went wrong.
+"""What a rank trained on, as plain data for files: ``--save-debug-train-data``, and the step that
+went wrong.
 
 The format is the reference system's (``format_version`` 2): one `torch.save` per rollout of
 
-    {"format_version": 2, "rollout_id", "rank", "samples": [{...}], "dp_shards": [{...}], "raw_reward": [...]}
+    {"format_version": 2, "rollout_id", "rank", "samples": [{...}], "dp_shards": [{...}],
+    "raw_reward": [...]}
 
-with the samples of all data-parallel ranks in the order of their index. It holds plain containers and tensors only, so
-``torch.load(path)`` reads it with its safe defaults.
+with the samples of all data-parallel ranks in the order of their index. It holds plain containers
+and tensors only, so ``torch.load(path)`` reads it with its safe defaults.
 """
 
 from __future__ import annotations
@@ -45,13 +47,18 @@ class Shard:
 
 
 def shard_of(
-    batch: TrainBatch, data: RolloutTensors, data_parallel_rank: int, only_step: int | None = None, **more: Any
+    batch: TrainBatch,
+    data: RolloutTensors,
+    data_parallel_rank: int,
+    only_step: int | None = None,
+    **more: Any,
 ) -> Shard:
     """This rank's samples as plain data.
 
     Args:
         only_step: leave out the samples of other optimizer steps.
-        more: further per-sample values by name, each a list over all samples of ``batch``; None entries are left out.
+        more: further per-sample values by name, each a list over all samples of ``batch``; None
+            entries are left out.
     """
     steps = [step.micro_batches for step in batch.steps]
     members = list(range(len(batch.tokens)))
@@ -66,7 +73,9 @@ def shard_of(
     )
 
 
-def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any]) -> dict[str, Any]:
+def _sample(
+    batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any]
+) -> dict[str, Any]:
     sample: dict[str, Any] = {
         "sample_index": batch.sample_indices[i],
         "group_index": batch.group_indices[i],
@@ -78,7 +87,9 @@ def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any
         "raw_reward": batch.raw_rewards[i],
         "truncated": bool(batch.truncated[i]),
         "rollout_mask_sum": batch.rollout_mask_sums[i],
-        "weight_version": min(batch.weight_versions[i], default=None) if batch.weight_versions else None,
+        "weight_version": min(batch.weight_versions[i], default=None)
+        if batch.weight_versions
+        else None,
     }
     columns: dict[str, Any] = {name: getattr(data, name) for name in _TENSORS}
     columns |= {"loss_mask": data.loss_masks, "teacher_log_probs": batch.teacher_log_probs, **more}
@@ -90,10 +101,13 @@ def _sample(batch: TrainBatch, data: RolloutTensors, i: int, more: dict[str, Any
 
 
 def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
-    """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank are left out."""
+    """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank
+    are left out."""
     by_rank = {shard.data_parallel_rank: shard for shard in shards}
     ordered = [by_rank[r] for r in sorted(by_rank)]
-    samples = sorted((s for shard in ordered for s in shard.samples), key=lambda s: s["sample_index"])
+    samples = sorted(
+        (s for shard in ordered for s in shard.samples), key=lambda s: s["sample_index"]
+    )
     return {
         "format_version": FORMAT_VERSION,
         "rollout_id": rollout_id,
@@ -112,7 +126,8 @@ def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def save_train_data(pattern: str, rollout_id: int, shards: Sequence[Shard]) -> Path:
-    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the path."""
+    """Write a rollout's training data to the pattern's file; whole or not at all. Returns the
+    path."""
     path = fill(pattern, rollout_id)
     save_whole(joined(rollout_id, shards), path)
     return path

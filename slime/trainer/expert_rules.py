@@ -1,4 +1,5 @@
-"""What is asked of layers of experts and cannot be done. Looks at values alone, so that a launch can ask first."""
+"""What is asked of layers of experts and cannot be done. Looks at values alone, so that a launch
+can ask first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 from slime.errors import UserError
 
-#: Balance losses; each counts the experts' shares over other ranks' tokens (`slime.trainer.megatron.moe_router`).
+#: Balance losses; each counts the experts' shares over other ranks' tokens
+#: (`slime.trainer.megatron.moe_router`).
 LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 

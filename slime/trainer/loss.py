@@ -40,18 +40,26 @@ Metrics = dict[str, Tensor]
 def micro_batch_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
-    """This micro-batch's part of the step's loss, with gradient, and its part of each metric, without.
+    """This micro-batch's part of the step's loss, with gradient, and its part of each metric,
+    without.
 
-    A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's backward pass runs and
-    takes part in every collective. Functions of the user's are not called for it.
+    A micro-batch without tokens gives a 0 that is connected to the model, so that its rank's
+    backward pass runs and takes part in every collective. Functions of the user's are not called
+    for it.
     """
-    loss, metrics = LOSS_TYPES[config.algorithm.loss_type].compute(scores, inputs, config, functions)
+    loss, metrics = LOSS_TYPES[config.algorithm.loss_type].compute(
+        scores, inputs, config, functions
+    )
     if scores.log_probs.numel() == 0:
         loss = loss + scores.log_probs.sum()
-    return loss, {**{name: value.detach() for name, value in metrics.items()}, "loss": loss.detach()}
+    return loss, {
+        **{name: value.detach() for name, value in metrics.items()},
+        "loss": loss.detach(),
+    }
 
 
-# -- supervised ------------------------------------------------------------------------------------------------------
+# -- supervised
+# ------------------------------------------------------------------------------------------------------
 
 
 def _sft_loss(
@@ -60,7 +68,8 @@ def _sft_loss(
     return weighted_sum(sft_loss(scores.log_probs), inputs.weights), {}
 
 
-# -- policy ----------------------------------------------------------------------------------------------------------
+# -- policy
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _policy_loss(
@@ -71,7 +80,9 @@ def _policy_loss(
     weights = inputs.weights
     masks = inputs.masks
     old = inputs.old_log_probs if inputs.old_log_probs is not None else log_probs.detach()
-    assert inputs.advantages is not None, "an update without advantages is refused before its first step"
+    assert inputs.advantages is not None, (
+        "an update without advantages is refused before its first step"
+    )
     policy = ESTIMATORS[flags.advantage_estimator].loss(
         PolicyInputs(
             log_probs=log_probs,
@@ -87,7 +98,9 @@ def _policy_loss(
     token_loss = policy.loss
     means = {"pg_clipfrac": policy.clipped, "ppo_kl": policy.ppo_kl}
     if flags.use_opsm:
-        keep = off_policy_sequence_mask(log_probs, old, inputs.advantages, masks, inputs.lengths, flags.opsm_delta)
+        keep = off_policy_sequence_mask(
+            log_probs, old, inputs.advantages, masks, inputs.lengths, flags.opsm_delta
+        )
         token_loss = token_loss * keep
         means["opsm_clipfrac"] = 1.0 - keep
     if inputs.rollout_log_probs is not None:
@@ -95,7 +108,9 @@ def _policy_loss(
         means["train_rollout_logprob_abs_diff"] = (trained - inputs.rollout_log_probs).abs()
     if flags.use_tis or flags.get_mismatch_metrics:
         taken = {"loss", "pg_loss", "entropy_loss", "kl_loss", "ois", *means}
-        token_loss, masks, extra = _correct_mismatch(token_loss, old, inputs, config, functions, taken)
+        token_loss, masks, extra = _correct_mismatch(
+            token_loss, old, inputs, config, functions, taken
+        )
         # a token that the user masks leaves the numerator; the denominators stay those of the batch
         weights = torch.where(masks != 0, weights, 0.0)
         means.update(extra, ois=importance_ratio(-policy.ppo_kl))
@@ -110,10 +125,15 @@ def _policy_loss(
     if flags.use_kl_loss:
         assert inputs.ref_log_probs is not None, "the KL loss runs after the reference's log-probs"
         ratio = log_probs - old if flags.use_unbiased_kl else None
-        kl_loss = weighted_sum(kl_estimate(log_probs, inputs.ref_log_probs, flags.kl_loss_type, ratio), inputs.weights)
+        kl_loss = weighted_sum(
+            kl_estimate(log_probs, inputs.ref_log_probs, flags.kl_loss_type, ratio), inputs.weights
+        )
         metrics["kl_loss"] = kl_loss
         loss = loss + flags.kl_loss_coef * kl_loss
-    return loss, {**metrics, **{name: weighted_sum(value, inputs.weights) for name, value in means.items()}}
+    return loss, {
+        **metrics,
+        **{name: weighted_sum(value, inputs.weights) for name, value in means.items()},
+    }
 
 
 def _correct_mismatch(
@@ -124,14 +144,15 @@ def _correct_mismatch(
     functions: UserFunctions,
     taken: Collection[str],
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Token losses and masks corrected for the difference between trainer and engine, and per-token metrics, which may
-    not have the names ``taken``."""
+    """Token losses and masks corrected for the difference between trainer and engine, and per-token
+    metrics, which may not have the names ``taken``."""
     flags = config.algorithm
     if inputs.rollout_log_probs is None:
         raise UserError(
             "--use-tis and --get-mismatch-metrics need the engine's log-probs",
             why="the samples of this rollout carry none",
-            fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens does)",
+            fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens "
+            "does)",
         )
     trained = old if inputs.trained_log_probs is None else inputs.trained_log_probs
     if functions.tis is None:
@@ -160,7 +181,12 @@ def _correct_mismatch(
 
 
 def _reduce_policy_loss(
-    token_loss: Tensor, weights: Tensor, masks: Tensor, inputs: LossInputs, config: Config, functions: UserFunctions
+    token_loss: Tensor,
+    weights: Tensor,
+    masks: Tensor,
+    inputs: LossInputs,
+    config: Config,
+    functions: UserFunctions,
 ) -> Tensor:
     """``masks`` [T] are those in force, which a correction may have changed."""
     if functions.reducer is None or not inputs.samples:
@@ -173,14 +199,17 @@ def _reduce_policy_loss(
     return reduced_loss(reduce(token_loss), given, masks, origin) * inputs.sample_weight
 
 
-# -- the user's own --------------------------------------------------------------------------------------------------
+# -- the user's own
+# --------------------------------------------------------------------------------------------------
 
 
 def _custom_loss(
     scores: TokenScores, inputs: LossInputs, config: Config, functions: UserFunctions
 ) -> tuple[Tensor, Metrics]:
     """See `slime.user_code.hooks.LossFunction` for what the function is given."""
-    assert functions.loss is not None, "--loss-type custom_loss is refused at launch without its function"
+    assert functions.loss is not None, (
+        "--loss-type custom_loss is refused at launch without its function"
+    )
     if not inputs.samples:
         return scores.log_probs.sum(), {}
     lengths = inputs.lengths.tolist()
@@ -188,7 +217,8 @@ def _custom_loss(
     given = Given(scores.log_probs, scores.logits)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
-        """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the plain sum)."""
+        """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the
+        plain sum)."""
         check_summed(values, inputs.masks, origin)
         if config.algorithm.calculate_per_token_loss:
             return (values * inputs.masks).sum()
@@ -212,23 +242,29 @@ def _custom_loss(
     }
     returned = functions.loss(functions.args, batch, scores.logits, sum_of_sample_mean)
     loss, metrics = loss_and_metrics(returned, given, inputs.masks, origin)
-    return loss * inputs.sample_weight, {name: value * inputs.sample_weight for name, value in metrics.items()}
+    return loss * inputs.sample_weight, {
+        name: value * inputs.sample_weight for name, value in metrics.items()
+    }
 
 
-# -- which there are -------------------------------------------------------------------------------------------------
+# -- which there are
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossType:
-    """A ``--loss-type``: its function, and what has to be computed for it. A row leaves nothing out.
+    """A ``--loss-type``: its function, and what has to be computed for it. A row leaves nothing
+    out.
 
     Attributes:
         compute: the loss of a micro-batch; see `micro_batch_loss`.
         takes_advantages: they are computed for it.
         needs_advantages: it cannot do without them.
         takes_old_log_probs: those of the policy before the rollout's first step.
-        takes_own_log_probs: in their place its own forward pass may serve, where one step follows the rollout.
-        at_sampling_temperature: log-probs are those of the distribution that was sampled from, not the model's at 1.
+        takes_own_log_probs: in their place its own forward pass may serve, where one step follows
+            the rollout.
+        at_sampling_temperature: log-probs are those of the distribution that was sampled from, not
+            the model's at 1.
         takes_entropy: of each token's distribution.
         takes_logits: whole, [N, V / tp].
     """

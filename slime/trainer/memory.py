@@ -1,9 +1,11 @@
 """Peak memory of each phase of an update, and what to say when memory runs out.
 
-    with memory.phase("forward_backward"):      records perf/forward_backward_peak_memory_gb; an allocation that fails
+    with memory.phase("forward_backward"):      records perf/forward_backward_peak_memory_gb; an
+    allocation that fails
         ...                                     inside becomes an `OutOfMemory` with peaks, batch and remedies
 
-On a GPU the peak is what torch's allocator had handed out at most; without one it is the resident size of the process.
+On a GPU the peak is what torch's allocator had handed out at most; without one it is the resident
+size of the process.
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 #: What libraries write instead of raising torch.OutOfMemoryError or MemoryError.
 _WORDS = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|CUDNN_STATUS_ALLOC_FAILED|cannot allocate memory",
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate "
+    r"memory|CUDNN_STATUS_ALLOC_FAILED|cannot allocate memory",
     re.IGNORECASE,
 )
 
 
 class OutOfMemory(UserError):
-    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for this one."""
+    """An allocation failed in a trainer rank. The run cannot go on: other ranks wait for this
+    one."""
 
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The micro-batch with the most tokens of a rank's rollout; the likeliest to have been under way.
+    """The micro-batch with the most tokens of a rank's rollout; the likeliest to have been under
+    way.
 
     Attributes:
         lengths: tokens of its samples, prompt and response, longest first.
@@ -61,10 +66,18 @@ class LargestMicroBatch:
     @staticmethod
     def of(batch: TrainBatch) -> LargestMicroBatch:
         totals = batch.total_lengths
-        found = [(samples, len(step.micro_batches) == 1) for step in batch.steps for samples in step.micro_batches]
-        largest, whole = max(found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False))
+        found = [
+            (samples, len(step.micro_batches) == 1)
+            for step in batch.steps
+            for samples in step.micro_batches
+        ]
+        largest, whole = max(
+            found, key=lambda one: sum(totals[i] for i in one[0]), default=([], False)
+        )
         order = sorted(largest, key=lambda i: -totals[i])
-        return LargestMicroBatch([totals[i] for i in order], [batch.sample_indices[i] for i in order], whole)
+        return LargestMicroBatch(
+            [totals[i] for i in order], [batch.sample_indices[i] for i in order], whole
+        )
 
     def __str__(self) -> str:
         count = len(self.lengths)
@@ -89,7 +102,9 @@ class PhaseMemory:
         {'log_probs': 1073741824.0}
     """
 
-    def __init__(self, config: Config, device: torch.device, batch: TrainBatch | None = None) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, batch: TrainBatch | None = None
+    ) -> None:
         self.config = config
         self.device = device
         self.batch = batch
@@ -106,7 +121,9 @@ class PhaseMemory:
         try:
             yield
         except (MemoryError, RuntimeError, UserError) as error:
-            cause = error.__cause__ or error if isinstance(error, UserError) else error  # in a hook, it is told as such
+            cause = (
+                error.__cause__ or error if isinstance(error, UserError) else error
+            )  # in a hook, it is told as such
             if not is_out_of_memory(cause):
                 raise
             self._note(name)
@@ -117,13 +134,17 @@ class PhaseMemory:
         self.peaks[name] = max(self.peaks.get(name, 0.0), _peak(self.device))
 
     def metrics(self, peaks: list[float] | None = None) -> dict[str, float]:
-        """``perf/<phase>_peak_memory_gb``, of ``peaks`` in the order of ``self.peaks`` where given."""
+        """``perf/<phase>_peak_memory_gb``, of ``peaks`` in the order of ``self.peaks`` where
+        given."""
         values = list(self.peaks.values()) if peaks is None else peaks
-        return {f"perf/{name}_peak_memory_gb": value / _GB for name, value in zip(self.peaks, values)}
+        return {
+            f"perf/{name}_peak_memory_gb": value / _GB for name, value in zip(self.peaks, values)
+        }
 
 
 def held(device: torch.device) -> dict[str, float]:
-    """``perf/trainer_memory_gb`` of the host, and of a GPU what is in tensors: between two steps always the same."""
+    """``perf/trainer_memory_gb`` of the host, and of a GPU what is in tensors: between two steps
+    always the same."""
     found = {"perf/trainer_memory_gb": own_bytes(os.getpid()) / _GB}
     if device.type == "cuda":
         found["perf/trainer_gpu_memory_gb"] = torch.cuda.memory_allocated(device) / _GB
@@ -146,7 +167,8 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     """The report: peaks by phase, the largest micro-batch, remedies with this run's values."""
     config = memory.config
     peaks = ", ".join(
-        f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "") for name, peak in memory.peaks.items()
+        f"{name} {peak / _GB:.2f} GB" + (" (here)" if name == phase else "")
+        for name, peak in memory.peaks.items()
     )
     what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lines = [what, f"peak memory by phase: {peaks}", _device_use(memory.device)]
@@ -154,7 +176,11 @@ def out_of_memory(error: BaseException, phase: str, memory: PhaseMemory) -> OutO
     if memory.batch is not None:
         largest = LargestMicroBatch.of(memory.batch)
         lines.append(f"largest micro-batch of this rank: {largest}")
-    where = "GPU memory" if memory.device.type == "cuda" and not isinstance(error, MemoryError) else "host memory"
+    where = (
+        "GPU memory"
+        if memory.device.type == "cuda" and not isinstance(error, MemoryError)
+        else "host memory"
+    )
     lengths, whole = (largest.lengths, largest.whole_step) if largest is not None else ([], False)
     ways = remedies(config, phase, lengths, whole_step=whole, on_gpu=memory.device.type == "cuda")
     return OutOfMemory(
@@ -172,12 +198,14 @@ def _device_use(device: torch.device) -> str:
     used = torch.cuda.memory_allocated(device)
     others = max(0, total - free - held)
     return (
-        f"GPU of {total / _GB:.1f} GB: {used / _GB:.2f} GB in tensors and {(held - used) / _GB:.2f} GB cached by this "
+        f"GPU of {total / _GB:.1f} GB: {used / _GB:.2f} GB in tensors and "
+        f"{(held - used) / _GB:.2f} GB cached by this "
         f"process, {others / _GB:.2f} GB held by others, {free / _GB:.2f} GB free"
     )
 
 
-# -- where the numbers come from -------------------------------------------------------------------------------------
+# -- where the numbers come from
+# -------------------------------------------------------------------------------------
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -194,6 +222,10 @@ def _peak(device: torch.device) -> float:
     """Bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
+    found = (
+        re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        if _STATUS.exists()
+        else None
+    )
     kilobytes = found.group(1) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(kilobytes) * 1024

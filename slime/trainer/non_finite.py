@@ -1,5 +1,5 @@
-"""NaN or Inf in a step: the error that stops the run, what is kept of the step, and how it is written into the crash
-folder, where people and programs can read it:
+"""NaN or Inf in a step: the error that stops the run, what is kept of the step, and how it is
+written into the crash folder, where people and programs can read it:
 
 samples.jsonl   one line per sample of the step: text, reward, lengths, what is not finite
 step.json       micro-batches with their losses, and the parameters whose gradients are not finite
@@ -35,14 +35,17 @@ _TEXT_LIMIT = 20_000
 class NonFiniteTraining(UserError):
     """A loss or gradient is NaN or Inf. Nothing was applied: the weights are those before the step.
 
-    What the step was is kept on every rank (`Trainer.failed_step`), for whoever writes the crash folder.
+    What the step was is kept on every rank (`Trainer.failed_step`), for whoever writes the crash
+    folder.
 
     Attributes:
-        sample_indices: of the samples whose loss is not finite, over all ranks; empty when only gradients are not.
+        sample_indices: of the samples whose loss is not finite, over all ranks; empty when only
+            gradients are not.
         parameters: names of the gradients that are not finite, over all ranks.
 
     Args:
-        functions: of the user's, by which the loss has come about (`slime.trainer.user_functions.behind_the_loss`).
+        functions: of the user's, by which the loss has come about
+            (`slime.trainer.user_functions.behind_the_loss`).
     """
 
     def __init__(
@@ -57,10 +60,15 @@ class NonFiniteTraining(UserError):
         self.sample_indices = sample_indices
         self.parameters = parameters
         if sample_indices:
-            shown = ", ".join(map(str, sample_indices[:16])) + (", …" if len(sample_indices) > 16 else "")
+            shown = ", ".join(map(str, sample_indices[:16])) + (
+                ", …" if len(sample_indices) > 16 else ""
+            )
             why = f"the loss is not finite in the micro-batches of the samples with index {shown}"
         else:
-            why = f"the losses are finite but the gradient norm is {grad_norm}: the overflow is in the backward pass"
+            why = (
+                f"the losses are finite but the gradient norm is {grad_norm}: the overflow is in "
+                "the backward pass"
+            )
             if parameters:
                 rest = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
                 why += f"; not finite: the gradient of {', '.join(parameters[:4])}{rest}"
@@ -70,7 +78,8 @@ class NonFiniteTraining(UserError):
         super().__init__(
             f"training stopped at rollout {rollout_id}, step {step}: NaN or Inf",
             why=why,
-            fix=f"{first}look at the step's samples and tensors in the run's crash folder; lower --lr, check rewards "
+            fix=f"{first}look at the step's samples and tensors in the run's crash folder; lower "
+            "--lr, check rewards "
             "and --eps-clip; or skip such steps with --no-check-for-nan-in-loss-and-grad",
         )
 
@@ -78,7 +87,9 @@ class NonFiniteTraining(UserError):
         return _restore_non_finite, (self.args, self.sample_indices, self.parameters)
 
 
-def _restore_non_finite(args: tuple[Any, ...], sample_indices: list[int], parameters: list[str]) -> NonFiniteTraining:
+def _restore_non_finite(
+    args: tuple[Any, ...], sample_indices: list[int], parameters: list[str]
+) -> NonFiniteTraining:
     error = NonFiniteTraining.__new__(NonFiniteTraining)
     UserError.__init__(error, *args)
     error.sample_indices = sample_indices
@@ -92,10 +103,12 @@ class FailedStep:
 
     Attributes:
         rank: data-parallel.
-        shard: the step's samples; None on ranks that another one speaks for (tensor and context parallel peers, inner
-            pipeline stages).
-        micro_batches: sample indices and metrics of each micro-batch, in order; [] where ``shard`` is None.
-        parameters: (name, entries that are NaN or Inf, entries) of each gradient that is not finite on this rank.
+        shard: the step's samples; None on ranks that another one speaks for (tensor and context
+            parallel peers, inner pipeline stages).
+        micro_batches: sample indices and metrics of each micro-batch, in order; [] where ``shard``
+            is None.
+        parameters: (name, entries that are NaN or Inf, entries) of each gradient that is not finite
+            on this rank.
     """
 
     rollout_id: int
@@ -116,7 +129,8 @@ def failed_step(
     outcome: StepOutcome,
     parameters: list[tuple[str, int, int]],
 ) -> FailedStep:
-    """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses, bad gradients."""
+    """What explains the step, on the CPU: this rank's samples with every tensor of theirs, losses,
+    bad gradients."""
     rank = ranks.replica
     step = FailedStep(batch.rollout_id, step_id, rank, outcome.grad_norm, parameters=parameters)
     if ranks.speaks_for_shard:
@@ -135,13 +149,18 @@ def failed_step(
     return step
 
 
-# -- into the crash folder -------------------------------------------------------------------------------------------
+# -- into the crash folder
+# -------------------------------------------------------------------------------------------
 
 
 def keep_failed_step(
-    error: BaseException, folder: Path, config: Config, ask_ranks: Callable[[], Sequence[FailedStep]]
+    error: BaseException,
+    folder: Path,
+    config: Config,
+    ask_ranks: Callable[[], Sequence[FailedStep]],
 ) -> None:
-    """Write the step of a `NonFiniteTraining` into ``folder``, and name the files in the error; of others nothing."""
+    """Write the step of a `NonFiniteTraining` into ``folder``, and name the files in the error; of
+    others nothing."""
     from slime.prompts.tokenizer import load_tokenizer
 
     if not isinstance(error, NonFiniteTraining):
@@ -150,14 +169,20 @@ def keep_failed_step(
         assert config.checkpoint.hf_checkpoint is not None
         model = config.checkpoint.hf_checkpoint
         trusted = config.checkpoint.trust_remote_code
-        files = write_failed_step(folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted))
+        files = write_failed_step(
+            folder, ask_ranks(), load_tokenizer(model, trust_remote_code=trusted)
+        )
     except (OSError, UserError) as problem:  # the failure itself is what must be seen
         logger.error("could not write the failed step to %s: %s", folder, problem)
         return
-    error.add_note(f"the step's samples: {files[0]}; losses and gradients: {files[1]}; tensors: {files[2]}")
+    error.add_note(
+        f"the step's samples: {files[0]}; losses and gradients: {files[1]}; tensors: {files[2]}"
+    )
 
 
-def write_failed_step(folder: Path, ranks: Sequence[FailedStep], tokenizer: Any | None) -> list[Path]:
+def write_failed_step(
+    folder: Path, ranks: Sequence[FailedStep], tokenizer: Any | None
+) -> list[Path]:
     """Write the three files.
 
     Args:
@@ -183,7 +208,10 @@ def write_failed_step(folder: Path, ranks: Sequence[FailedStep], tokenizer: Any 
     lines, summary, tensors = (folder / name for name in names)
     of_sample = {index: m["micro_batch"] for m in micro_batches for index in m["sample_indices"]}
     lines.write_bytes(
-        b"".join(orjson.dumps(_readable(_line(s, of_sample, tokenizer))) + b"\n" for s in record["samples"])
+        b"".join(
+            orjson.dumps(_readable(_line(s, of_sample, tokenizer))) + b"\n"
+            for s in record["samples"]
+        )
     )
     details = {
         "rollout_id": first.rollout_id,
@@ -204,22 +232,37 @@ def _parameters(ranks: Sequence[FailedStep]) -> list[dict[str, Any]]:
     for rank in ranks:
         for name, bad, total in rank.parameters:
             found[name] = max(found.get(name, (0, total)), (bad, total))
-    return [{"name": name, "not_finite": bad, "entries": total} for name, (bad, total) in sorted(found.items())]
+    return [
+        {"name": name, "not_finite": bad, "entries": total}
+        for name, (bad, total) in sorted(found.items())
+    ]
 
 
-def _line(sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any | None) -> dict[str, Any]:
-    tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor) and name != "tokens"}
-    line: dict[str, Any] = {name: value for name, value in sample.items() if not isinstance(value, Tensor)}
+def _line(
+    sample: dict[str, Any], micro_batch_of: dict[int, int], tokenizer: Any | None
+) -> dict[str, Any]:
+    tensors = {
+        name: value
+        for name, value in sample.items()
+        if isinstance(value, Tensor) and name != "tokens"
+    }
+    line: dict[str, Any] = {
+        name: value for name, value in sample.items() if not isinstance(value, Tensor)
+    }
     line["micro_batch"] = micro_batch_of.get(sample["sample_index"])
-    line["not_finite"] = sorted(name for name, value in tensors.items() if not bool(torch.isfinite(value).all())) + (
-        [] if _is_finite(sample["reward"]) else ["reward"]
-    )
+    line["not_finite"] = sorted(
+        name for name, value in tensors.items() if not bool(torch.isfinite(value).all())
+    ) + ([] if _is_finite(sample["reward"]) else ["reward"])
     mask = sample.get("loss_mask")
     line["trained_tokens"] = int(mask.sum()) if mask is not None else None
     for name in ("training_log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
         if name in tensors and tensors[name].numel():
             values = tensors[name]
-            line[name] = {"mean": values.mean().item(), "min": values.min().item(), "max": values.max().item()}
+            line[name] = {
+                "mean": values.mean().item(),
+                "min": values.min().item(),
+                "max": values.max().item(),
+            }
     if tokenizer is not None:
         tokens = sample["tokens"].tolist()
         split = sample["total_length"] - sample["response_length"]

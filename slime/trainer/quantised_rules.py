@@ -1,4 +1,5 @@
-"""What a run with quantised engines asks for and cannot have. Of the model, config.json is looked at alone."""
+"""What a run with quantised engines asks for and cannot have. Of the model, config.json is looked
+at alone."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ def check_ignore_list(config: Config) -> None:
     quantisation = Quantisation.read(read_hf_config(flags.hf_checkpoint))
     if quantisation is not None:
         family = family_of(flags.hf_checkpoint, flags.model_name)
-        for rule in ignore_list.check(family, family.describe(flags.hf_checkpoint), quantisation).idle:
-            logger.warning("the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint)
+        for rule in ignore_list.check(
+            family, family.describe(flags.hf_checkpoint), quantisation
+        ).idle:
+            logger.warning(
+                "the rule %r of quantization_config in %s names nothing", rule, flags.hf_checkpoint
+            )
 
 
 def check_quantised_library(config: Config) -> None:
-    """What computes the format of the engines' weights is installed, where the trainer or embedded engines do so on
-    this host; on a cluster each process looks for itself.
+    """What computes the format of the engines' weights is installed, where the trainer or embedded
+    engines do so on this host; on a cluster each process looks for itself.
 
     Raises:
         UserError: it is not.
@@ -43,7 +48,9 @@ def check_quantised_library(config: Config) -> None:
     computes_elsewhere = config.debug.debug_rollout_only and not engine_of(config).computed_here
     if quantisation is None or computes_elsewhere or joined_cluster(config) is not None:
         return
-    from slime.engines.wire.quantised import require_library  # which needs torch, as other models do not
+    from slime.engines.wire.quantised import (
+        require_library,
+    )  # which needs torch, as other models do not
 
     require_library(quantisation.scheme)
 
@@ -52,8 +59,8 @@ def check_quantised_flags(config: Config) -> None:
     """What the flags ask of quantised weights does something.
 
     Raises:
-        UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer Engine would round
-            it once more, or has before.
+        UserError: engines hold plain weights, nothing of the model would be rounded, or Transformer
+            Engine would round it once more, or has before.
     """
     flags = config.quantised
     path = config.checkpoint.hf_checkpoint
@@ -61,22 +68,34 @@ def check_quantised_flags(config: Config) -> None:
     chosen = flags.fake_quantisation
     measured = flags.measure_quantisation
     if os.environ.get(_OLD_SWITCH, "0") not in ("", "0") and chosen is None:
-        logger.warning("the environment has %s, which has no effect; pass --fake-quantisation experts", _OLD_SWITCH)
-    asked = f"--fake-quantisation {chosen}" if chosen else "--measure-quantisation" if measured else ""
+        logger.warning(
+            "the environment has %s, which has no effect; pass --fake-quantisation experts",
+            _OLD_SWITCH,
+        )
+    asked = (
+        f"--fake-quantisation {chosen}" if chosen else "--measure-quantisation" if measured else ""
+    )
     stored = Quantisation.read(read_hf_config(path))
     quantisation = stored if asked else None
-    if stored is not None and config.megatron.transformer.get("fp8_param") and needs_engines(config):
+    if (
+        stored is not None
+        and config.megatron.transformer.get("fp8_param")
+        and needs_engines(config)
+    ):
         raise UserError(
             "--fp8-param-gather and engines of quantised weights exclude each other",
-            why=f"{path} says how weights are rounded for engines; nobody has tried that with parameters that"
+            why=f"{path} says how weights are rounded for engines; nobody has tried that with "
+            "parameters that"
             " Transformer Engine has rounded to FP8 before",
             fix="leave --fp8-param-gather out, or take plain weights for --hf-checkpoint",
         )
     if asked and quantisation is None:
         raise UserError(
             f"{asked} has no effect",
-            why=f"{path} has no quantization_config: engines hold plain weights, and no format says what to round to",
-            fix="slime convert hf-to-int4 or hf-to-fp8 makes a directory for --hf-checkpoint, with the plain one as"
+            why=f"{path} has no quantization_config: engines hold plain weights, and no format "
+            "says what to round to",
+            fix="slime convert hf-to-int4 or hf-to-fp8 makes a directory for --hf-checkpoint, "
+            "with the plain one as"
             " --ref-load; or leave the flag out",
         )
     if chosen is None or quantisation is None:
@@ -87,20 +106,26 @@ def check_quantised_flags(config: Config) -> None:
     if not (experts if chosen == "experts" else quantised):
         raise UserError(
             f"--fake-quantisation {chosen} has no effect",
-            why=f"{path} has no quantised layers" if not quantised else f"{path} has no routed experts",
-            fix="--fake-quantisation linears" if quantised else "correct the ignore list, or leave the flag out",
+            why=f"{path} has no quantised layers"
+            if not quantised
+            else f"{path} has no routed experts",
+            fix="--fake-quantisation linears"
+            if quantised
+            else "correct the ignore list, or leave the flag out",
         )
     for flag in ("fp8", "fp4"):
         if config.megatron.transformer.get(flag):
             raise UserError(
                 f"--fake-quantisation {chosen} and --{flag}-format exclude each other",
-                why=f"Transformer Engine would round the weights to {flag.upper()} once more, and engines do not",
+                why=f"Transformer Engine would round the weights to {flag.upper()} once more, and "
+                "engines do not",
                 fix="choose one",
             )
     if measured and (chosen == "linears" or len(experts) == len(quantised)):
         raise UserError(
             f"--measure-quantisation has no effect with --fake-quantisation {chosen}",
-            why="training computes with the engines' weights already, so that train/train_rollout_logprob_abs_diff is"
+            why="training computes with the engines' weights already, so that "
+            "train/train_rollout_logprob_abs_diff is"
             " what is left without the format",
             fix="leave --measure-quantisation out",
         )

@@ -18,11 +18,12 @@ class Ranks:
 
     Attributes:
         device: this rank's.
-        replicas: the ranks that hold the same part of the model and train on other samples. The ranks of a
-            context-parallel group see the same samples and compute the same loss, so they are not among them.
+        replicas: the ranks that hold the same part of the model and train on other samples. The
+            ranks of a context-parallel group see the same samples and compute the same loss, so
+            they are not among them.
         has_output: this rank holds the output layer: it sees log-probs and computes the loss.
-        speaks_for_shard: several ranks may train on the same samples (tensor and context parallel peers, pipeline
-            stages); this is the one whose numbers are written to files.
+        speaks_for_shard: several ranks may train on the same samples (tensor and context parallel
+            peers, pipeline stages); this is the one whose numbers are written to files.
         is_reporting: the one rank whose metrics are logged.
     """
 

@@ -1,8 +1,8 @@
 """What the parts of an update hand to each other. All tensors on the trainer's device.
 
 TrainBatch ─► RolloutTensors ─ per micro-batch ─► LossInputs ──┐
-                   ▲                              TokenScores ─┴─► MicroBatchResult ─ per step ─► StepOutcome
-                   └──────────────── log-probs of the training pass ───┘
+                   ▲                              TokenScores ─┴─► MicroBatchResult ─ per step ─►
+                   StepOutcome └──────────────── log-probs of the training pass ───┘
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 
 @dataclass
 class RolloutTensors:
-    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None: not (yet) known.
+    """Per-sample tensors [R_i] of a whole rollout on one rank, filled as the update goes on; None:
+    not (yet) known.
 
     Attributes:
-        engine_log_probs: the trainer's before training, by the weights that quantised engines compute with.
-        before_training: the samples whose ``log_probs`` are those of the policy before the rollout's first optimizer
-            step; None: all of them.
+        engine_log_probs: the trainer's before training, by the weights that quantised engines
+            compute with.
+        before_training: the samples whose ``log_probs`` are those of the policy before the
+            rollout's first optimizer step; None: all of them.
     """
 
     log_probs: list[Tensor] | None = None
@@ -35,7 +37,11 @@ class RolloutTensors:
     before_training: list[int] | None = None
 
     def samples_before_training(self) -> list[int]:
-        return list(range(len(self.loss_masks))) if self.before_training is None else self.before_training
+        return (
+            list(range(len(self.loss_masks)))
+            if self.before_training is None
+            else self.before_training
+        )
 
 
 @dataclass
@@ -48,11 +54,12 @@ class LossInputs:
         lengths: int64 [samples], response tokens of each.
         masks: 0 or 1.
         weights: of each token in the loss (`slime.algorithms.reduce.token_weights`).
-        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size, or, per token,
-            1 / loss tokens. For reducers that users bring.
+        sample_weight: what ``weights`` multiplies a per-sample mean with: 1 / global batch size,
+            or, per token, 1 / loss tokens. For reducers that users bring.
         old_log_probs: of the policy before the step; None: take this forward pass's own.
         rollout_log_probs: the engine's.
-        trained_log_probs: the trainer's before the step, to be compared with the engine's; None: ``old_log_probs``.
+        trained_log_probs: the trainer's before the step, to be compared with the engine's; None:
+            ``old_log_probs``.
     """
 
     samples: list[int]
@@ -95,7 +102,8 @@ class MicroBatchResult:
 
     Attributes:
         samples: their places in the rank's `TrainBatch`.
-        metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the step's value.
+        metrics: 0-dimensional, already weighted: their sum over micro-batches and ranks is the
+            step's value.
         log_probs: detached, flat [N].
     """
 
@@ -104,7 +112,8 @@ class MicroBatchResult:
     log_probs: Tensor
 
     def by_sample(self, response_lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(sample, its log-probs [R_i]); ``response_lengths`` are those of all samples of the rank."""
+        """(sample, its log-probs [R_i]); ``response_lengths`` are those of all samples of the
+        rank."""
         return zip(self.samples, self.log_probs.split([response_lengths[i] for i in self.samples]))
 
 
@@ -113,8 +122,8 @@ class StepOutcome:
     """What applying the gradients did.
 
     Attributes:
-        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are, NaN when nobody looked at them as the
-            loss was not finite.
+        grad_norm: global L2 norm before clipping; NaN or Inf when gradients are, NaN when nobody
+            looked at them as the loss was not finite.
         applied: the weights changed; False when the step was skipped because of NaN or Inf.
         metrics: of the trainer's own, for the whole step ("moe_max_load", …).
     """

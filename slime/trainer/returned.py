@@ -1,7 +1,8 @@
-"""What users' functions return in training, checked before it meets the model: kinds, shapes, and that a loss has the
-gradient of what the function was given.
+"""What users' functions return in training, checked before it meets the model: kinds, shapes, and
+that a loss has the gradient of what the function was given.
 
-A loss without it would teach nothing, and a dimension too many would spread over all tokens, both without a word.
+A loss without it would teach nothing, and a dimension too many would spread over all tokens, both
+without a word.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from slime.trainer.records import LossInputs
 from slime.user_code.loading import FunctionFailed, described, shown
 
-_CUT = "detach(), item(), tolist(), numpy(), torch.no_grad() and a new tensor cut the way back to the model"
+_CUT = (
+    "detach(), item(), tolist(), numpy(), torch.no_grad() and a new tensor cut the way back to "
+    "the model"
+)
 
 
 class Given:
-    """The tensors that a function is given with gradient, as they are before it is called: it may change them in place.
+    """The tensors that a function is given with gradient, as they are before it is called: it may
+    change them in place.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -31,11 +36,14 @@ class Given:
     """
 
     def __init__(self, *tensors: Tensor | None) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+        self._tensors = [
+            tensor for tensor in tensors if tensor is not None and tensor.requires_grad
+        ]
         self._nodes = {get_gradient_edge(tensor).node for tensor in self._tensors}
 
     def reaches(self, value: Tensor) -> bool:
-        """Whether the backward pass of ``value`` comes to any of them; true where none of them has a gradient."""
+        """Whether the backward pass of ``value`` comes to any of them; true where none of them has
+        a gradient."""
         if not self._nodes or not value.requires_grad:
             return not self._nodes
         waiting: list[Node] = [get_gradient_edge(value).node]
@@ -50,8 +58,8 @@ class Given:
         return False
 
     def connected(self, value: Tensor, masks: Tensor, what: str, fix: str) -> Tensor:
-        """``value``, which may lack their gradient only where no token is trained: it is then given one of zeros, so
-        that the backward pass runs.
+        """``value``, which may lack their gradient only where no token is trained: it is then given
+        one of zeros, so that the backward pass runs.
 
         Raises:
             FunctionFailed: it would teach nothing; begins with ``what``.
@@ -59,14 +67,19 @@ class Given:
         if self.reaches(value):
             return value
         if masks.any():
-            raise FunctionFailed(f"{what}, without gradient", why=f"{_CUT}, which would learn nothing", fix=fix)
+            raise FunctionFailed(
+                f"{what}, without gradient", why=f"{_CUT}, which would learn nothing", fix=fix
+            )
         return value + self._tensors[0].reshape(-1)[:0].sum()
 
 
-# -- losses ----------------------------------------------------------------------------------------------------------
+# -- losses
+# ----------------------------------------------------------------------------------------------------------
 
 
-def loss_and_metrics(returned: Any, given: Given, masks: Tensor, origin: str) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_metrics(
+    returned: Any, given: Given, masks: Tensor, origin: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     """What a loss function returned, the metrics as 0-dimensional tensors.
 
     Args:
@@ -74,12 +87,14 @@ def loss_and_metrics(returned: Any, given: Given, masks: Tensor, origin: str) ->
         masks: flat [T].
         origin: the function in messages (`slime.user_code.loading.named`).
     Raises:
-        FunctionFailed: no such pair, a loss of another shape or without gradient, a metric that is no number.
+        FunctionFailed: no such pair, a loss of another shape or without gradient, a metric that is
+            no number.
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise FunctionFailed(
             f"{origin} returned {described(returned)}",
-            why="it must return (loss, metrics): a tensor of shape [], and a dict with a number for each name",
+            why="it must return (loss, metrics): a tensor of shape [], and a dict with a number "
+            "for each name",
             fix="end it with `return loss, metrics`; the metrics may be {}",
         )
     loss, metrics = returned
@@ -88,17 +103,21 @@ def loss_and_metrics(returned: Any, given: Given, masks: Tensor, origin: str) ->
     loss = given.connected(_number(loss, masks, what, fix), masks, what, fix)
     if not isinstance(metrics, dict):
         raise FunctionFailed(
-            f"{origin} returned {described(metrics)} as its metrics", fix="return (loss, metrics), a dict; {} for none"
+            f"{origin} returned {described(metrics)} as its metrics",
+            fix="return (loss, metrics), a dict; {} for none",
         )
     fix = "reduce each to a number, with sum_of_sample_mean"
     return loss, {
-        _name(name, origin): _number(value, masks, f"{origin} returned {described(value)} as its metric {name!r}", fix)
+        _name(name, origin): _number(
+            value, masks, f"{origin} returned {described(value)} as its metric {name!r}", fix
+        )
         for name, value in metrics.items()
     }
 
 
 def check_summed(values: Any, masks: Tensor, origin: str) -> None:
-    """What a loss function has ``sum_of_sample_mean`` reduce: another shape would spread over all tokens.
+    """What a loss function has ``sum_of_sample_mean`` reduce: another shape would spread over all
+    tokens.
 
     Raises:
         FunctionFailed: it is not one value per response token.
@@ -106,8 +125,10 @@ def check_summed(values: Any, masks: Tensor, origin: str) -> None:
     if not isinstance(values, Tensor) or values.shape != masks.shape:
         raise FunctionFailed(
             f"{origin} called sum_of_sample_mean with {described(values)}",
-            why=f"it takes a tensor of shape {list(masks.shape)}: one value per response token of the micro-batch",
-            fix='put the samples\' tensors [R] together, as in torch.cat(batch["current_log_probs"])',
+            why=f"it takes a tensor of shape {list(masks.shape)}: one value per response token of "
+            "the micro-batch",
+            fix="put the samples' tensors [R] together, as in "
+            'torch.cat(batch["current_log_probs"])',
         )
 
 
@@ -117,14 +138,21 @@ def check_reducer(reduce: Any, origin: str) -> None:
     Raises:
         FunctionFailed: it cannot be called with the losses.
     """
-    fix = "return a function that takes the loss of each token [T] and returns their sum, a tensor of shape []"
+    fix = (
+        "return a function that takes the loss of each token [T] and returns their sum, a tensor "
+        "of shape []"
+    )
     if not callable(reduce):
-        raise FunctionFailed(f"{origin} returned {described(reduce)}", why="it must return a function", fix=fix)
+        raise FunctionFailed(
+            f"{origin} returned {described(reduce)}", why="it must return a function", fix=fix
+        )
     try:
         inspect.signature(reduce).bind(None)
     except TypeError as error:
         why = f"its signature is {inspect.signature(reduce)}: {error}"
-        raise FunctionFailed(f"{origin} returned a function that cannot be called with (losses)", why, fix) from error
+        raise FunctionFailed(
+            f"{origin} returned a function that cannot be called with (losses)", why, fix
+        ) from error
     except ValueError:  # some builtins have no signature; the call will tell
         return
 
@@ -174,16 +202,24 @@ def _real(value: Any, what: str, fix: str) -> Any:
 
 def _name(name: Any, origin: str) -> str:
     if not isinstance(name, str):
-        raise FunctionFailed(f"{origin} returned {name!r:.60} as the name of a metric", fix="name metrics with text")
+        raise FunctionFailed(
+            f"{origin} returned {name!r:.60} as the name of a metric", fix="name metrics with text"
+        )
     return name
 
 
-# -- the correction for the mismatch ---------------------------------------------------------------------------------
+# -- the correction for the mismatch
+# ---------------------------------------------------------------------------------
 
-_CORRECTION = "return (loss of each token [T], the loss masks [R] of each sample, a dict of metrics [T] by name)"
+_CORRECTION = (
+    "return (loss of each token [T], the loss masks [R] of each sample, a dict of metrics [T] by "
+    "name)"
+)
 
 
-def mismatch_metrics(returned: Any, token_loss: Tensor, taken: Collection[str], origin: str) -> dict[str, Tensor]:
+def mismatch_metrics(
+    returned: Any, token_loss: Tensor, taken: Collection[str], origin: str
+) -> dict[str, Tensor]:
     """The metrics [T] that a correction returned; a single number is that of each token.
 
     Args:
@@ -193,12 +229,15 @@ def mismatch_metrics(returned: Any, token_loss: Tensor, taken: Collection[str], 
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise FunctionFailed(
-            f"{origin} returned {described(returned)}", why="it must return three things", fix=_CORRECTION
+            f"{origin} returned {described(returned)}",
+            why="it must return three things",
+            fix=_CORRECTION,
         )
     metrics = returned[2]
     if not isinstance(metrics, dict):
         raise FunctionFailed(
-            f"{origin} returned {described(metrics)} as its metrics", fix=f"{_CORRECTION}; {{}} for none"
+            f"{origin} returned {described(metrics)} as its metrics",
+            fix=f"{_CORRECTION}; {{}} for none",
         )
     found = {}
     for name, value in metrics.items():
@@ -207,11 +246,15 @@ def mismatch_metrics(returned: Any, token_loss: Tensor, taken: Collection[str], 
         if not isinstance(value, Tensor) or value.shape not in ((), token_loss.shape):
             raise FunctionFailed(
                 what,
-                why=f"it must have a value for each of the response tokens, the shape {list(token_loss.shape)}",
+                why="it must have a value for each of the response tokens, the shape "
+                f"{list(token_loss.shape)}",
                 fix="give a value per token, the samples' put together with torch.cat",
             )
         if _name(name, origin) in taken:
-            raise FunctionFailed(f"{origin} returned a metric {name!r}, which the trainer has", fix="name it otherwise")
+            raise FunctionFailed(
+                f"{origin} returned a metric {name!r}, which the trainer has",
+                fix="name it otherwise",
+            )
         found[name] = value.to(token_loss.device).expand_as(token_loss)
     return found
 
@@ -219,22 +262,29 @@ def mismatch_metrics(returned: Any, token_loss: Tensor, taken: Collection[str], 
 def corrected_loss(
     returned: Sequence[Any], given: Given, token_loss: Tensor, inputs: LossInputs, origin: str
 ) -> tuple[Tensor, Tensor]:
-    """The loss and the masks [T] that a correction returned, of whose three things `mismatch_metrics` knows.
+    """The loss and the masks [T] that a correction returned, of whose three things
+    `mismatch_metrics` knows.
 
     Args:
         given: ``token_loss``.
     Raises:
-        FunctionFailed: other shapes, a loss without gradient, masks with other values than 0, 1 and what they were.
+        FunctionFailed: other shapes, a loss without gradient, masks with other values than 0, 1 and
+            what they were.
     """
     loss = returned[0]
     if not isinstance(loss, Tensor) or loss.shape != token_loss.shape:
         raise FunctionFailed(
             f"{origin} returned {described(loss)} as the loss",
-            why=f"it must be the loss of each response token, of shape {list(token_loss.shape)} as pg_loss",
+            why=f"it must be the loss of each response token, of shape {list(token_loss.shape)} "
+            "as pg_loss",
             fix=_CORRECTION,
         )
     what = f"{origin} returned the loss masks"
-    masks = torch.cat(per_token(returned[1], inputs.masks.split(inputs.lengths.tolist()), inputs.sample_indices, what))
+    masks = torch.cat(
+        per_token(
+            returned[1], inputs.masks.split(inputs.lengths.tolist()), inputs.sample_indices, what
+        )
+    )
     masks = masks.to(inputs.masks)
     check_masks([masks], [inputs.masks], origin)
     what = f"{origin} returned {described(loss)} as the loss"
@@ -254,11 +304,15 @@ def check_masks(masks: Sequence[Tensor], before: Sequence[Tensor], origin: str) 
         )
 
 
-# -- one number per token --------------------------------------------------------------------------------------------
+# -- one number per token
+# --------------------------------------------------------------------------------------------
 
 
-def per_token(values: Any, masks: Sequence[Tensor], indices: Sequence[int | None], what: str) -> list[Tensor]:
-    """``values`` as float32 tensors [R] of each sample, on the device of the masks, without gradient.
+def per_token(
+    values: Any, masks: Sequence[Tensor], indices: Sequence[int | None], what: str
+) -> list[Tensor]:
+    """``values`` as float32 tensors [R] of each sample, on the device of the masks, without
+    gradient.
 
     Args:
         masks: [R] of each sample.
@@ -270,16 +324,23 @@ def per_token(values: Any, masks: Sequence[Tensor], indices: Sequence[int | None
     fix = "give a list with one float32 tensor [R] per sample, R being its response tokens"
     is_list = isinstance(values, (list, tuple)) or len(getattr(values, "shape", ())) == 2
     if not is_list or len(values) != len(masks):
-        raise FunctionFailed(f"{what} as {described(values)}", why=f"there are {len(masks)} samples", fix=fix)
+        raise FunctionFailed(
+            f"{what} as {described(values)}", why=f"there are {len(masks)} samples", fix=fix
+        )
     found = []
     for value, mask, index in zip(values, masks, indices):
         try:
             tensor = torch.as_tensor(value, dtype=torch.float32, device=mask.device).detach()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             why = f"that of the sample with index {index} is {described(value)}: {error}"
-            raise FunctionFailed(f"{what}, but not all of it is numbers", why=why, fix=fix) from error
+            raise FunctionFailed(
+                f"{what}, but not all of it is numbers", why=why, fix=fix
+            ) from error
         if tensor.shape != mask.shape:
-            why = f"that of the sample with index {index} is {described(value)} instead of {list(mask.shape)}"
+            why = (
+                f"that of the sample with index {index} is {described(value)} instead of "
+                f"{list(mask.shape)}"
+            )
             raise FunctionFailed(f"{what} of other shapes than the responses", why=why, fix=fix)
         found.append(tensor)
     return found
@@ -287,10 +348,14 @@ def per_token(values: Any, masks: Sequence[Tensor], indices: Sequence[int | None
 
 def are_finite(values: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
     """Whether no value [R] of a token that is trained is NaN or infinite."""
-    return not values or bool((torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all())
+    return not values or bool(
+        (torch.cat(list(values)).isfinite() | (torch.cat(list(masks)) == 0)).all()
+    )
 
 
-def check_finite(values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str) -> None:
+def check_finite(
+    values: Sequence[Tensor], masks: Sequence[Tensor], indices: Sequence[int | None], what: str
+) -> None:
     """
     Raises:
         FunctionFailed: a value of a token that is trained is NaN or infinite.

@@ -1,4 +1,5 @@
-"""Metrics of an update: sums over micro-batches, token means of the rollout's tensors, means over optimizer steps."""
+"""Metrics of an update: sums over micro-batches, token means of the rollout's tensors, means over
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,21 +18,29 @@ from slime.trainer.records import MicroBatchResult, RolloutTensors
 _BEFORE_TRAINING = frozenset({"train/train_rollout_logprob_abs_diff"})
 
 
-def sum_metrics(config: Config, ranks: Ranks, results: Sequence[MicroBatchResult]) -> dict[str, float]:
+def sum_metrics(
+    config: Config, ranks: Ranks, results: Sequence[MicroBatchResult]
+) -> dict[str, float]:
     """Sums over micro-batches and ranks: the metrics are weighted already. Collective."""
     flags = config.algorithm
     names = sorted({name for result in results for name in result.metrics})
     if flags.custom_loss_function_path or flags.custom_tis_function_path:
-        names = ranks.union(names)  # a rank that has no samples does not know what the function measures
+        names = ranks.union(
+            names
+        )  # a rank that has no samples does not know what the function measures
     if not ranks.has_output:
         return {}
     zero = torch.zeros((), device=ranks.device)
-    table = torch.stack([torch.stack([r.metrics.get(name, zero).float() for name in names]) for r in results])
+    table = torch.stack(
+        [torch.stack([r.metrics.get(name, zero).float() for name in names]) for r in results]
+    )
     sums = ranks.sum_over_replicas(table.sum(dim=0).to(ranks.device))
     return dict(zip(names, sums.tolist()))
 
 
-def collect_log_probs(data: RolloutTensors, results: Sequence[MicroBatchResult], batch: TrainBatch) -> None:
+def collect_log_probs(
+    data: RolloutTensors, results: Sequence[MicroBatchResult], batch: TrainBatch
+) -> None:
     """Keep the training pass's log-probs by sample, for the rollout's metrics."""
     if data.log_probs is None:
         data.log_probs = [torch.zeros_like(mask) for mask in data.loss_masks]
@@ -40,11 +49,13 @@ def collect_log_probs(data: RolloutTensors, results: Sequence[MicroBatchResult],
             data.log_probs[i] = values
 
 
-def rollout_metrics(config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> dict[str, float]:
+def rollout_metrics(
+    config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
+) -> dict[str, float]:
     """Token means of the rollout's tensors, weighted as in the loss.
 
-    Where log-probs are known of the first step's samples only (`RolloutTensors.before_training`), their mean is over
-    these.
+    Where log-probs are known of the first step's samples only (`RolloutTensors.before_training`),
+    their mean is over these.
     """
     if not ranks.has_output:
         return {}
@@ -56,9 +67,15 @@ def rollout_metrics(config: Config, ranks: Ranks, batch: TrainBatch, data: Rollo
         "returns": data.returns,
         "kl": data.kl if data.ref_log_probs is not None else None,
     }
-    sums = {name: _weighted_sum(values, weights) for name, values in columns.items() if values is not None}
+    sums = {
+        name: _weighted_sum(values, weights)
+        for name, values in columns.items()
+        if values is not None
+    }
     if data.log_probs is not None:
-        sums["log_probs"] = _weighted_sum(data.log_probs, _weights(config, ranks, batch, data, data.before_training))
+        sums["log_probs"] = _weighted_sum(
+            data.log_probs, _weights(config, ranks, batch, data, data.before_training)
+        )
     if not sums:
         return {}
     totals = ranks.sum_over_replicas(torch.stack(list(sums.values())).float())
@@ -70,8 +87,11 @@ def _weighted_sum(values: list[Tensor], weights: Tensor) -> Tensor:
     return weighted_sum(torch.cat(values), weights) if values else weights.new_zeros(())
 
 
-def _weights(config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors, only: list[int] | None) -> Tensor:
-    """Flat weights of all tokens of the rank, 0 outside of the samples ``only`` of the first step."""
+def _weights(
+    config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors, only: list[int] | None
+) -> Tensor:
+    """Flat weights of all tokens of the rank, 0 outside of the samples ``only`` of the first
+    step."""
     steps = batch.steps if only is None else batch.steps[:1]
     executions = sum(step.global_batch_size for step in steps)
     per_token = config.algorithm.calculate_per_token_loss
@@ -80,27 +100,34 @@ def _weights(config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTenso
     if only is not None:
         chosen = set(only)
         masks = [mask if i in chosen else torch.zeros_like(mask) for i, mask in enumerate(masks)]
-    return token_weights(masks, batch.rollout_mask_sums, max(executions, 1), tokens).to(ranks.device)
+    return token_weights(masks, batch.rollout_mask_sums, max(executions, 1), tokens).to(
+        ranks.device
+    )
 
 
 def worst_mismatch(ranks: Ranks, data: RolloutTensors) -> dict[str, float]:
-    """The largest difference between trainer's and engine's log-prob of any trained token: the mean hides a few bad
-    tokens (a wrong position after a prefix hit, say) among thousands of good ones."""
+    """The largest difference between trainer's and engine's log-prob of any trained token: the mean
+    hides a few bad tokens (a wrong position after a prefix hit, say) among thousands of good
+    ones."""
     if not ranks.has_output or data.log_probs is None or data.rollout_log_probs is None:
         return {}
     worst = torch.zeros(1, device=ranks.device)
     for i in data.samples_before_training():
         mask = data.loss_masks[i]
         if mask.numel():
-            difference = torch.where(mask > 0, (data.log_probs[i] - data.rollout_log_probs[i]).abs(), 0.0)
+            difference = torch.where(
+                mask > 0, (data.log_probs[i] - data.rollout_log_probs[i]).abs(), 0.0
+            )
             worst = torch.maximum(worst, difference.amax())  # NaN stays NaN
     return {"train/train_rollout_logprob_abs_diff_max": ranks.max_over_replicas(worst).item()}
 
 
-def quantisation_metrics(config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> dict[str, float]:
-    """What ``train/train_rollout_logprob_abs_diff`` is made of where engines hold quantised weights, with
-    ``--measure-quantisation``: what the format moves within the trainer, and what trainer and engine differ by with
-    equal weights. Collective."""
+def quantisation_metrics(
+    config: Config, ranks: Ranks, batch: TrainBatch, data: RolloutTensors
+) -> dict[str, float]:
+    """What ``train/train_rollout_logprob_abs_diff`` is made of where engines hold quantised
+    weights, with ``--measure-quantisation``: what the format moves within the trainer, and what
+    trainer and engine differ by with equal weights. Collective."""
     scored = data.engine_log_probs
     if not ranks.has_output or scored is None or data.log_probs is None:
         return {}
@@ -108,17 +135,25 @@ def quantisation_metrics(config: Config, ranks: Ranks, batch: TrainBatch, data: 
     others = {"quantisation_logprob_abs_diff": data.log_probs}
     if data.rollout_log_probs is not None:
         others["quantised_rollout_logprob_abs_diff"] = data.rollout_log_probs
-    apart = {name: [(a - b).abs() for a, b in zip(scored, values)] for name, values in others.items()}
+    apart = {
+        name: [(a - b).abs() for a, b in zip(scored, values)] for name, values in others.items()
+    }
     sums = torch.stack([_weighted_sum(values, weights) for values in apart.values()])
-    return {f"train/{name}": value for name, value in zip(apart, ranks.sum_over_replicas(sums.float()).tolist())}
+    return {
+        f"train/{name}": value
+        for name, value in zip(apart, ranks.sum_over_replicas(sums.float()).tolist())
+    }
 
 
-def mean_of_steps(steps: Sequence[dict[str, float]], *, first_only: bool = False) -> dict[str, float]:
-    """Means over the optimizer steps; learning rates are the last step's; skipped steps are counted.
+def mean_of_steps(
+    steps: Sequence[dict[str, float]], *, first_only: bool = False
+) -> dict[str, float]:
+    """Means over the optimizer steps; learning rates are the last step's; skipped steps are
+    counted.
 
     Args:
-        first_only: the difference to the engine is measured in the training passes themselves, so that of later steps
-            would count what training has changed; take the first step's.
+        first_only: the difference to the engine is measured in the training passes themselves, so
+            that of later steps would count what training has changed; take the first step's.
     """
     if not steps:
         return {}

@@ -1,4 +1,5 @@
-"""What the trainer knows of single tokens when a rollout is trained on, for the samples that are recorded."""
+"""What the trainer knows of single tokens when a rollout is trained on, for the samples that are
+recorded."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from slime.trainer.records import RolloutTensors
 
 
 def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> list[TrainedTokens]:
-    """Advantages and log-prob differences of ``batch.recorded``, as far as they are this shard's and this rank speaks
-    for it. They are there anyway: two copies to the host of some ten thousand numbers each.
+    """Advantages and log-prob differences of ``batch.recorded``, as far as they are this shard's
+    and this rank speaks for it. They are there anyway: two copies to the host of some ten thousand
+    numbers each.
 
     Differences are those from before training, see `RolloutTensors.before_training`.
     """
@@ -27,7 +29,9 @@ def trained_tokens(ranks: Ranks, batch: TrainBatch, data: RolloutTensors) -> lis
     if data.log_probs is not None and data.rollout_log_probs is not None:
         known = set(data.samples_before_training())
         compared = [i for i in places if i in known]
-        ours, theirs = (_on_host(values, compared) for values in (data.log_probs, data.rollout_log_probs))
+        ours, theirs = (
+            _on_host(values, compared) for values in (data.log_probs, data.rollout_log_probs)
+        )
         differences = {i: ours[i] - theirs[i] for i in compared}
     found = [TrainedTokens(batch.key(i), advantages.get(i), differences.get(i)) for i in places]
     return [one for one in found if one.advantages is not None or one.log_prob_diffs is not None]

@@ -1,6 +1,8 @@
-"""The update on one rollout, as prose: reference and old log-probs, advantages, then the optimizer steps.
+"""The update on one rollout, as prose: reference and old log-probs, advantages, then the optimizer
+steps.
 
-    TrainBatch ─► ref log-probs ─► old log-probs ─► KL, advantages ─► for each step: forward-backward, apply ─► metrics
+    TrainBatch ─► ref log-probs ─► old log-probs ─► KL, advantages ─► for each step:
+    forward-backward, apply ─► metrics
 
 The verbs are a trainer's (`Trainer`); what they do inside is `slime.trainer.megatron`'s business.
 """
@@ -66,7 +68,12 @@ class Trainer(Protocol):
     """Of the last rollout, where this rank has them: for what is recorded of its samples."""
 
     def log_probs(
-        self, batch: TrainBatch, *, reference: bool = False, as_engines: bool = False, store_prefix: str = ""
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        as_engines: bool = False,
+        store_prefix: str = "",
     ) -> list[Tensor] | None:
         """[R_i] per sample, without gradient; None on ranks without output layer."""
         ...
@@ -74,14 +81,15 @@ class Trainer(Protocol):
     def forward_backward(
         self, batch: TrainBatch, step_id: int, inputs_of: Callable[[list[int]], LossInputs]
     ) -> list[MicroBatchResult]:
-        """Gradients of ``batch.steps[step_id]``, accumulated; results on ranks with output layer, in micro-batch
-        order."""
+        """Gradients of ``batch.steps[step_id]``, accumulated; results on ranks with output layer,
+        in micro-batch order."""
         ...
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome: ...
 
     def nonfinite_gradients(self) -> list[tuple[str, int, int]]:
-        """(parameter, entries that are NaN or Inf, entries) on this rank, of the accumulated gradients."""
+        """(parameter, entries that are NaN or Inf, entries) on this rank, of the accumulated
+        gradients."""
         ...
 
     def learning_rates(self) -> list[float]: ...
@@ -91,8 +99,9 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     """Train on one rollout.
 
     Returns:
-        (metrics of the rollout, ``train/`` values being means over its optimizer steps; the steps' own metrics).
-        Equal, but for timings, on every rank that holds the output layer; others lack what is measured there.
+        (metrics of the rollout, ``train/`` values being means over its optimizer steps; the steps'
+        own metrics). Equal, but for timings, on every rank that holds the output layer; others lack
+        what is measured there.
     Raises:
         NonFiniteTraining: NaN or Inf, unless ``--no-check-for-nan-in-loss-and-grad``.
         UserError: the loss asks for something that the samples do not have.
@@ -111,7 +120,9 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
             data.log_probs = trainer.log_probs(batch)
     if trainer.config.quantised.measure_quantisation:
         with timers.measure("engine_log_probs"), memory.phase("log_probs"):
-            data.engine_log_probs = trainer.log_probs(batch, as_engines=True, store_prefix="engine_")
+            data.engine_log_probs = trainer.log_probs(
+                batch, as_engines=True, store_prefix="engine_"
+            )
     if trainer.ranks.has_output:
         compute_advantages(trainer, batch, data)
     _postprocess(trainer, batch, data)
@@ -125,9 +136,13 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
     trainer.trained_tokens = trained_tokens(trainer.ranks, batch, data)
     metrics = {**batch.global_stats, **rollout_metrics(trainer.config, trainer.ranks, batch, data)}
     metrics |= mean_of_steps(steps, first_only=flags.use_rollout_logprobs)
-    metrics |= worst_mismatch(trainer.ranks, data) | quantisation_metrics(trainer.config, trainer.ranks, batch, data)
+    metrics |= worst_mismatch(trainer.ranks, data) | quantisation_metrics(
+        trainer.config, trainer.ranks, batch, data
+    )
     kept = held(trainer.ranks.device)
-    here = torch.tensor([*kept.values(), *memory.peaks.values()], dtype=torch.float64, device=trainer.ranks.device)
+    here = torch.tensor(
+        [*kept.values(), *memory.peaks.values()], dtype=torch.float64, device=trainer.ranks.device
+    )
     most = trainer.ranks.max_over_all(here).tolist()
     metrics |= dict(zip(kept, most)) | memory.metrics(most[len(kept) :])
     return {**metrics, **timers.metrics(batch)}, steps
@@ -136,14 +151,17 @@ def update(trainer: Trainer, batch: TrainBatch) -> tuple[dict[str, float], list[
 def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
     """May the training pass's own log-probs serve as the old policy's?
 
-    They are the same numbers when one optimizer step follows the rollout; a pass over all samples is saved. Not when
-    something needs them before the step (KL in the reward, user functions), nor for an estimator that says so.
+    They are the same numbers when one optimizer step follows the rollout; a pass over all samples
+    is saved. Not when something needs them before the step (KL in the reward, user functions), nor
+    for an estimator that says so.
     """
     flags = config.algorithm
     loss = LOSS_TYPES[config.algorithm.loss_type]
     if records_routing(config):
         return False
-    if not loss.takes_old_log_probs or (flags.use_rollout_logprobs and not flags.get_mismatch_metrics):
+    if not loss.takes_old_log_probs or (
+        flags.use_rollout_logprobs and not flags.get_mismatch_metrics
+    ):
         return True
     wanted_before = (
         flags.kl_coef != 0
@@ -152,7 +170,12 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
         or config.rollout.rollout_data_postprocess_path
     )
     facts = ESTIMATORS[flags.advantage_estimator].facts
-    return len(batch.steps) == 1 and loss.takes_own_log_probs and facts.takes_own_log_probs and not wanted_before
+    return (
+        len(batch.steps) == 1
+        and loss.takes_own_log_probs
+        and facts.takes_own_log_probs
+        and not wanted_before
+    )
 
 
 def records_routing(config: Config) -> bool:
@@ -163,8 +186,8 @@ def records_routing(config: Config) -> bool:
 def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     """Fill ``kl``, ``advantages`` and ``returns``; whiten over all replicas if asked to.
 
-    By the user's function where there is one, also with ``--disable-compute-advantages-and-returns``, which switches
-    off the estimator alone.
+    By the user's function where there is one, also with
+    ``--disable-compute-advantages-and-returns``, which switches off the estimator alone.
 
     Raises:
         FunctionFailed: the user's function sets no advantages, or something that cannot be changed.
@@ -178,19 +201,26 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
     if flags.kl_coef != 0:
         old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
         assert old is not None and data.ref_log_probs is not None
-        data.kl = [kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)]
+        data.kl = [
+            kl_estimate(lp, ref, flags.kl_loss_type) for lp, ref in zip(old, data.ref_log_probs)
+        ]
     else:
         data.kl = [torch.zeros_like(mask) for mask in data.loss_masks]
     if functions.advantages is not None:
         change = functions.advantages
         origin = named(str(flags.custom_advantage_function_path), ADVANTAGES)
         unread = _without_effect(trainer, data)
-        returned = change_rollout(lambda view: change(functions.args, view), origin, batch, data, unread)
+        returned = change_rollout(
+            lambda view: change(functions.args, view), origin, batch, data, unread
+        )
         if data.advantages is None:
             raise FunctionFailed(
                 f"{origin} set no advantages",
-                why=f"it returned {described(returned)}, which nothing reads" if returned is not None else "",
-                fix='assign rollout_data["advantages"], a list with one float32 tensor [R] per sample, R being its '
+                why=f"it returned {described(returned)}, which nothing reads"
+                if returned is not None
+                else "",
+                fix='assign rollout_data["advantages"], a list with one float32 tensor [R] per '
+                "sample, R being its "
                 "response tokens",
             )
     else:
@@ -199,7 +229,9 @@ def compute_advantages(trainer: Trainer, batch: TrainBatch, data: RolloutTensors
         )
     if flags.normalize_advantages:
         ranks = trainer.ranks
-        data.advantages = whiten(data.advantages, data.loss_masks, ranks.sum_over_replicas, ranks.device)
+        data.advantages = whiten(
+            data.advantages, data.loss_masks, ranks.sum_over_replicas, ranks.device
+        )
 
 
 def _train_step(
@@ -213,7 +245,12 @@ def _train_step(
         )
     _note_log_probs(trainer, batch, data, results, step_id)
     sums = sum_metrics(trainer.config, trainer.ranks, results)
-    bad = [i for result in results if not math.isfinite(result.metrics["loss"].item()) for i in result.samples]
+    bad = [
+        i
+        for result in results
+        if not math.isfinite(result.metrics["loss"].item())
+        for i in result.samples
+    ]
     loss_is_bad = trainer.ranks.any_of_all(bool(bad))
     if step_id == 0:
         _check_alignment(trainer, batch, data)
@@ -248,7 +285,8 @@ def _not_applied(
     """
     megatron = trainer.config.megatron
     indices = trainer.ranks.union([batch.sample_indices[i] for i in bad])
-    # a loss scale that is tuned as training goes overflows now and then; that is how it finds its value
+    # a loss scale that is tuned as training goes overflows now and then; that is how it finds its
+    # value
     is_routine = megatron.fp16 and not indices and megatron.optimizer.get("loss_scale") is None
     functions = behind_the_loss(trainer.config)
     if not megatron.check_for_nan_in_loss_and_grad or is_routine:
@@ -263,18 +301,26 @@ def _not_applied(
 
 
 def _note_log_probs(
-    trainer: Trainer, batch: TrainBatch, data: RolloutTensors, results: Sequence[MicroBatchResult], step_id: int
+    trainer: Trainer,
+    batch: TrainBatch,
+    data: RolloutTensors,
+    results: Sequence[MicroBatchResult],
+    step_id: int,
 ) -> None:
-    """The training pass's log-probs as those of the rollout, where no pass of their own computed them.
+    """The training pass's log-probs as those of the rollout, where no pass of their own computed
+    them.
 
-    To be compared with the engine's they must be those from before training: of the first step's samples only.
+    To be compared with the engine's they must be those from before training: of the first step's
+    samples only.
     """
     if not (trainer.ranks.has_output and reuses_log_probs(trainer.config, batch)):
         return
     if trainer.config.algorithm.use_rollout_logprobs and len(batch.steps) > 1:
         if step_id > 0:
             return
-        data.before_training = sorted(i for samples in batch.steps[0].micro_batches for i in samples)
+        data.before_training = sorted(
+            i for samples in batch.steps[0].micro_batches for i in samples
+        )
     collect_log_probs(data, results, batch)
 
 
@@ -289,7 +335,9 @@ def _dump(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     if found is not None:
         shards = [Shard(**fields) for fields in found]
         logger.info(
-            "training data of rollout %d: %s", batch.rollout_id, save_train_data(pattern, batch.rollout_id, shards)
+            "training data of rollout %d: %s",
+            batch.rollout_id,
+            save_train_data(pattern, batch.rollout_id, shards),
         )
 
 
@@ -307,7 +355,9 @@ def _loss_inputs(
 
     masks = [data.loss_masks[i] for i in samples]
     per_token = step.num_loss_tokens if flags.calculate_per_token_loss else None
-    weights = token_weights(masks, [batch.rollout_mask_sums[i] for i in samples], step.global_batch_size, per_token)
+    weights = token_weights(
+        masks, [batch.rollout_mask_sums[i] for i in samples], step.global_batch_size, per_token
+    )
     old = data.rollout_log_probs if flags.use_rollout_logprobs else data.log_probs
     if reuses_log_probs(trainer.config, batch) and not flags.use_rollout_logprobs:
         old = None
@@ -318,17 +368,21 @@ def _loss_inputs(
         lengths=torch.tensor(lengths, dtype=torch.long, device=where),
         masks=torch.cat(masks) if masks else torch.zeros(0, device=where),
         weights=weights.to(where),
-        sample_weight=1.0 / max(step.num_loss_tokens if per_token is not None else step.global_batch_size, 1),
+        sample_weight=1.0
+        / max(step.num_loss_tokens if per_token is not None else step.global_batch_size, 1),
         total_lengths=[int(batch.tokens[i].numel()) for i in samples],
         advantages=flat(data.advantages),
         old_log_probs=flat(old),
         ref_log_probs=flat(data.ref_log_probs),
         rollout_log_probs=flat(data.rollout_log_probs),
-        trained_log_probs=flat(data.log_probs) if flags.use_rollout_logprobs and flags.get_mismatch_metrics else None,
+        trained_log_probs=flat(data.log_probs)
+        if flags.use_rollout_logprobs and flags.get_mismatch_metrics
+        else None,
     )
 
 
-# -- the small print -------------------------------------------------------------------------------------------------
+# -- the small print
+# -------------------------------------------------------------------------------------------------
 
 
 def _check_batch(batch: TrainBatch, config: Config) -> None:
@@ -336,7 +390,8 @@ def _check_batch(batch: TrainBatch, config: Config) -> None:
         raise UserError(
             "--use-rollout-logprobs needs the engine's log-probs",
             why="the samples of this rollout carry none",
-            fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens does)",
+            fix="let the generate function fill rollout_log_probs (Sample.append_response_tokens "
+            "does)",
         )
 
 
@@ -356,17 +411,24 @@ def _postprocess(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> N
     if change is not None:
         origin = named(str(trainer.config.rollout.rollout_data_postprocess_path), POSTPROCESS)
         unread = _without_effect(trainer, data)
-        change_rollout(lambda view: change(args, batch.rollout_id, view), origin, batch, data, unread)
+        change_rollout(
+            lambda view: change(args, batch.rollout_id, view), origin, batch, data, unread
+        )
 
 
 def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
-    """Tensors of the rollout that nothing will read, with the reason; functions that assign them would be ignored."""
-    if not trainer.ranks.has_output:  # where none of them is read, and a function need not know that
+    """Tensors of the rollout that nothing will read, with the reason; functions that assign them
+    would be ignored."""
+    if (
+        not trainer.ranks.has_output
+    ):  # where none of them is read, and a function need not know that
         return {}
     flags = trainer.config.algorithm
     unread: dict[str, str] = {}
     if not LOSS_TYPES[flags.loss_type].takes_advantages:
-        unread |= dict.fromkeys(("advantages", "returns"), f"--loss-type {flags.loss_type} takes none")
+        unread |= dict.fromkeys(
+            ("advantages", "returns"), f"--loss-type {flags.loss_type} takes none"
+        )
     if data.log_probs is None:
         unread["log_probs"] = "the old policy's log-probs are not computed with these flags"
     if data.ref_log_probs is None:
@@ -376,17 +438,23 @@ def _without_effect(trainer: Trainer, data: RolloutTensors) -> dict[str, str]:
 
 def _check_advantages(trainer: Trainer, data: RolloutTensors) -> None:
     flags = trainer.config.algorithm
-    if trainer.ranks.has_output and LOSS_TYPES[flags.loss_type].needs_advantages and data.advantages is None:
+    if (
+        trainer.ranks.has_output
+        and LOSS_TYPES[flags.loss_type].needs_advantages
+        and data.advantages is None
+    ):
         raise UserError(
             f"--loss-type {flags.loss_type} needs advantages, and nothing sets any",
-            why="--disable-compute-advantages-and-returns switches the estimator off, and no function of yours sets "
+            why="--disable-compute-advantages-and-returns switches the estimator off, and no "
+            "function of yours sets "
             'rollout_data["advantages"]',
             fix="leave that flag out, or pass --custom-advantage-function-path",
         )
 
 
 def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
-    """With equal weights the policy's and the reference's log-probs must be the same bits, and the KL exactly 0."""
+    """With equal weights the policy's and the reference's log-probs must be the same bits, and the
+    KL exactly 0."""
     if not trainer.reference_is_policy or data.log_probs is None or data.ref_log_probs is None:
         return
     if trainer.config.train.use_rollout_routing_replay:  # the reference chooses its experts itself
@@ -395,9 +463,9 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
     worst = max(((new - ref).abs().max().item() for new, ref in pairs if new.numel()), default=0.0)
     if worst > 0:
         logger.warning(
-            "rollout %d: log_probs and ref_log_probs differ by up to %.2e although both come from the same weights, "
-            "so the KL of the first step is not 0. Usual causes: kernels that are not deterministic (pass "
-            "--deterministic-mode; with Transformer Engine, --attention-backend flash), a dropout that is not 0, or "
+            "rollout %d: log_probs and ref_log_probs differ by up to %.2e although both come from " "the same weights, "
+            "so the KL of the first step is not 0. Usual causes: kernels that are not " "deterministic (pass "
+            "--deterministic-mode; with Transformer Engine, --attention-backend flash), a dropout " "that is not 0, or "
             "--ref-load pointing to other weights than --load",
             batch.rollout_id, worst,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The user's functions in an update: loaded once, and what those that see a whole rollout may change of it."""
+"""The user's functions in an update: loaded once, and what those that see a whole rollout may
+change of it."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ from slime.user_code.loading import (
 #: The flags, for messages.
 ADVANTAGES = option_of("custom_advantage_function_path")
 POSTPROCESS = option_of("rollout_data_postprocess_path")
-LOSS, TIS, REDUCER = (option_of(f"custom_{name}_function_path") for name in ("loss", "tis", "pg_loss_reducer"))
+LOSS, TIS, REDUCER = (
+    option_of(f"custom_{name}_function_path") for name in ("loss", "tis", "pg_loss_reducer")
+)
 
 
 @dataclass
 class UserFunctions:
-    """The functions that the flags name; None where there is none. ``args`` is their first argument."""
+    """The functions that the flags name; None where there is none. ``args`` is their first
+    argument."""
 
     args: Any
     advantages: Callable[..., Any] | None
@@ -68,7 +72,8 @@ _IN_THE_LOSS = (
 
 
 def behind_the_loss(config: Config) -> list[str]:
-    """The user's functions by which a loss that is not finite may have come about, as messages name them."""
+    """The user's functions by which a loss that is not finite may have come about, as messages name
+    them."""
     flags = vars(config.flat())
     return [*named_functions(flags, _IN_THE_LOSS), *makers_of_samples(flags)]
 
@@ -92,8 +97,16 @@ def _reducer(path: str | None) -> Callable[..., Any] | None:
     return make_reducer
 
 
-#: Keys of ``rollout_data`` that a function may assign, each a field of `RolloutTensors`: tensors [R_i] per sample.
-ASSIGNABLE = ("advantages", "returns", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs")
+#: Keys of ``rollout_data`` that a function may assign, each a field of `RolloutTensors`: tensors
+#: [R_i] per sample.
+ASSIGNABLE = (
+    "advantages",
+    "returns",
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+)
 
 
 #: Keys that a function reads, whose entries it must leave as they are.
@@ -122,7 +135,8 @@ def _same(values: list[Any], before: list[Any]) -> bool:
 
 
 def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
-    """The dict that functions around the advantages read and change: one list entry per sample of this rank."""
+    """The dict that functions around the advantages read and change: one list entry per sample of
+    this rank."""
     return {
         "tokens": batch.tokens,
         "response_lengths": batch.response_lengths,
@@ -156,14 +170,16 @@ def change_rollout(
     Returns:
         What the function returned, which nothing reads.
     Raises:
-        FunctionFailed: it assigned a key that cannot be changed or would have no effect, or something else than one
-            finite number per response token.
+        FunctionFailed: it assigned a key that cannot be changed or would have no effect, or
+            something else than one finite number per response token.
     """
     before = rollout_data(batch, data)
     view = dict(before)
     read_only = {key: _copy(before[key]) for key in READ_ONLY}
     masks = [mask.clone() for mask in data.loss_masks]
-    was_finite = {key for key in ASSIGNABLE if before[key] is not None and are_finite(before[key], masks)}
+    was_finite = {
+        key for key in ASSIGNABLE if before[key] is not None and are_finite(before[key], masks)
+    }
     returned = call(view)
     for key, values in read_only.items():
         if not _same(before[key], values):
@@ -172,9 +188,17 @@ def change_rollout(
                 why=f"that is what training goes by; a function may assign {', '.join(ASSIGNABLE)}",
                 fix="work on a copy",
             )
-    assigned = [key for key in {**before, **view} if view.get(key) is not before.get(key) or key not in before]
+    assigned = [
+        key
+        for key in {**before, **view}
+        if view.get(key) is not before.get(key) or key not in before
+    ]
     for key in assigned:
-        why = without_effect.get(key) if key in ASSIGNABLE else f"it may assign {', '.join(ASSIGNABLE)}"
+        why = (
+            without_effect.get(key)
+            if key in ASSIGNABLE
+            else f"it may assign {', '.join(ASSIGNABLE)}"
+        )
         if why:
             raise FunctionFailed(
                 f"{origin} assigned rollout_data[{key!r}], which would have no effect",

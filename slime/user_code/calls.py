@@ -1,15 +1,19 @@
-"""Users' code, called so that what goes wrong in it ends with its own call, on an event loop that others share.
+"""Users' code, called so that what goes wrong in it ends with its own call, on an event loop that
+others share.
 
-    in_thread     a sync function, in a thread. Hung: the processes that it waits for are killed, an exception is raised
+    in_thread     a sync function, in a thread. Hung: the processes that it waits for are killed, an
+    exception is raised
                   in it; what even then does not end is named with its stack, and holds nothing up
-    alone         a coroutine, in a task of its own; one that swallows its cancellation is left behind, and named
-    watch_loop    a loop that code blocks: named with the stack within half a minute, and freed where that is possible
+    alone         a coroutine, in a task of its own; one that swallows its cancellation is left
+    behind, and named watch_loop    a loop that code blocks: named with the stack within half a
+    minute, and freed where that is possible
 
-Nobody can kill a thread: the exception reaches Python code at its next step, but no call of C that does not return
-(`time.sleep`, a lock, a socket). On an event loop that means the end of the process, and so whoever owns it is asked.
+Nobody can kill a thread: the exception reaches Python code at its next step, but no call of C that
+does not return (`time.sleep`, a lock, a socket). On an event loop that means the end of the
+process, and so whoever owns it is asked.
 
-A process that is forked in such a call, and comes back from it as its parent does, ends there: it has copies of
-everybody's sockets and of the loop, and would go on with them.
+A process that is forked in such a call, and comes back from it as its parent does, ends there: it
+has copies of everybody's sockets and of the loop, and would go on with them.
 """
 
 from __future__ import annotations
@@ -51,16 +55,19 @@ class Ended(BaseException):
     """Raised in a call that hangs, to end it; no `Exception`, which users' code catches."""
 
 
-# -- coroutines ------------------------------------------------------------------------------------------------------
+# -- coroutines
+# ------------------------------------------------------------------------------------------------------
 
 
 async def alone(work: Awaitable[T], what: str) -> T:
-    """Await ``work`` in a task of its own: a caller that is cancelled is free 5 s later, whatever ``work`` does.
+    """Await ``work`` in a task of its own: a caller that is cancelled is free 5 s later, whatever
+    ``work`` does.
 
     Args:
         what: for messages: "my.reward on sample 3".
     Raises:
-        RuntimeError: it was cancelled by itself, ended since it hung, or wanted to leave the program.
+        RuntimeError: it was cancelled by itself, ended since it hung, or wanted to leave the
+            program.
     """
     task = asyncio.create_task(_contained(work), name=_TASK + what)
     try:
@@ -68,7 +75,9 @@ async def alone(work: Awaitable[T], what: str) -> T:
     except asyncio.CancelledError:
         caller = asyncio.current_task()
         if task.cancelled() and not (caller is not None and caller.cancelling()):
-            raise RuntimeError("it raised CancelledError, although nobody has cancelled it") from None
+            raise RuntimeError(
+                "it raised CancelledError, although nobody has cancelled it"
+            ) from None
         task.cancel()
         _LEFT.add(task)
         task.add_done_callback(_seen)
@@ -78,13 +87,14 @@ async def alone(work: Awaitable[T], what: str) -> T:
                 work.close()  # should it not even have begun
         else:
             logger.warning(
-                "%s goes on after it was cancelled, and is left behind; let asyncio.CancelledError through%s",
+                "%s goes on after it was cancelled, and is left behind; let " "asyncio.CancelledError through%s",
                 what, lines_of_users(frames_of_task(task)),
             )  # fmt: skip
         raise
 
 
-#: Tasks that were cancelled and have not ended; kept, since a loop holds its tasks by weak references alone.
+#: Tasks that were cancelled and have not ended; kept, since a loop holds its tasks by weak
+#: references alone.
 _LEFT: set[asyncio.Task[Any]] = set()
 
 
@@ -100,18 +110,23 @@ async def _contained(work: Awaitable[T]) -> T:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if (
+            isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        ):
             raise
         raise _as_exception(error) from error
 
 
 def _as_exception(error: BaseException) -> RuntimeError:
-    """What would end the event loop, so that everyone else would wait, as a failure of whoever raised it."""
+    """What would end the event loop, so that everyone else would wait, as a failure of whoever
+    raised it."""
     said = "it hung, and was ended" if isinstance(error, Ended) else f"it raised {error!r}"
     return RuntimeError(said).with_traceback(error.__traceback__)
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
+# -- threads
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -136,7 +151,11 @@ class _Call:
     is_named: bool = False
 
     def run(self) -> None:
-        self.thread, self.native, owner = threading.get_ident(), threading.get_native_id(), os.getpid()
+        self.thread, self.native, owner = (
+            threading.get_ident(),
+            threading.get_native_id(),
+            os.getpid(),
+        )
         result = None
         error = None
         try:
@@ -168,12 +187,17 @@ class _Call:
                 return
             killed = kill(children_of(self.native))
             self.ended_at = time.monotonic()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
-        logger.warning("%s hangs and is ended%s", self.what, f", with its processes {killed}" if killed else "")
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.thread), ctypes.py_object(Ended)
+            )
+        logger.warning(
+            "%s hangs and is ended%s", self.what, f", with its processes {killed}" if killed else ""
+        )
 
 
 class _Worker(threading.Thread):
-    """Takes one call after the other; a daemon, so that one that hangs holds up no end of the program."""
+    """Takes one call after the other; a daemon, so that one that hangs holds up no end of the
+    program."""
 
     def __init__(self) -> None:
         super().__init__(name="slime-hook", daemon=True)
@@ -197,10 +221,13 @@ class _Worker(threading.Thread):
 _idle: list[_Worker] = []
 
 
-async def in_thread(function: Callable[[], Any], what: str, limit: float = _PATIENCE_SECONDS) -> Any:
+async def in_thread(
+    function: Callable[[], Any], what: str, limit: float = _PATIENCE_SECONDS
+) -> Any:
     """The result of ``function``, called in a thread that sees the caller's context variables.
 
-    A caller that is cancelled is free at once. The thread goes on, and is ended ``limit`` seconds after the call began.
+    A caller that is cancelled is free at once. The thread goes on, and is ended ``limit`` seconds
+    after the call began.
 
     Args:
         what: for messages.
@@ -226,7 +253,8 @@ def hung_threads() -> int:
     return sum(call.is_named for call in _overseer.calls)
 
 
-# -- loops -----------------------------------------------------------------------------------------------------------
+# -- loops
+# -----------------------------------------------------------------------------------------------------------
 
 #: Thread → what of the user's runs in it at once, without a task of its own.
 _running: dict[int, str] = {}
@@ -234,7 +262,8 @@ _running: dict[int, str] = {}
 
 @contextlib.contextmanager
 def running(what: str) -> Iterator[None]:
-    """The block is code of the user's: where it blocks an event loop, it is what is named and ended."""
+    """The block is code of the user's: where it blocks an event loop, it is what is named and
+    ended."""
     thread = threading.get_ident()
     before = _running.get(thread)
     _running[thread] = what
@@ -254,11 +283,15 @@ class WatchedLoop:
 
     Args:
         limit: gives the seconds after which blocking code is ended.
-        lost: told, in another thread, of code that cannot be ended; the loop answers nobody any more.
+        lost: told, in another thread, of code that cannot be ended; the loop answers nobody any
+            more.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        limit: Callable[[], float],
+        lost: Callable[[str], object],
     ) -> None:
         self.loop = loop
         self._limit = limit
@@ -303,7 +336,9 @@ class WatchedLoop:
                 self._end(what)
             elif self._blocked >= self._limit() + _LEAVE_SECONDS:
                 self._lost(f"{what} blocks the event loop and cannot be ended{self._stack()}")
-            elif self._new_children():  # one that was about to begin: what was raised waits until it ends
+            elif (
+                self._new_children()
+            ):  # one that was about to begin: what was raised waits until it ends
                 self._end(what)
 
     def _users_code(self) -> str:
@@ -317,7 +352,7 @@ class WatchedLoop:
 
     def _say(self) -> None:
         logger.warning(
-            "%s blocks the event loop for %.0f s, and all samples wait for it: use await, or a sync function%s",
+            "%s blocks the event loop for %.0f s, and all samples wait for it: use await, or a " "sync function%s",
             self._users_code() or "something", self._blocked, self._stack(),
         )  # fmt: skip
 
@@ -327,7 +362,9 @@ class WatchedLoop:
     def _end(self, what: str) -> None:
         self._ended = True
         killed = kill(self._new_children())
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(Ended))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self.thread), ctypes.py_object(Ended)
+        )
         logger.warning(
             "%s has blocked the event loop for %.0f s and is ended%s",
             what, self._blocked, f", with its processes {killed}" if killed else "",
@@ -337,8 +374,8 @@ class WatchedLoop:
 def watch_loop(
     loop: asyncio.AbstractEventLoop, limit: Callable[[], float], lost: Callable[[str], object]
 ) -> WatchedLoop:
-    """Watch over the event loop that this is called on until `WatchedLoop.stop` or its end; the arguments are those of
-    the class."""
+    """Watch over the event loop that this is called on until `WatchedLoop.stop` or its end; the
+    arguments are those of the class."""
     watched = _overseer.loops[loop] = WatchedLoop(loop, limit, lost)
     watched._answer()  # it is called there
     _overseer.start()
@@ -391,11 +428,13 @@ class _Overseer:
 
 _overseer = _Overseer()
 
-# -- forks -----------------------------------------------------------------------------------------------------------
+# -- forks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _leave_loops() -> None:
-    """In a process that was forked on a watched loop: back on that loop, it ends before anything else runs there."""
+    """In a process that was forked on a watched loop: back on that loop, it ends before anything
+    else runs there."""
     for watched in list(_overseer.loops.values()):
         if watched.thread == threading.get_ident():
             ready = getattr(watched.loop, "_ready", None)

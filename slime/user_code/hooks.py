@@ -1,12 +1,15 @@
-"""Every place where users plug their own code in: one Protocol per hook, and how hooks are found, checked, called.
+"""Every place where users plug their own code in: one Protocol per hook, and how hooks are found,
+checked, called.
 
-A hook is named on the command line by a dotted path, ``--custom-rm-path my_project.rewards.score`` (or
-``my_project.rewards:score``). Before anything starts, `check_hooks` loads each one and compares its signature with
-the Protocol here, so that a wrong argument list costs a second instead of the first rollout.
+A hook is named on the command line by a dotted path, ``--custom-rm-path my_project.rewards.score``
+(or ``my_project.rewards:score``). Before anything starts, `check_hooks` loads each one and compares
+its signature with the Protocol here, so that a wrong argument list costs a second instead of the
+first rollout.
 
-How a Protocol is read: parameters without a default are always passed (keyword-only ones by name); parameters with a
-default are passed by name, and only to functions that accept them. ``args`` is `Config.flat()`: all flags as
-attributes. Every hook may be sync or async, unless its docstring says otherwise.
+How a Protocol is read: parameters without a default are always passed (keyword-only ones by name);
+parameters with a default are passed by name, and only to functions that accept them. ``args`` is
+`Config.flat()`: all flags as attributes. Every hook may be sync or async, unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from slime.user_code.loading import check_class, check_signature, file_of, load_
 if TYPE_CHECKING:
     import torch
 
-# -- what hooks return -----------------------------------------------------------------------------------------------
+# -- what hooks return
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -37,7 +41,8 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What one evaluation delivers: per data set ``{"rewards": [...], "truncated": [...], "samples": [...]}``."""
+    """What one evaluation delivers: per data set ``{"rewards": [...], "truncated": [...],
+    "samples": [...]}``."""
 
     data: dict[str, dict[str, list[Any]]]
     metrics: dict[str, Any] | None = None
@@ -50,7 +55,8 @@ class DynamicFilterOutput:
     Attributes:
         keep: train on it.
         reason: counted as ``rollout/dynamic_filter/drop_<reason>`` when dropped.
-        keep_when_insufficient: keep it after all when dropping would leave too few groups under way.
+        keep_when_insufficient: keep it after all when dropping would leave too few groups under
+            way.
     """
 
     keep: bool
@@ -58,22 +64,26 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-# -- data source -----------------------------------------------------------------------------------------------------
+# -- data source
+# -----------------------------------------------------------------------------------------------------
 
 
 class DataSource(abc.ABC):
-    """Where prompts come from: ``--data-source-path`` names a subclass; it is built as ``cls(args)``.
+    """Where prompts come from: ``--data-source-path`` names a subclass; it is built as
+    ``cls(args)``.
 
-    A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with ``group_index`` and
-    ``index`` set.
+    A group is the list of ``args.n_samples_per_prompt`` samples of one prompt draw, with
+    ``group_index`` and ``index`` set.
 
-    A source that can resume implements ``save`` and ``load``, which keep files of their own (by custom
-    ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read back under ``args.load``), or
-    ``state_dict`` and ``load_state_dict``, whose state is kept in the checkpoint; the defaults do nothing. Groups are
-    drawn ahead of training: with over-sampling, and up to ``args.async_buffer_size`` rollouts in train_async.py. So
-    what is to be saved is not what ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have
-    named: other groups are asked for again after a resume. Where --max-restarts starts the trainer again, the class is
-    built once more, with ``args.load`` as in a resume, and takes the place of the one before.
+    A source that can resume implements ``save`` and ``load``, which keep files of their own (by
+    custom ``<args.save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, read back under
+    ``args.load``), or ``state_dict`` and ``load_state_dict``, whose state is kept in the
+    checkpoint; the defaults do nothing. Groups are drawn ahead of training: with over-sampling, and
+    up to ``args.async_buffer_size`` rollouts in train_async.py. So what is to be saved is not what
+    ``get_samples`` has given, but what ``mark_consumed`` and ``mark_discarded`` have named: other
+    groups are asked for again after a resume. Where --max-restarts starts the trainer again, the
+    class is built once more, with ``args.load`` as in a resume, and takes the place of the one
+    before.
     """
 
     @abc.abstractmethod
@@ -91,10 +101,12 @@ class DataSource(abc.ABC):
         )
 
     def save(self, rollout_id: int) -> None:  # noqa: B027  (optional by contract)
-        """Write what `load` needs, under ``args.save``; called before the checkpoint of ``rollout_id`` is written."""
+        """Write what `load` needs, under ``args.save``; called before the checkpoint of
+        ``rollout_id`` is written."""
 
     def load(self, rollout_id: int | None = None) -> None:  # noqa: B027
-        """Restore what `save` wrote for ``rollout_id``, from ``args.load``; called when a run resumes from it."""
+        """Restore what `save` wrote for ``rollout_id``, from ``args.load``; called when a run
+        resumes from it."""
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:  # noqa: B027
         """Training has taken these groups: they are not drawn again after a resume."""
@@ -103,76 +115,100 @@ class DataSource(abc.ABC):
         """These groups were filtered out for good: they are not drawn again after a resume."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs; written with each checkpoint. Sources with `save` and `load` have none."""
+        """What `load_state_dict` needs; written with each checkpoint. Sources with `save` and
+        `load` have none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restore what `state_dict` returned."""
 
 
-# -- protocols: rollout ----------------------------------------------------------------------------------------------
+# -- protocols: rollout
+# ----------------------------------------------------------------------------------------------
 
 
 class RolloutFunction(Protocol):
-    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or evaluation).
+    """``--rollout-function-path``, ``--eval-function-path``: replaces the whole rollout (or
+    evaluation).
 
     Training: a `RolloutFnTrainOutput`, or bare samples as ``list[group][Sample]`` (with fan-out
-    ``list[group][execution][Sample]``, siblings with one ``rollout_id``), ``args.rollout_batch_size`` groups.
-    Evaluation (only where there is evaluation data): a `RolloutFnEvalOutput`, or its ``data``. Samples need tokens and
-    a reward. `slime.rollout.loop.generate_rollout` is the built-in one; sync functions run in a thread.
-    """
-
-    def __call__(self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool) -> Any: ...
-
-
-class GenerateFunction(Protocol):
-    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list) back. Async.
-
-    ``sampling_params`` is the sample's own copy, as SGLang spells them. The sample comes back with ``tokens`` [prompt +
-    response], ``response_length``, and, one entry per response token, ``rollout_log_probs`` and ``loss_mask``
-    (`Sample.append_response_tokens` keeps them together), or with ``response`` alone, which is then tokenised: without
-    log-probs, and where the text holds no end token, without the end (a warning). PENDING is taken as COMPLETED.
-
-    Checked on return: kinds of all fields, lengths, ids inside the vocabulary, at least one token of a prompt before
-    the response, masks of 0 and 1, log-probs that are finite and not above 0, rewards. Arrays, tensors and tuples
-    become lists. ``index`` and ``group_index`` are those of the prompt, whatever the sample says (a warning);
-    ``rollout_id`` is given to what a call returns together.
-
-    At the end of a rollout engines are told to abort: calls then come back with the finish reason "abort". Return the
-    sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate` sets it), so that it is taken up again.
-    What raises because of the abort is put back as it was. Pushes in flight, and rollouts beside yours, cut answers
-    short as well: `generate` and `post` go on by themselves, and ``token_weight_versions`` of the answer says with
-    whose weights; a sample that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request
-    that is longer than its context, the sample is TRUNCATED with what it has; other exceptions fail the sample, and
-    too many of them the run. For agents that speak an API see docs/agents.md.
+    ``list[group][execution][Sample]``, siblings with one ``rollout_id``),
+    ``args.rollout_batch_size`` groups. Evaluation (only where there is evaluation data): a
+    `RolloutFnEvalOutput`, or its ``data``. Samples need tokens and a reward.
+    `slime.rollout.loop.generate_rollout` is the built-in one; sync functions run in a thread.
     """
 
     def __call__(
-        self, args: Any, sample: Sample, sampling_params: dict[str, Any], /, *, evaluation: bool = False
+        self, args: Any, rollout_id: int, data_source: DataSource, /, *, evaluation: bool
+    ) -> Any: ...
+
+
+class GenerateFunction(Protocol):
+    """``--custom-generate-function-path``: one sample in, the same sample (or its fan-out, a list)
+    back. Async.
+
+    ``sampling_params`` is the sample's own copy, as SGLang spells them. The sample comes back with
+    ``tokens`` [prompt + response], ``response_length``, and, one entry per response token,
+    ``rollout_log_probs`` and ``loss_mask`` (`Sample.append_response_tokens` keeps them together),
+    or with ``response`` alone, which is then tokenised: without log-probs, and where the text holds
+    no end token, without the end (a warning). PENDING is taken as COMPLETED.
+
+    Checked on return: kinds of all fields, lengths, ids inside the vocabulary, at least one token
+    of a prompt before the response, masks of 0 and 1, log-probs that are finite and not above 0,
+    rewards. Arrays, tensors and tuples become lists. ``index`` and ``group_index`` are those of the
+    prompt, whatever the sample says (a warning); ``rollout_id`` is given to what a call returns
+    together.
+
+    At the end of a rollout engines are told to abort: calls then come back with the finish reason
+    "abort". Return the sample with ``Sample.Status.ABORTED`` (`slime.rollout.generate.generate`
+    sets it), so that it is taken up again. What raises because of the abort is put back as it was.
+    Pushes in flight, and rollouts beside yours, cut answers short as well: `generate` and `post` go
+    on by themselves, and ``token_weight_versions`` of the answer says with whose weights; a sample
+    that comes back ABORTED is tried again, 8 times at most. Where the engine refuses a request that
+    is longer than its context, the sample is TRUNCATED with what it has; other exceptions fail the
+    sample, and too many of them the run. For agents that speak an API see docs/agents.md.
+    """
+
+    def __call__(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        /,
+        *,
+        evaluation: bool = False,
     ) -> Any: ...
 
 
 class SampleHook(Protocol):
-    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it was given.
+    """``--rollout-sample-hook-path``: after generate, before the reward; None keeps the sample it
+    was given.
 
-    May be given several times. Called for every finished sample of the built-in rollout and evaluation, in the order of
-    the flags. What it changes or returns is checked as what a generate function returns; index, group_index and
-    rollout_id stay those of the sample that it was given.
+    May be given several times. Called for every finished sample of the built-in rollout and
+    evaluation, in the order of the flags. What it changes or returns is checked as what a generate
+    function returns; index, group_index and rollout_id stay those of the sample that it was given.
     """
 
     def __call__(
-        self, args: Any, sample: Sample, /, *, rollout_id: int | None = None, evaluation: bool = False
+        self,
+        args: Any,
+        sample: Sample,
+        /,
+        *,
+        rollout_id: int | None = None,
+        evaluation: bool = False,
     ) -> Sample | None: ...
 
 
 class RewardFunction(Protocol):
-    """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to train on, the means of
-    its other numbers are metrics (``rollout/reward_part/<key>``).
+    """``--custom-rm-path``: a number for a sample, or a dict: ``--reward-key`` names the one to
+    train on, the means of its other numbers are metrics (``rollout/reward_part/<key>``).
 
-    With ``--group-rm``, and when one generate call returned several samples, it is called with the list of samples
-    and returns a list of rewards. Sync functions run in threads, several at once. A reward is one finite number between
-    -1e18 and 1e18 of Python, NumPy or torch (bools, decimals and fractions too). It may set ``metadata``,
-    ``train_metadata``, ``remove_sample`` and ``teacher_log_probs`` of its sample; what was generated it only reads.
+    With ``--group-rm``, and when one generate call returned several samples, it is called with the
+    list of samples and returns a list of rewards. Sync functions run in threads, several at once. A
+    reward is one finite number between -1e18 and 1e18 of Python, NumPy or torch (bools, decimals
+    and fractions too). It may set ``metadata``, ``train_metadata``, ``remove_sample`` and
+    ``teacher_log_probs`` of its sample; what was generated it only reads.
 
     Example:
         >>> def reward_func(args, sample, **kwargs):
@@ -183,10 +219,12 @@ class RewardFunction(Protocol):
 
 
 class DynamicFilter(Protocol):
-    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a `DynamicFilterOutput`.
+    """``--dynamic-sampling-filter-path``: keep this finished group? A bool or a
+    `DynamicFilterOutput`.
 
-    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where executions fanned out. A
-    filter that removes entries of the list, or changes what was generated, is refused.
+    ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where
+    executions fanned out. A filter that removes entries of the list, or changes what was generated,
+    is refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
@@ -195,8 +233,9 @@ class DynamicFilter(Protocol):
 class BufferFilter(Protocol):
     """``--buffer-filter-path``: which of the groups that were put back come out next. Sync.
 
-    Choose at most ``num_samples`` groups and remove them from ``buffer`` (``list[group][Sample]``, the oldest first).
-    ``rollout_id`` is None: the buffer does not know for which rollout it is asked.
+    Choose at most ``num_samples`` groups and remove them from ``buffer`` (``list[group][Sample]``,
+    the oldest first). ``rollout_id`` is None: the buffer does not know for which rollout it is
+    asked.
     """
 
     def __call__(
@@ -207,9 +246,10 @@ class BufferFilter(Protocol):
 class RolloutSampleFilter(Protocol):
     """``--rollout-sample-filter-path``: sets ``remove_sample`` on samples of the kept groups.
 
-    ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is trained on with a
-    loss mask of zeros; it still counts in the statistics of its group. Groups and samples that are taken out of the
-    lists would be trained on all the same: such a filter is refused.
+    ``groups`` is ``list[group][Sample]``, the batch, at the end of the rollout. A removed sample is
+    trained on with a loss mask of zeros; it still counts in the statistics of its group. Groups and
+    samples that are taken out of the lists would be trained on all the same: such a filter is
+    refused.
     """
 
     def __call__(self, args: Any, groups: list[list[Sample]], /) -> None: ...
@@ -218,21 +258,30 @@ class RolloutSampleFilter(Protocol):
 class AllSamplesProcess(Protocol):
     """``--rollout-all-samples-process-path``: sees every finished group, the filtered ones too.
 
-    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; the data source is the one of the rollout.
+    ``all_groups`` is ``list[group][Sample]``, at the end of the rollout; the data source is the one
+    of the rollout.
     """
 
-    def __call__(self, args: Any, all_groups: list[list[Sample]], data_source: DataSource, /) -> None: ...
+    def __call__(
+        self, args: Any, all_groups: list[list[Sample]], data_source: DataSource, /
+    ) -> None: ...
 
 
 class RolloutLog(Protocol):
     """``--custom-rollout-log-function-path``: a true result replaces the default logging.
 
-    ``samples`` is the whole batch, flat; ``extra_metrics`` what the rollout has counted; ``rollout_time`` is in
-    seconds. Supervised rollouts call it, too.
+    ``samples`` is the whole batch, flat; ``extra_metrics`` what the rollout has counted;
+    ``rollout_time`` is in seconds. Supervised rollouts call it, too.
     """
 
     def __call__(
-        self, rollout_id: int, args: Any, samples: list[Sample], extra_metrics: dict[str, Any], rollout_time: float, /
+        self,
+        rollout_id: int,
+        args: Any,
+        samples: list[Sample],
+        extra_metrics: dict[str, Any],
+        rollout_time: float,
+        /,
     ) -> bool | None: ...
 
 
@@ -247,49 +296,55 @@ class EvalLog(Protocol):
     ) -> bool | None: ...
 
 
-# -- protocols: samples ----------------------------------------------------------------------------------------------
+# -- protocols: samples
+# ----------------------------------------------------------------------------------------------
 
 
 class RewardPostProcess(Protocol):
     """``--custom-reward-post-process-path``: (raw rewards, rewards), one number per sample. Sync.
 
-    ``samples`` is what is trained on of the batch, flat, group after group. The second list takes the place of the
-    group-normalised rewards, the scalar advantage of each sample; the first is logged. Each is a finite number between
-    -1e18 and 1e18. The function may set ``teacher_log_probs``; the list and what was generated stay as they are.
+    ``samples`` is what is trained on of the batch, flat, group after group. The second list takes
+    the place of the group-normalised rewards, the scalar advantage of each sample; the first is
+    logged. Each is a finite number between -1e18 and 1e18. The function may set
+    ``teacher_log_probs``; the list and what was generated stay as they are.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
-    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, in place of the conversion. Sync.
+    """``--custom-convert-samples-to-train-data-path``: lists, one entry per sample, in place of the
+    conversion. Sync.
 
-    Needed: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards`` (float, as after
-    post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1), ``sample_indices``, ``rollout_ids``
-    (int, one per execution), ``loss_masks`` (0 or 1 per response token), ``rollout_log_probs`` and
-    ``teacher_log_probs`` (float per response token), ``rollout_routed_experts``, ``metadata`` (dict or None). Other
-    names are refused.
+    Needed: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards``
+    (float, as after post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1),
+    ``sample_indices``, ``rollout_ids`` (int, one per execution), ``loss_masks`` (0 or 1 per
+    response token), ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token),
+    ``rollout_routed_experts``, ``metadata`` (dict or None). Other names are refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> dict[str, list[Any]]: ...
 
 
-# -- protocols: training; all sync, called on every trainer rank -------------------------------------------------------
+# -- protocols: training; all sync, called on every trainer rank
+# -------------------------------------------------------
 
 
 class RolloutDataPostprocess(Protocol):
     """``--rollout-data-postprocess-path``: after the advantages, before the first optimizer step.
 
-    ``rollout_data`` is a dict with one list entry per sample of this rank; L is a sample's length in tokens, R its
-    response's. To read: ``tokens`` (int64 [L], prompt and response), ``response_lengths``, ``total_lengths``,
-    ``rewards`` (normalised), ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices``, ``rollout_ids``,
-    ``metadata``, ``teacher_log_probs`` and ``kl`` (float32 [R], or None).
+    ``rollout_data`` is a dict with one list entry per sample of this rank; L is a sample's length
+    in tokens, R its response's. To read: ``tokens`` (int64 [L], prompt and response),
+    ``response_lengths``, ``total_lengths``, ``rewards`` (normalised), ``raw_reward``,
+    ``truncated``, ``sample_indices``, ``group_indices``, ``rollout_ids``, ``metadata``,
+    ``teacher_log_probs`` and ``kl`` (float32 [R], or None).
 
-    To read and to assign, float32 [R] on the trainer's device (lists of numbers will do): ``advantages``, ``returns``,
-    ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the first step), ``ref_log_probs``,
-    ``rollout_log_probs`` (the engine's). What is assigned is trained on; another key, or one that the flags leave
-    unused, is refused by name. The loss is divided by the trained tokens of the masks as they were. Pipeline stages
-    without the output layer call the function too, with None for log-probs and advantages.
+    To read and to assign, float32 [R] on the trainer's device (lists of numbers will do):
+    ``advantages``, ``returns``, ``loss_masks`` (0 or 1), ``log_probs`` (of the policy before the
+    first step), ``ref_log_probs``, ``rollout_log_probs`` (the engine's). What is assigned is
+    trained on; another key, or one that the flags leave unused, is refused by name. The loss is
+    divided by the trained tokens of the masks as they were. Pipeline stages without the output
+    layer call the function too, with None for log-probs and advantages.
     """
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: Any, /) -> None: ...
@@ -298,22 +353,25 @@ class RolloutDataPostprocess(Protocol):
 class LossFunction(Protocol):
     """``--custom-loss-function-path`` with ``--loss-type custom_loss``: (loss, dict of metrics).
 
-    Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be the micro-batch's
-    response tokens, R those of a sample. ``batch`` is a dict with one list entry per sample: ``sample_indices``,
-    ``response_lengths`` (R), ``total_lengths``, ``loss_masks`` (float32 [R]), ``current_log_probs`` (float32 [R], of
-    the response tokens under the weights that are trained, with gradient), and without gradient ``log_probs`` (of the
-    policy before the first step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the
-    whole entry None where flags or samples give none.
+    Called for each micro-batch that has samples, on the ranks that hold the output layer. Let T be
+    the micro-batch's response tokens, R those of a sample. ``batch`` is a dict with one list entry
+    per sample: ``sample_indices``, ``response_lengths`` (R), ``total_lengths``, ``loss_masks``
+    (float32 [R]), ``current_log_probs`` (float32 [R], of the response tokens under the weights that
+    are trained, with gradient), and without gradient ``log_probs`` (of the policy before the first
+    step), ``ref_log_probs``, ``rollout_log_probs``, ``advantages``: float32 [R] each, the whole
+    entry None where flags or samples give none.
 
-    ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t is the distribution
-    from which response token t was sampled, divided by ``--rollout-temperature``, over the real vocabulary without
-    padding. Under tensor parallelism a rank has its shard of the vocabulary only; ``current_log_probs`` are those over
-    the whole of it, and their gradients are right on every rank.
+    ``logits`` are float32 [T, V / tp] with gradient, the samples' rows one after the other: row t
+    is the distribution from which response token t was sampled, divided by
+    ``--rollout-temperature``, over the real vocabulary without padding. Under tensor parallelism a
+    rank has its shard of the vocabulary only; ``current_log_probs`` are those over the whole of it,
+    and their gradients are right on every rank.
 
-    ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its trained tokens (with
-    ``--calculate-per-token-loss`` the sum over trained tokens). The loss and each metric are to be such sums: they are
-    added up over micro-batches and ranks and divided by the step's executions (per token: by its trained tokens). A
-    metric ``loss`` is the loss, whatever is returned by that name.
+    ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its
+    trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
+    each metric are to be such sums: they are added up over micro-batches and ranks and divided by
+    the step's executions (per token: by its trained tokens). A metric ``loss`` is the loss,
+    whatever is returned by that name.
 
     Example:
         >>> def loss_function(args, batch, logits, sum_of_sample_mean):
@@ -324,16 +382,23 @@ class LossFunction(Protocol):
     """
 
     def __call__(
-        self, args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor], /
+        self,
+        args: Any,
+        batch: Any,
+        logits: torch.Tensor,
+        sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
+        /,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
 
 class AdvantageFunction(Protocol):
-    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of ``rollout_data``.
+    """``--custom-advantage-function-path``: sets ``advantages`` and ``returns`` of
+    ``rollout_data``.
 
-    In place of the estimator, also with ``--disable-compute-advantages-and-returns``; on the ranks that hold the output
-    layer. ``rollout_data`` is that of ``--rollout-data-postprocess-path``; ``kl`` is 0 unless ``--kl-coef`` asks for
-    it. ``returns`` that are not set are the advantages. ``--normalize-advantages`` acts on the result.
+    In place of the estimator, also with ``--disable-compute-advantages-and-returns``; on the ranks
+    that hold the output layer. ``rollout_data`` is that of ``--rollout-data-postprocess-path``;
+    ``kl`` is 0 unless ``--kl-coef`` asks for it. ``returns`` that are not set are the advantages.
+    ``--normalize-advantages`` acts on the result.
     """
 
     def __call__(self, args: Any, rollout_data: Any, /) -> None: ...
@@ -342,10 +407,11 @@ class AdvantageFunction(Protocol):
 class TisFunction(Protocol):
     """``--custom-tis-function-path``: corrects the policy loss for the train–rollout mismatch.
 
-    ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor [R] per sample.
-    Returns the corrected loss [T], the loss masks to be in force (0 or 1), [R] per sample, and metrics [T] by name (or
-    one number for all tokens), averaged as the loss is. A token that the masks leave out adds nothing to the policy
-    loss; what that is divided by stays. With ``--get-mismatch-metrics`` alone only the metrics are taken.
+    ``pg_loss`` is [T], the loss of each response token of a micro-batch; the lists have one tensor
+    [R] per sample. Returns the corrected loss [T], the loss masks to be in force (0 or 1), [R] per
+    sample, and metrics [T] by name (or one number for all tokens), averaged as the loss is. A token
+    that the masks leave out adds nothing to the policy loss; what that is divided by stays. With
+    ``--get-mismatch-metrics`` alone only the metrics are taken.
     """
 
     def __call__(
@@ -363,11 +429,13 @@ class TisFunction(Protocol):
 
 
 class PgLossReducer(Protocol):
-    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss to a number.
+    """``--custom-pg-loss-reducer-function-path``: builds the function that reduces the policy loss
+    to a number.
 
-    ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned, where there is one.
-    The function takes the loss of each token [T] and returns a sum over samples, which is divided by the step's
-    executions (with ``calculate_per_token_loss`` by its trained tokens).
+    ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned,
+    where there is one. The function takes the loss of each token [T] and returns a sum over
+    samples, which is divided by the step's executions (with ``calculate_per_token_loss`` by its
+    trained tokens).
     """
 
     def __call__(
@@ -383,25 +451,29 @@ class PgLossReducer(Protocol):
 class ModelProvider(Protocol):
     """``--custom-model-provider-path``: builds the model of this pipeline stage.
 
-    It must be, or be derived from, what ``slime.trainer.megatron.provider.default_model`` makes of the same arguments.
+    It must be, or be derived from, what ``slime.trainer.megatron.provider.default_model`` makes of
+    the same arguments.
     """
 
-    def __call__(self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None) -> Any: ...
+    def __call__(
+        self, pre_process: bool, post_process: bool, /, *, vp_stage: int | None = None
+    ) -> Any: ...
 
 
 class LayerSpec(Protocol):
     """``--spec MODULE NAME``: megatron-core's layer specification of this pipeline stage.
 
     Returns ``TransformerBlockSubmodules``, or the ``ModuleSpec`` that all layers share; start from
-    ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments. ``config`` is Megatron's
-    ``TransformerConfig``.
+    ``slime.trainer.megatron.provider.default_layer_spec``, which takes the same arguments.
+    ``config`` is Megatron's ``TransformerConfig``.
     """
 
     def __call__(self, args: Any, config: Any, vp_stage: int | None, /) -> Any: ...
 
 
 class MegatronInit(Protocol):
-    """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the model is built."""
+    """``--custom-megatron-init-path``: on every rank, when the process groups stand and before the
+    model is built."""
 
     def __call__(self, args: Any, /) -> None: ...
 
@@ -409,26 +481,36 @@ class MegatronInit(Protocol):
 class BeforeLogProb(Protocol):
     """``--custom-megatron-before-log-prob-hook-path``: before each forward-only pass.
 
-    ``model`` is the list of model chunks of this rank (one without virtual pipeline stages); ``store_prefix`` is "ref_"
-    for the reference's log-probs, "engine_" for those of --measure-quantisation, else "".
+    ``model`` is the list of model chunks of this rank (one without virtual pipeline stages);
+    ``store_prefix`` is "ref_" for the reference's log-probs, "engine_" for those of
+    --measure-quantisation, else "".
     """
 
     def __call__(self, args: Any, model: Any, store_prefix: str, /) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
-    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward passes of each optimizer step.
+    """``--custom-megatron-before-train-step-hook-path``: before the forward and backward passes of
+    each optimizer step.
 
-    ``step_id`` counts the optimizer steps of this rollout from 0; ``model`` is the list of model chunks of this rank;
-    gradients have been set to zero.
+    ``step_id`` counts the optimizer steps of this rollout from 0; ``model`` is the list of model
+    chunks of this rank; gradients have been set to zero.
     """
 
     def __call__(
-        self, args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any, /
+        self,
+        args: Any,
+        rollout_id: int,
+        step_id: int,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        /,
     ) -> None: ...
 
 
-#: Flag (as an attribute of ``args``) → the Protocol of its hook. ``--data-source-path`` is a class, checked apart.
+#: Flag (as an attribute of ``args``) → the Protocol of its hook. ``--data-source-path`` is a class,
+#: checked apart.
 HOOKS: dict[str, type] = {
     "rollout_function_path": RolloutFunction,
     "eval_function_path": RolloutFunction,
@@ -454,11 +536,13 @@ HOOKS: dict[str, type] = {
     "custom_megatron_before_train_step_hook_path": BeforeTrainStep,
 }
 
-# -- checking --------------------------------------------------------------------------------------------------------
+# -- checking
+# --------------------------------------------------------------------------------------------------------
 
 
 def check_hooks(args: Any) -> None:
-    """Load and check every hook that is set in ``args`` (`Config.flat()`); call it before anything starts.
+    """Load and check every hook that is set in ``args`` (`Config.flat()`); call it before anything
+    starts.
 
     Raises:
         UserError: for the first hook that cannot be loaded or called.
@@ -476,7 +560,8 @@ def check_hooks(args: Any) -> None:
 
 
 def hook_files(args: Any) -> list[Path]:
-    """The source files of every function and class of the user's that is set in ``args``, each once."""
+    """The source files of every function and class of the user's that is set in ``args``, each
+    once."""
     paths = [args.data_source_path, ":".join(args.spec)]
     for flag in HOOKS:
         value = vars(args)[flag]

@@ -1,5 +1,5 @@
-"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes, how it is called, and
-how its failures are told: with the user's own lines.
+"""How a hook is found by its dotted path, how its signature is checked, which keywords it takes,
+how it is called, and how its failures are told: with the user's own lines.
 
 The hooks themselves are in `slime.user_code.hooks`.
 """
@@ -32,13 +32,15 @@ from slime.files import write_atomically
 from slime.user_code import calls as user_calls
 from slime.user_code.calls import alone, in_thread, running
 
-#: Variable by which other processes know the driver's working directory and the folder of its script.
+#: Variable by which other processes know the driver's working directory and the folder of its
+#: script.
 USER_FOLDERS = "SLIME_USER_FOLDERS"
 
 
 def save_function(function: Any, file: Path) -> str:
-    """A path at which other processes of this host find ``function``: its own where it can be imported, else that of
-    ``file``, into which it is written with what it refers to (a lambda, a closure, what a notebook defines).
+    """A path at which other processes of this host find ``function``: its own where it can be
+    imported, else that of ``file``, into which it is written with what it refers to (a lambda, a
+    closure, what a notebook defines).
 
     Raises:
         UserError: it refers to something that cannot be written, an open file or a lock.
@@ -61,7 +63,8 @@ def save_function(function: Any, file: Path) -> str:
 
 
 def _find_user_modules() -> None:
-    """Put the folders of users' modules last on the import path: no file there replaces an installed module."""
+    """Put the folders of users' modules last on the import path: no file there replaces an
+    installed module."""
     folders = [] if "" in sys.path else [os.getcwd()]
     folders += os.environ.get(USER_FOLDERS, "").split(os.pathsep)
     sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
@@ -69,11 +72,13 @@ def _find_user_modules() -> None:
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``, ``"folder/file.py:name"``, or what
-    `save_function` returned; cached. Modules in the working directory are found too.
+    """The object at a path: ``"pkg.module.name"``, ``"pkg.module:name"``,
+    ``"folder/file.py:name"``, or what `save_function` returned; cached. Modules in the working
+    directory are found too.
 
     Raises:
-        UserError: no such module, no such name in it (tells the nearest), or the module's own code fails on import.
+        UserError: no such module, no such name in it (tells the nearest), or the module's own code
+            fails on import.
     """
     module_path, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_path or not name:
@@ -82,11 +87,19 @@ def load_function(path: str) -> Any:
     if module_path.endswith(".pkl"):
         return _saved_function(path, Path(module_path))
     try:
-        target = _module_of_file(module_path) if module_path.endswith(".py") else importlib.import_module(module_path)
+        target = (
+            _module_of_file(module_path)
+            if module_path.endswith(".py")
+            else importlib.import_module(module_path)
+        )
     except (Exception, SystemExit) as error:  # whatever user code raises on import is the message
         raise _import_error(path, module_path, error) from error
     for part in name.split("."):
-        found = vars(target).get(part, _MISSING) if inspect.ismodule(target) else getattr(target, part, _MISSING)
+        found = (
+            vars(target).get(part, _MISSING)
+            if inspect.ismodule(target)
+            else getattr(target, part, _MISSING)
+        )
         if found is _MISSING and inspect.ismodule(target):
             found = getattr(target, part, _MISSING)  # a lazy attribute (module __getattr__)
         if found is _MISSING:
@@ -102,7 +115,8 @@ def load_function(path: str) -> Any:
 
 
 def file_of(path: str) -> Path | None:
-    """The file with the code of the function at ``path``, which is loaded; None for one that has none.
+    """The file with the code of the function at ``path``, which is loaded; None for one that has
+    none.
 
     Raises:
         UserError: as `load_function`.
@@ -119,8 +133,8 @@ def file_of(path: str) -> Path | None:
 
 
 def fingerprint(values: Any, functions: Iterable[str]) -> str:
-    """A text that tells these values (for JSON), and the files of the functions at these paths, with the files of the
-    user's own that they import, from others.
+    """A text that tells these values (for JSON), and the files of the functions at these paths,
+    with the files of the user's own that they import, from others.
 
     Raises:
         UserError: as `load_function`.
@@ -128,24 +142,38 @@ def fingerprint(values: Any, functions: Iterable[str]) -> str:
     files: list[bytes] = []
     for path in functions:
         if (file := file_of(path)) is not None:
-            imported = sorted(_imported_files(load_function(path)) - {file}) if file.suffix == ".py" else []
+            imported = (
+                sorted(_imported_files(load_function(path)) - {file})
+                if file.suffix == ".py"
+                else []
+            )
             files += [one.read_bytes() for one in (file, *imported)]
-    return xxhash.xxh3_128_hexdigest(b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files]))
+    return xxhash.xxh3_128_hexdigest(
+        b"\0".join([orjson.dumps(values, option=orjson.OPT_SORT_KEYS), *files])
+    )
 
 
 def _imported_files(function: Any) -> set[Path]:
-    """Files of modules that the module of a function imports, but for packages that are installed."""
+    """Files of modules that the module of a function imports, but for packages that are
+    installed."""
     found: set[Path] = set()
     while isinstance(function, functools.partial):
         function = function.func
-    names = vars(sys.modules.get(getattr(function, "__module__", None) or "", None) or object).items()
+    names = vars(
+        sys.modules.get(getattr(function, "__module__", None) or "", None) or object
+    ).items()
     waiting = [dict(getattr(inspect.unwrap(function), "__globals__", None) or names)]
     while waiting:
         for value in waiting.pop().values():
             name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
             module = sys.modules.get(name) if isinstance(name, str) else None
             file = Path(getattr(module, "__file__", None) or "")
-            if module is not None and file.suffix == ".py" and file not in found and not _is_installed(file):
+            if (
+                module is not None
+                and file.suffix == ".py"
+                and file not in found
+                and not _is_installed(file)
+            ):
                 found.add(file)
                 waiting.append(dict(vars(module)))
     return found
@@ -154,16 +182,23 @@ def _imported_files(function: Any) -> set[Path]:
 @functools.cache
 def _is_installed(file: Path) -> bool:
     """Whether a file is of Python, of this program or of an installed package."""
-    places = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)]
+    places = [
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parent),
+    ]
     return any(file.is_relative_to(place) for place in places) or "site-packages" in file.parts
 
 
 def _saved_function(path: str, file: Path) -> Any:
     try:
         return cloudpickle.loads(file.read_bytes())
-    except Exception as error:  # it imports what it refers to, and whatever that raises is the message
+    except (
+        Exception
+    ) as error:  # it imports what it refers to, and whatever that raises is the message
         raise UserError(
-            f"the function {path} cannot be loaded", why=f"{type(error).__name__}: {error}", fix="start the run again"
+            f"the function {path} cannot be loaded",
+            why=f"{type(error).__name__}: {error}",
+            fix="start the run again",
         ) from error
 
 
@@ -174,7 +209,9 @@ AnyUserError = TypeVar("AnyUserError", bound=UserError)
 def _own_functions(target: Any) -> list[str]:
     """Names of what can be called in a module or class and is not imported there."""
     home = target.__name__ if inspect.ismodule(target) else target.__module__
-    public = [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))]
+    public = [
+        name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name))
+    ]
     return [name for name in public if getattr(getattr(target, name), "__module__", home) == home]
 
 
@@ -196,9 +233,17 @@ def _import_error(path: str, module_path: str, error: BaseException) -> UserErro
             fix="check the spelling, install the package, or set PYTHONPATH",
         )
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    own = [
+        frame
+        for frame in frames
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    command = f"python {module_path}" if module_path.endswith(".py") else f'python -c "import {module_path}"'
+    command = (
+        f"python {module_path}"
+        if module_path.endswith(".py")
+        else f'python -c "import {module_path}"'
+    )
     return UserError(
         f"'{path}' cannot be loaded: importing {module_path} failed",
         why=f"{type(error).__name__}: {error}{where}",
@@ -210,10 +255,13 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
     """Check that ``fn`` can be called as ``protocol`` promises.
 
     Raises:
-        UserError: not callable, or its parameters do not fit; shows the call that will be made and the signature.
+        UserError: not callable, or its parameters do not fit; shows the call that will be made and
+            the signature.
     """
     if not callable(fn):
-        raise UserError(f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function")
+        raise UserError(
+            f"'{path}' is not a function but a {type(fn).__name__}", fix="name a function"
+        )
     wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     required = [p for p in wanted if p.default is p.empty]
     positional = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
@@ -234,7 +282,8 @@ def check_signature(fn: Any, protocol: type, path: str) -> None:
 
 
 def check_class(cls: Any, base: type, path: str) -> None:
-    """Check that ``cls`` is a ``base`` with the methods that every one must have, built as ``cls(args)``.
+    """Check that ``cls`` is a ``base`` with the methods that every one must have, built as
+    ``cls(args)``.
 
     Raises:
         UserError: it is something else, lacks a method, or takes other arguments.
@@ -244,7 +293,8 @@ def check_class(cls: Any, base: type, path: str) -> None:
         raise UserError(f"'{path}' is no {base.__name__}", why=f"it is {cls!r:.100}", fix=fix)
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise UserError(
-            f"'{path}' lacks {' and '.join(missing)}", fix=f"add them; see slime.user_code.hooks.{base.__name__}"
+            f"'{path}' lacks {' and '.join(missing)}",
+            fix=f"add them; see slime.user_code.hooks.{base.__name__}",
         )
     try:
         inspect.signature(cls).bind("args")
@@ -261,7 +311,9 @@ def _accepted_keywords(fn: Any) -> frozenset[str] | None:
         return frozenset()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return frozenset(
+        p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
@@ -272,29 +324,38 @@ def accepted(fn: Any, optional: dict[str, Any]) -> dict[str, Any]:
         {'evaluation': True}
     """
     names = _accepted_keywords(fn)
-    return optional if names is None else {key: value for key, value in optional.items() if key in names}
+    return (
+        optional
+        if names is None
+        else {key: value for key, value in optional.items() if key in names}
+    )
 
 
 def is_async(fn: Any) -> bool:
-    """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async ``__call__``)."""
+    """Whether calling ``fn`` gives a coroutine (functions, partials and objects with an async
+    ``__call__``)."""
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-# -- failures ------------------------------------------------------------------------------------------------------
+# -- failures
+# ------------------------------------------------------------------------------------------------------
 
 
 class FunctionFailed(UserError):
-    """A function of the user's raised, hung, or returned what it should not. Where it was called for one sample, or one
-    group, it costs that one alone (`slime.rollout.trajectory`)."""
+    """A function of the user's raised, hung, or returned what it should not. Where it was called
+    for one sample, or one group, it costs that one alone (`slime.rollout.trajectory`)."""
 
     @classmethod
     def of(cls, error: UserError) -> FunctionFailed:
-        """The same, for what our code has raised when the user's called it, or of what it returned."""
+        """The same, for what our code has raised when the user's called it, or of what it
+        returned."""
         if isinstance(error, FunctionFailed):
             return error
-        return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(error.__traceback__)
+        return with_user_frames(cls(error.what, error.why, error.fix), error).with_traceback(
+            error.__traceback__
+        )
 
 
 class FunctionHangs(FunctionFailed):
@@ -308,13 +369,17 @@ _MOST_FRAMES = 12
 
 
 def user_frames(error: BaseException) -> str:
-    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours nor Python's own, as
-    Python prints them, with what led to a failure inside a library; "" where there are none."""
+    """Where in the user's code ``error`` was raised: the frames of its traceback that are not ours
+    nor Python's own, as Python prints them, with what led to a failure inside a library; "" where
+    there are none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((_SLIME, "<frozen"))
-        and (frame.filename.startswith(_SITE_PACKAGES) or not frame.filename.startswith(_STANDARD_LIBRARY))
+        and (
+            frame.filename.startswith(_SITE_PACKAGES)
+            or not frame.filename.startswith(_STANDARD_LIBRARY)
+        )
     ]
     if len(frames) > _MOST_FRAMES:
         frames = frames[: _MOST_FRAMES // 2] + frames[-_MOST_FRAMES // 2 :]
@@ -323,7 +388,8 @@ def user_frames(error: BaseException) -> str:
 
 
 def where_to_mend(error: BaseException) -> str:
-    """The advice that goes with `with_user_frames`; a function of a library's has no line of the user's."""
+    """The advice that goes with `with_user_frames`; a function of a library's has no line of the
+    user's."""
     return (
         "mend it at the line below"
         if user_frames(error)
@@ -332,7 +398,8 @@ def where_to_mend(error: BaseException) -> str:
 
 
 def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserError:
-    """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and crash folder; once."""
+    """``failure`` with a note of where in the user's code ``error`` was raised, for terminal and
+    crash folder; once."""
     said = user_frames(error).replace("\n", "\n  ")
     known = getattr(failure, "__notes__", ())
     for note in [*getattr(error, "__notes__", ()), *([said] if said else [])]:
@@ -344,8 +411,9 @@ def with_user_frames(failure: AnyUserError, error: BaseException) -> AnyUserErro
 
 @contextlib.contextmanager
 def failures_of(what: str) -> Iterator[None]:
-    """What fails in the block is ``what``, code of the user's. An error of its own (or of a library that it called)
-    becomes a `UserError`; one that our code raised, called from there, stays what it is. Both tell the user's lines.
+    """What fails in the block is ``what``, code of the user's. An error of its own (or of a library
+    that it called) becomes a `UserError`; one that our code raised, called from there, stays what
+    it is. Both tell the user's lines.
 
     Raises:
         FunctionFailed: the user's code raised.
@@ -357,11 +425,16 @@ def failures_of(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
-        if last.filename.startswith(_SLIME) and last.filename not in (__file__, user_calls.__file__):
+        if last.filename.startswith(_SLIME) and last.filename not in (
+            __file__,
+            user_calls.__file__,
+        ):
             if said := user_frames(error):
                 error.add_note(said)
             raise
-        failure = FunctionFailed(f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error))
+        failure = FunctionFailed(
+            f"{what} failed", why=f"{type(error).__name__}: {error}", fix=where_to_mend(error)
+        )
         raise with_user_frames(failure, error) from error
 
 
@@ -371,7 +444,8 @@ def named(path: str, flag: str = "") -> str:
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """``value`` as Python shows it, cut to ``most`` characters; its type where it cannot be shown."""
+    """``value`` as Python shows it, cut to ``most`` characters; its type where it cannot be
+    shown."""
     try:
         return f"{value!r:.{most}}"
     except Exception as error:  # a class of the user's; integers of more than 4,300 digits
@@ -389,7 +463,8 @@ _MAKERS = (
 
 
 def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
-    """The user's functions that make tokens and log-probs in a run with these ``flags``, as messages name them.
+    """The user's functions that make tokens and log-probs in a run with these ``flags``, as
+    messages name them.
 
     Example:
         >>> makers_of_samples({"custom_generate_function_path": "mine.generate", "custom_rm_path": "mine.reward"})
@@ -399,12 +474,17 @@ def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
 
 
 def named_functions(flags: Mapping[str, Any], dests: Iterable[str]) -> list[str]:
-    """The functions that those of the flags name which are called ``dests``, as messages name them."""
+    """The functions that those of the flags name which are called ``dests``, as messages name
+    them."""
     found = []
     for dest in dests:
         given = flags.get(dest) or ()
         paths = [given] if isinstance(given, str) else given
-        found += [named(path, "--" + dest.replace("_", "-")) for path in paths if not path.startswith("slime.")]
+        found += [
+            named(path, "--" + dest.replace("_", "-"))
+            for path in paths
+            if not path.startswith("slime.")
+        ]
     return found
 
 
@@ -446,11 +526,13 @@ def user_function(path: str, flag: str = "") -> Callable[..., Any]:
     return call
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------
+# -- calls
+# ---------------------------------------------------------------------------------------------------------
 
 
 async def call_user_function(path: str, *args: Any, flag: str = "", **kwargs: Any) -> Any:
-    """`call_hook` with the function at ``path``, whose failures tell the user's lines (`failures_of`).
+    """`call_hook` with the function at ``path``, whose failures tell the user's lines
+    (`failures_of`).
 
     Args:
         flag: that names it, for messages.
@@ -468,8 +550,8 @@ async def call_hook(
     limit: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of their own
-    (`slime.user_code.calls`), so that whoever waits can leave them.
+    """Call a hook, and return what it returns: sync functions in a thread, async ones in a task of
+    their own (`slime.user_code.calls`), so that whoever waits can leave them.
 
     Args:
         optional: keyword arguments passed only if ``fn`` accepts them.

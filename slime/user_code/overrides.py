@@ -1,7 +1,9 @@
-"""Parts of a rollout that a plugin may replace, and what a plugin of the reference system is known by.
+"""Parts of a rollout that a plugin may replace, and what a plugin of the reference system is known
+by.
 
-A run looks a part up each time it calls it: `override_of("generate")` is the plugin's function, or None where our own
-is used. `slime.compat` fills the tables when it is imported; nothing else knows the old import paths.
+A run looks a part up each time it calls it: `override_of("generate")` is the plugin's function, or
+None where our own is used. `slime.compat` fills the tables when it is imported; nothing else knows
+the old import paths.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def register_old_modules(names: Mapping[str, Any]) -> None:
 
 
 def old_plugin(config: Config) -> str | None:
-    """The path of the first hook whose file imports a path of the reference system; None where there is none. A hook
-    that cannot be loaded is refused elsewhere."""
+    """The path of the first hook whose file imports a path of the reference system; None where
+    there is none. A hook that cannot be loaded is refused elsewhere."""
     from slime.user_code.hooks import HOOKS
 
     given = config.flat()

@@ -1,30 +1,35 @@
-"""The canary: a few fixed tokens that trainer and engines score with the same weights, after every push and wake.
+"""The canary: a few fixed tokens that trainer and engines score with the same weights, after every
+push and wake.
 
-Fingerprints prove that weights arrived. What an engine computes with them is more: a rotary table or a scale that was
-lost when memory was released, another rope or norm, keys and values of old weights, a kernel that is wrong. All of it
-shows in the log-probs of a prompt, which cost either side one forward pass of 32 tokens.
+Fingerprints prove that weights arrived. What an engine computes with them is more: a rotary table
+or a scale that was lost when memory was released, another rope or norm, keys and values of old
+weights, a kernel that is wrong. All of it shows in the log-probs of a prompt, which cost either
+side one forward pass of 32 tokens.
 
-    trainer   backend.canary_log_probs(tokens)            before the push, while its weights are there
-    engines   POST /generate, logprob_start_len 0         after it, to each engine itself, before any rollout request
+    trainer   backend.canary_log_probs(tokens)            before the push, while its weights are
+    there engines   POST /generate, logprob_start_len 0         after it, to each engine itself,
+    before any rollout request
 
 An engine that returns log-probs from position 0 on takes nothing from its prefix cache.
 
-Tokens: 16 from all over the vocabulary, so that every shard of an embedding has a part, and the same 16 again. A
-trained model finds the second half easy as long as attention and positions are right; to a random one the same token
-has other neighbours.
+Tokens: 16 from all over the vocabulary, so that every shard of an embedding has a part, and the
+same 16 again. A trained model finds the second half easy as long as attention and positions are
+right; to a random one the same token has other neighbours.
 
-Tolerance: in float32 the largest difference counts, and 1e-3 is a hundred times what was measured. In 16 bits rounding
-grows with the logits, and so does what a fault does; the mean difference counts, as a share of the standard deviation
-of the trainer's own log-probs. In bf16 sound engines differed by 0.5 to 3 %, engines without rotary embedding by
-20 % and more, from toys to trained models, dense and with experts; 10 % is allowed. A token that is near the border of
-two experts may go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %, which
-is why the mean counts.
+Tolerance: in float32 the largest difference counts, and 1e-3 is a hundred times what was measured.
+In 16 bits rounding grows with the logits, and so does what a fault does; the mean difference
+counts, as a share of the standard deviation of the trainer's own log-probs. In bf16 sound engines
+differed by 0.5 to 3 %, engines without rotary embedding by 20 % and more, from toys to trained
+models, dense and with experts; 10 % is allowed. A token that is near the border of two experts may
+go to one here and to the other there: such a token differed by 15 % and moved the mean by 0.5 %,
+which is why the mean counts.
 
-Where engines hold quantised weights, the trainer scores with the weights that those stand for, so that the tolerance is
-the same, from the first push on: what the format does to the log-probs (in toys 5 to 47 % of the deviation) is on both
-sides. But FP8 kernels other than the embedded engine's round activations, too: there the first check measures what
-that does to this model, up to the deviation, and later ones allow twice as much. Engines that quantise by themselves,
-or hold a coarser cache, are measured and not judged.
+Where engines hold quantised weights, the trainer scores with the weights that those stand for, so
+that the tolerance is the same, from the first push on: what the format does to the log-probs (in
+toys 5 to 47 % of the deviation) is on both sides. But FP8 kernels other than the embedded engine's
+round activations, too: there the first check measures what that does to this model, up to the
+deviation, and later ones allow twice as much. Engines that quantise by themselves, or hold a
+coarser cache, are measured and not judged.
 """
 
 from __future__ import annotations
@@ -70,11 +75,11 @@ class Canary:
 
     Attributes:
         tokens: input ids.
-        expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as engines compute with
-            them; set with each.
+        expected: the trainer's log-probs of ``tokens[1:]`` with the weights of the last push, as
+            engines compute with them; set with each.
         fleet: the engines that are asked; may be replaced.
-        pushed: `slime.weights.receipt.Receipt.metrics` of the push that was just before, whose findings rule causes
-            out; None after anything else.
+        pushed: `slime.weights.receipt.Receipt.metrics` of the push that was just before, whose
+            findings rule causes out; None after anything else.
     """
 
     def __init__(self, config: Config, fleet: EngineFleet) -> None:
@@ -95,14 +100,21 @@ class Canary:
         is_fp8 = quantisation is not None and isinstance(quantisation.scheme, Fp8)
         self._rounds_activations = is_fp8 and not all(map(is_embedded, infos))
         self._rounding_error: float | None = None  # mean difference in nats, which that makes
-        whole = not self._rounds_activations and all(info.get("dtype") in ("float32", "float") for info in infos)
+        whole = not self._rounds_activations and all(
+            info.get("dtype") in ("float32", "float") for info in infos
+        )
         self._in_float32 = config.megatron.fp32 and whole
         coarse = any(_is_coarse(info) for info in infos) or config.megatron.transformer.get("fp8")
         self._judges = not coarse
         changing = named_functions(vars(config.flat()), _CHANGE_THE_MODEL)
-        self._functions = f"functions of yours change the model: {', '.join(changing)}; " if changing else ""
+        self._functions = (
+            f"functions of yours change the model: {', '.join(changing)}; " if changing else ""
+        )
         if coarse:
-            logger.info("quantised: how far the engines' log-probs are from the trainer's is logged, not judged")
+            logger.info(
+                "quantised: how far the engines' log-probs are from the trainer's is logged, not "
+                "judged"
+            )
 
     def check(self, event: str) -> dict[str, float]:
         """Ask every engine and compare.
@@ -110,14 +122,17 @@ class Canary:
         Args:
             event: what has just happened, for messages: "a weight push", …
         Returns:
-            ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that differs most.
+            ``train/canary_logprob_abs_diff``, a mean over tokens, and ``…_max``: of the engine that
+            differs most.
         Raises:
-            UserError: an engine differs by more than is allowed, or does not answer; the trainer's are not finite.
+            UserError: an engine differs by more than is allowed, or does not answer; the trainer's
+                are not finite.
         """
         if not all(map(math.isfinite, self.expected)):
             raise UserError(
                 "the trainer's own log-probs of the canary are not finite",
-                why=f"{self._functions}its weights hold NaN or infinity, and the engines have them by now",
+                why=f"{self._functions}its weights hold NaN or infinity, and the engines have "
+                "them by now",
                 fix="load the last checkpoint before it; lower --lr or --clip-grad",
             )
         said = self._ask(event)
@@ -130,7 +145,9 @@ class Canary:
             raise self._error(event, worst, found[worst], numbers, len(wrong))
         if self._rounds_activations and self._rounding_error is None:
             self._rounding_error = max(difference.mean for difference in found)
-            logger.info("the engines' FP8 kernels move the canary's log-probs by %.3f", self._rounding_error)
+            logger.info(
+                "the engines' FP8 kernels move the canary's log-probs by %.3f", self._rounding_error
+            )
         return {
             "train/canary_logprob_abs_diff": max(difference.mean for difference in found),
             "train/canary_logprob_abs_diff_max": max(difference.largest for difference in found),
@@ -145,11 +162,15 @@ class Canary:
         }
         try:
             answers = self.fleet.post("/generate", body, _SECONDS)
-            return [_log_probs(*pair, self.tokens) for pair in zip(self.fleet.urls, answers, strict=True)]
+            return [
+                _log_probs(*pair, self.tokens)
+                for pair in zip(self.fleet.urls, answers, strict=True)
+            ]
         except EngineError as error:
             raise UserError(
                 f"an engine did not score the canary after {event}: {error}",
-                why="before the first rollout request the engines' log-probs are compared with the trainer's",
+                why="before the first rollout request the engines' log-probs are compared with "
+                "the trainer's",
                 fix="read the engine's log; --no-check-canary leaves the comparison out",
             ) from error
 
@@ -180,18 +201,23 @@ class Canary:
         at_first = difference.first > self._tolerance
         kind = "largest" if self._in_float32 else "mean"
         where = (
-            "the first token differs already, which sees no other: an embedding, norm, scale, projection or expert"
+            "the first token differs already, which sees no other: an embedding, norm, scale, "
+            "projection or expert"
             if at_first
-            else "the first token, which sees no other, agrees: attention, positions (rope) or cache"
+            else "the first token, which sees no other, agrees: attention, positions (rope) or "
+            "cache"
         )
         causes = self._causes(at_first)
         fixes = ["slime align with the run's flags ranks the causes", *(fix for _, fix in causes)]
         fixes += ["--no-check-canary goes on regardless"]
         return UserError(
-            f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the trainer with the same"
-            f" weights: they differ by {difference.mean:.2g} on average, most at position {difference.at + 1} of the"
+            f"after {event}, engine {self.fleet.urls[engine]} gives other log-probs than the "
+            "trainer with the same"
+            f" weights: they differ by {difference.mean:.2g} on average, most at position "
+            f"{difference.at + 1} of the"
             f" canary, by {difference.largest:.2g} ({numbers});"
-            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of {len(self.fleet.urls)} engines differ",
+            f" allowed is a {kind} of {self._tolerance:.2g}. {num_wrong} of "
+            f"{len(self.fleet.urls)} engines differ",
             why=f"{self._functions}{where}. Possible causes, likeliest first: "
             + "; ".join(cause for cause, _ in causes),
             fix="  ".join(f"{number}. {fix}" for number, fix in enumerate(fixes, start=1)),
@@ -206,7 +232,11 @@ class Canary:
             loaded = int(pushed.get("perf/update_weights/loaded_tensors", 0))
             compared = int(pushed.get("perf/update_weights/checked_tensors", 0))
             if loaded < sent or not sent:
-                seen = f"{loaded} of {sent} tensors are known to be loaded" if sent else "nothing was counted"
+                seen = (
+                    f"{loaded} of {sent} tensors are known to be loaded"
+                    if sent
+                    else "nothing was counted"
+                )
                 what = "a tensor, or half of a pair that it fuses," if self._fuses else "a tensor"
                 found.append(
                     (
@@ -217,7 +247,8 @@ class Canary:
             if compared < sent or not sent:
                 found.append(
                     (
-                        f"weights that arrived changed ({compared} of {sent} fingerprints compared)",
+                        f"weights that arrived changed ({compared} of {sent} fingerprints "
+                        "compared)",
                         "--check-weight-update-equal compares all weights",
                     )
                 )
@@ -241,7 +272,10 @@ class Canary:
                     "a config.json or rope other than the trainer's",
                     "compare rope and norm settings of --hf-checkpoint with the engine's log",
                 ),
-                ("the attention backend", "another --sglang-attention-backend or --attention-backend"),
+                (
+                    "the attention backend",
+                    "another --sglang-attention-backend or --attention-backend",
+                ),
             ]
         if self._quantised or self._rounds_activations:
             found.append(("quantisation", "the same run with a --hf-checkpoint of plain weights"))
@@ -276,7 +310,8 @@ class Difference:
 
 
 def canary_tokens(vocab_size: int, length: int = _NUM_TOKENS) -> list[int]:
-    """Ids for the canary: evenly spread, shuffled, and clear of the ends, where special and unused tokens are.
+    """Ids for the canary: evenly spread, shuffled, and clear of the ends, where special and unused
+    tokens are.
 
     Example:
         >>> canary_tokens(320, 6)
@@ -296,10 +331,14 @@ def _log_probs(url: str, answer: Mapping[str, Any], tokens: Sequence[int]) -> li
     entries = answer["meta_info"].get("input_token_logprobs") or []
     told = [entry[1] for entry in entries]
     if told != list(tokens):
-        place = next((n for n, (mine, own) in enumerate(zip(told, tokens)) if mine != own), min(len(told), len(tokens)))
+        place = next(
+            (n for n, (mine, own) in enumerate(zip(told, tokens)) if mine != own),
+            min(len(told), len(tokens)),
+        )
         raise EngineError(
             url,
-            f"asked for log-probs of {len(tokens)} given tokens, answered those of {len(told)}; the first difference is"
+            f"asked for log-probs of {len(tokens)} given tokens, answered those of {len(told)}; "
+            "the first difference is"
             f" at place {place}: {told[place : place + 4]} for {list(tokens[place : place + 4])}",
         )
     return [math.nan if entry[0] is None else float(entry[0]) for entry in entries[1:]]

@@ -1,4 +1,5 @@
-"""Weights to engines through a directory that both sides see: the slowest way, and the one that always works.
+"""Weights to engines through a directory that both sides see: the slowest way, and the one that
+always works.
 
 disk_dir/weight_v000007/ (a Hugging Face directory) ── /update_weights_from_disk ──► every engine
 """
@@ -22,8 +23,8 @@ _VERSION_DIR = re.compile(r"weight_v(\d{6,})")
 
 
 class DiskTransport(Transport):
-    """Writes each version as a Hugging Face directory and has the engines read it. The last version stays: engines that
-    are restarted later may read it.
+    """Writes each version as a Hugging Face directory and has the engines read it. The last version
+    stays: engines that are restarted later may read it.
 
     Args:
         fleet: the engines; they must see ``directory`` under the same path.
@@ -36,7 +37,12 @@ class DiskTransport(Transport):
     name = "disk"
 
     def __init__(
-        self, fleet: EngineFleet, directory: str | Path, dtype: torch.dtype, assets_from: str | Path, keep: bool = False
+        self,
+        fleet: EngineFleet,
+        directory: str | Path,
+        dtype: torch.dtype,
+        assets_from: str | Path,
+        keep: bool = False,
     ) -> None:
         self._fleet, self._directory, self._dtype = fleet, Path(directory), dtype
         self._assets_from = Path(assets_from)
@@ -52,7 +58,11 @@ class DiskTransport(Transport):
                 observe(name, cast)
                 writer.add(name, cast)
                 num_tensors += 1
-        body = {"model_path": str(target.resolve()), "weight_version": str(version), "flush_cache": False}
+        body = {
+            "model_path": str(target.resolve()),
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
         self._fleet.post("/update_weights_from_disk", body, deadline_for(writer.total_bytes))
         if not self._keep:
             self._remove_others(version)

@@ -3,9 +3,9 @@
 source rank of a stage ── HTTP: names, dtypes, shapes ──► every engine
                        ── broadcast: one flat bucket ───► every engine process
 
-Each pipeline stage has a source of its own and a group of it and all engine processes. While one bucket travels and is
-loaded, the next one is gathered and packed; a buffer is written to again only when the bucket that was in it is loaded
-everywhere.
+Each pipeline stage has a source of its own and a group of it and all engine processes. While one
+bucket travels and is loaded, the next one is gathered and packed; a buffer is written to again only
+when the bucket that was in it is loaded everywhere.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DistributedTransport(Transport):
         dtype: of the engines' floating-point weights.
         backend: "nccl" or "gloo".
         ranks_per_engine: processes that hold weights, by engine; one each by default.
-        timeout: seconds that a member may be waited for (``NCCL_TIMEOUT`` or the flag), on top of the time that the
-            bytes need.
+        timeout: seconds that a member may be waited for (``NCCL_TIMEOUT`` or the flag), on top of
+            the time that the bytes need.
         stage: the pipeline stage that this rank sends for; the group has its number in its name.
         await_turn: returns when engines may be sent to; called with the first bucket packed.
         together: tensors that must share a bucket.
@@ -86,7 +86,9 @@ class DistributedTransport(Transport):
         self._stage = stage
         self._await_turn = await_turn
         on_gpu = backend == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
         self._buffers = BufferPair(buffer_size, device)
         self._sending: _Sending | None = None
         self._group: ExternalGroup | None = None
@@ -98,7 +100,9 @@ class DistributedTransport(Transport):
         num_tensors = nbytes = 0
         self._buffers.rewind()
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
+            for bucket in pack(
+                tensors, self._buffer_size, self._dtype, self._allocate, self._together
+            ):
                 if num_tensors == 0:
                     self._await_turn()
                     if self._is_broken:
@@ -122,7 +126,8 @@ class DistributedTransport(Transport):
         self._leave()
         self._buffers.drop()
 
-    # -- inside --------------------------------------------------------------------------------------------
+    # -- inside
+    # --------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
         # a fresh name per group: an engine that still knows a former one must not mix them up
@@ -143,10 +148,16 @@ class DistributedTransport(Transport):
             JOIN_SECONDS,
         )
         try:
-            self._group = ExternalGroup(store, address, name, self._backend, 0, world_size, JOIN_SECONDS)
+            self._group = ExternalGroup(
+                store, address, name, self._backend, 0, world_size, JOIN_SECONDS
+            )
         except RuntimeError as error:
-            self._fleet.wait(joining, JOIN_SECONDS)  # an engine that refused says why; that is the better message
-            raise EngineError(self._engines, f"{self._who} waited {JOIN_SECONDS:.0f} s for them to join") from error
+            self._fleet.wait(
+                joining, JOIN_SECONDS
+            )  # an engine that refused says why; that is the better message
+            raise EngineError(
+                self._engines, f"{self._who} waited {JOIN_SECONDS:.0f} s for them to join"
+            ) from error
         self._fleet.wait(joining, JOIN_SECONDS)
         self._is_broken = False
 
@@ -155,7 +166,9 @@ class DistributedTransport(Transport):
             return
         body = {"group_name": self._group.name}
         leaving = self._fleet.start("/destroy_weights_update_group", body, LEAVE_SECONDS)
-        self._group.close(LEAVE_SECONDS)  # meanwhile: NCCL's members on one host wait for one another
+        self._group.close(
+            LEAVE_SECONDS
+        )  # meanwhile: NCCL's members on one host wait for one another
         with contextlib.suppress(EngineError):  # an engine that is gone has left
             self._fleet.wait(leaving, LEAVE_SECONDS)
         self._group = None
@@ -169,17 +182,24 @@ class DistributedTransport(Transport):
         assert self._group is not None
         limit = deadline_for(bucket.nbytes, self._timeout)
         request = _request(bucket, self._group.name, version)
-        answers = self._fleet.start("/update_weights_from_distributed", request, limit, _GRACE_SECONDS)
-        self._sending = _Sending(bucket.nbytes, self._group.start_broadcast(bucket.buffer, limit), answers, limit)
+        answers = self._fleet.start(
+            "/update_weights_from_distributed", request, limit, _GRACE_SECONDS
+        )
+        self._sending = _Sending(
+            bucket.nbytes, self._group.start_broadcast(bucket.buffer, limit), answers, limit
+        )
 
     def _finish(self) -> None:
-        """Wait until the bucket under way is loaded, or for the first thing that goes wrong with it."""
+        """Wait until the bucket under way is loaded, or for the first thing that goes wrong with
+        it."""
         if self._sending is None:
             return
         sending = self._sending
         self._sending = None
         both: list[Future[Any]] = [sending.arrival, sending.answers]
-        wait(both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION)  # the requests' own limit comes first
+        wait(
+            both, sending.limit + _GRACE_SECONDS, return_when=FIRST_EXCEPTION
+        )  # the requests' own limit comes first
         problem = sending.arrival.exception() if sending.arrival.done() else None
         if problem is not None:
             wait([sending.answers], 2 * _GRACE_SECONDS)
@@ -187,7 +207,9 @@ class DistributedTransport(Transport):
             sending.answers.result()  # raises what an engine said
         if problem is not None or not sending.arrival.done():
             what = f"{self._who} waited for them to receive {sending.nbytes} bytes"
-            raise EngineError(self._engines, f"{what}: {problem or 'not done in time'}") from problem
+            raise EngineError(
+                self._engines, f"{what}: {problem or 'not done in time'}"
+            ) from problem
         sending.answers.result(_GRACE_SECONDS)
 
     def _give_up(self) -> None:
@@ -219,7 +241,8 @@ def _request(bucket: Bucket, group_name: str, version: int) -> dict[str, Any]:
 
 
 def own_address(urls: tuple[str, ...]) -> str:
-    """An address of this host that every engine can reach: loopback only if all engines are here."""
+    """An address of this host that every engine can reach: loopback only if all engines are
+    here."""
     if all(is_local(url) for url in urls):
         return "127.0.0.1"
     return address_towards(next(urlsplit(url).hostname or "" for url in urls if not is_local(url)))

@@ -1,12 +1,13 @@
 """The proof that engines hold what was sent, for either kind of engine.
 
-    embedded engine   its own ``/weights_checker {"action": "fingerprint"}``: whole tensors under the names sent
-    SGLang            `slime.engines.sglang.weight_probe` in its processes: each rank's slice of a tensor, which
+    embedded engine   its own ``/weights_checker {"action": "fingerprint"}``: whole tensors under
+    the names sent SGLang            `slime.engines.sglang.weight_probe` in its processes: each
+    rank's slice of a tensor, which
                       is wherever SGLang's fused and sharded parameters have it
 
-Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own checker is used for
-``reset_tensors`` only: it hashes all parameters of a model at once, under its fused names, and the trainer would need
-the same kernel to say what the hashes should be.
+Whole tensors are compared by xxh3-128, slices on GPUs by a sum that GPUs compute. SGLang's own
+checker is used for ``reset_tensors`` only: it hashes all parameters of a model at once, under its
+fused names, and the trainer would need the same kernel to say what the hashes should be.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class HeldWeights:
 
     Attributes:
         wrong: one line per tensor and engine that is not as sent.
-        dropped: (name, where) of each tensor that was sent and that an engine, or a rank of it, has not loaded.
-        loaded: number of tensors that every engine is known to have loaded; None if they cannot say.
+        dropped: (name, where) of each tensor that was sent and that an engine, or a rank of it, has
+            not loaded.
+        loaded: number of tensors that every engine is known to have loaded; None if they cannot
+            say.
     """
 
     wrong: list[str]
@@ -51,7 +54,8 @@ class EngineCheck(Protocol):
 
     Attributes:
         digest: of a named tensor. Every rank that sends weights computes it: see `digest_to_json`.
-        unknown: tensors that no comparison covers, because an engine's form of them is not known here.
+        unknown: tensors that no comparison covers, because an engine's form of them is not known
+            here.
     """
 
     unknown: Sequence[str]
@@ -62,7 +66,9 @@ class EngineCheck(Protocol):
     def begin(self, timeout: float) -> None:
         """Before a transfer, behind `open_layers`: engines start to count what they load."""
 
-    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+    def compare(
+        self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
+    ) -> HeldWeights:
         """After a transfer: what the engines have loaded of it, and whether it is as sent.
 
         Args:
@@ -100,7 +106,10 @@ class SliceDigest:
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
         """Slice, as in JSON → fingerprint."""
         take = FINGERPRINTS[self.method]
-        return {slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b)) for dim, a, b in self.slices[name]}
+        return {
+            slice_key((dim, a, b)): take(_narrow(tensor, dim, a, b))
+            for dim, a, b in self.slices[name]
+        }
 
 
 def digest_to_json(digest: Digest) -> dict[str, Any] | None:
@@ -127,12 +136,19 @@ class WholeTensorCheck:
 
     def begin(self, timeout: float) -> None: ...
 
-    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+    def compare(
+        self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
+    ) -> HeldWeights:
         body = {"action": "fingerprint", "names": None if full else list(sent)}
         answers = self._fleet.post("/weights_checker", body, timeout)
         by_url = dict(zip(self._fleet.urls, answers, strict=True))
         held = {url: answer["fingerprints"] for url, answer in by_url.items()}
-        dropped = [(name, url) for url, answer in by_url.items() for name in answer.get("missing", ()) if name in names]
+        dropped = [
+            (name, url)
+            for url, answer in by_url.items()
+            for name in answer.get("missing", ())
+            if name in names
+        ]
         counts = [answer["loaded"] for answer in answers if answer.get("loaded") is not None]
         loaded = min(counts, default=None) if len(counts) == len(answers) else None
         return HeldWeights(compare(sent, held, names if full else None), dropped, loaded)
@@ -162,15 +178,23 @@ class SliceCheck:
     ) -> None:  # fmt: skip
         self._engines = engines
         self._opens = opens
-        self._method = "words" if torch.cuda.is_available() else "xxh3"  # a CPU's own is the faster one there
+        self._method = (
+            "words" if torch.cuda.is_available() else "xxh3"
+        )  # a CPU's own is the faster one there
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._ranks = RankQuestions(fleet, engines, address)
-        layouts = self._ranks.ask({"action": "layout", "tensors": self._shapes, "opens": opens}, ANSWER_SECONDS)
+        layouts = self._ranks.ask(
+            {"action": "layout", "tensors": self._shapes, "opens": opens}, ANSWER_SECONDS
+        )
         self._slices = [[_slices(rank) for rank in ranks] for ranks in layouts]
-        self._others = [sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts]
+        self._others = [
+            sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts
+        ]
         held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
                 for name in self._shapes}  # fmt: skip
-        self.digest: Digest = SliceDigest({name: sorted(parts) for name, parts in held.items()}, self._method)
+        self.digest: Digest = SliceDigest(
+            {name: sorted(parts) for name, parts in held.items()}, self._method
+        )
         self.unknown: Sequence[str] = sorted(
             name for name in self._shapes if not name.endswith(SIZE) and not self._is_whole(name)
         )
@@ -179,11 +203,15 @@ class SliceCheck:
         if not self._opens:  # layers are marked as they are opened
             self._ranks.ask({"action": "mark"}, timeout)
 
-    def compare(self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float) -> HeldWeights:
+    def compare(
+        self, sent: Mapping[str, Any], names: Collection[str], full: bool, timeout: float
+    ) -> HeldWeights:
         lines: list[str] = []
         dropped: list[tuple[str, str]] = []
         shapes = {name: self._shapes[name] for name in sent}
-        answers = self._ranks.ask({"action": "fingerprint", "tensors": shapes, "method": self._method}, timeout)
+        answers = self._ranks.ask(
+            {"action": "fingerprint", "tensors": shapes, "method": self._method}, timeout
+        )
         for engine, slices, ranks in zip(self._engines, self._slices, answers, strict=True):
             for number, (held, answer) in enumerate(zip(slices, ranks, strict=True)):
                 where = engine.url if len(ranks) == 1 else f"{engine.url} (rank {number})"
@@ -196,7 +224,9 @@ class SliceCheck:
                     there = answer["fingerprints"].get(name, "nothing")
                     wanted = expected[slice_key(part)]
                     if there != wanted:
-                        lines.append(f"{name} differs on {where} (sent {wanted[:8]}…, holds {there[:8]}…)")
+                        lines.append(
+                            f"{name} differs on {where} (sent {wanted[:8]}…, holds {there[:8]}…)"
+                        )
         if full:
             for engine, others in zip(self._engines, self._others, strict=True):
                 lines += [f"{name} on {engine.url} was never sent" for name in others]
@@ -218,11 +248,17 @@ class SliceCheck:
 
     def _is_whole(self, name: str) -> bool:
         """On every engine the ranks' slices make up the whole tensor."""
-        return all(_covers([rank.get(name) for rank in ranks], self._shapes[name]) for ranks in self._slices)
+        return all(
+            _covers([rank.get(name) for rank in ranks], self._shapes[name])
+            for ranks in self._slices
+        )
 
 
 def _slices(answer: Mapping[str, Any]) -> dict[str, Slice | None]:
-    return {name: None if part is None else (part[0], part[1], part[2]) for name, part in answer["slices"].items()}
+    return {
+        name: None if part is None else (part[0], part[1], part[2])
+        for name, part in answer["slices"].items()
+    }
 
 
 def _narrow(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""Weights to engines on the trainer's own GPUs: each rank packs a flat bucket, engines read it through a handle.
+"""Weights to engines on the trainer's own GPUs: each rank packs a flat bucket, engines read it
+through a handle.
 
     trainer rank r, on GPU r   gather ─► pack into buffer 0 or 1 ─► handle ─┐
-    rank 0                     one handle per engine rank, from the trainer rank on its GPU ─► POST to every engine
-    engine rank, on GPU r      open the handle, load from it in place, close it
+    rank 0                     one handle per engine rank, from the trainer rank on its GPU ─► POST
+    to every engine engine rank, on GPU r      open the handle, load from it in place, close it
 
-Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the format
-``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs a file in shared memory)
-and a table. Runs of experts need its hook for custom loaders (`slime.engines.sglang.weight_loader`). While
-engines load one bucket the next is gathered and packed; a buffer is written to again only when every engine has
-answered for it.
+Nothing but handles leaves a GPU. Stock SGLang reads them as ``serialized_named_tensors`` in the
+format ``flattened_bucket``: a pickle of one uint8 tensor (a CUDA IPC handle; on hosts without GPUs
+a file in shared memory) and a table. Runs of experts need its hook for custom loaders
+(`slime.engines.sglang.weight_loader`). While engines load one bucket the next is gathered and
+packed; a buffer is written to again only when every engine has answered for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from slime.engines.api import WEIGHT_LOADER
 from slime.engines.fleet import EngineFleet
 from slime.engines.wire.buckets import Bucket, BufferPair, Together, dtype_of, pack
 from slime.errors import UserError
-from slime.weights.transport import EngineSlots, NamedTensors, Observer, Transferred, Transport, deadline_for
+from slime.weights.transport import (
+    EngineSlots,
+    NamedTensors,
+    Observer,
+    Transferred,
+    Transport,
+    deadline_for,
+)
 
 _DEVICE_ARGUMENT = 6  # of `reductions.rebuild_cuda_tensor`
 
@@ -48,7 +56,8 @@ class IpcTransport(Transport):
         in_runs: experts come in runs, which only our own loader inside the engines understands.
         together: tensors that must share a bucket.
     Raises:
-        UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot be shared.
+        UserError: an engine stands on a GPU without a trainer rank, or this process's memory cannot
+            be shared.
     """
 
     name = "IPC handles"
@@ -71,12 +80,15 @@ class IpcTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._buffers = BufferPair(buffer_size, _own_device())
-        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # buffer number → engines' answers
+        self._reading: dict[
+            int, tuple[Future[list[dict[str, Any]]], float]
+        ] = {}  # buffer number → engines' answers
         self._failure: BaseException | None = None
         _check_sharing(engines, group.size() if group is not None else 1)
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
-        """A failure does not end the loop: the other ranks are in its collectives. It is raised at the end."""
+        """A failure does not end the loop: the other ranks are in its collectives. It is raised at
+        the end."""
         assert self._fleet is not None
         num_tensors = nbytes = 0
         for bucket, handles in self._shared_buckets(tensors):
@@ -99,17 +111,22 @@ class IpcTransport(Transport):
         return Transferred(num_tensors, nbytes)
 
     def follow(self, tensors: NamedTensors) -> None:
-        """Pack the same buckets at the same time: the engine ranks on this rank's GPU read them from there."""
+        """Pack the same buckets at the same time: the engine ranks on this rank's GPU read them
+        from there."""
         for _ in self._shared_buckets(tensors):
             pass
 
-    # -- inside --------------------------------------------------------------------------------------------
+    # -- inside
+    # --------------------------------------------------------------------------------------------
 
     def _shared_buckets(self, tensors: NamedTensors) -> Iterator[tuple[Bucket, list[Handle]]]:
-        """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves nothing held."""
+        """Buckets, the same on every rank, and on rank 0 the handles of all ranks' copies; leaves
+        nothing held."""
         self._failure = None
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
+            for bucket in pack(
+                tensors, self._buffer_size, self._dtype, self._allocate, self._together
+            ):
                 yield bucket, self._gather(handle_of(bucket.buffer))
             for number in (0, 1):
                 self._wait_for_readers(number)
@@ -137,18 +154,24 @@ class IpcTransport(Transport):
     def _gather(self, handle: Handle) -> list[Handle]:
         if self._group is None:
             return [handle]
-        gathered: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        gathered: list[Any] | None = (
+            [None] * self._group.size() if self._group.rank() == 0 else None
+        )
         dist.gather_object(handle, gathered, group=self._group, group_dst=0)
         return gathered or []
 
-    def _requests(self, bucket: Bucket, handles: list[Handle], version: int) -> Callable[[int], dict[str, Any]]:
+    def _requests(
+        self, bucket: Bucket, handles: list[Handle], version: int
+    ) -> Callable[[int], dict[str, Any]]:
         """By engine: a payload for each of its ranks."""
         contents = _bucket_and_table(bucket) if self._in_runs else _flattened_bucket(bucket)
         payloads: dict[int, str] = {}
 
         def payload(slot: int) -> str:
             if slot not in payloads:
-                payloads[slot] = base64.b64encode(pickle.dumps(contents(_Opened(handles[slot])))).decode()
+                payloads[slot] = base64.b64encode(
+                    pickle.dumps(contents(_Opened(handles[slot])))
+                ).decode()
             return payloads[slot]
 
         def request(number: int) -> dict[str, Any]:
@@ -162,12 +185,14 @@ class IpcTransport(Transport):
         return request
 
 
-# -- handles -------------------------------------------------------------------------------------------------
+# -- handles
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How to open memory in another process: a call, as data. Arguments may be handles themselves."""
+    """How to open memory in another process: a call, as data. Arguments may be handles
+    themselves."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -180,21 +205,29 @@ class _Opened:
         self._handle = handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = tuple(_Opened(x) if isinstance(x, Handle) else x for x in self._handle.arguments)
+        arguments = tuple(
+            _Opened(x) if isinstance(x, Handle) else x for x in self._handle.arguments
+        )
         return self._handle.function, arguments
 
 
 def handle_of(buffer: torch.Tensor) -> Handle:
-    """What another process on this host can open as the same memory. The buffer must live until it has done so."""
+    """What another process on this host can open as the same memory. The buffer must live until it
+    has done so."""
     if buffer.is_cuda:
         function, arguments = reductions.reduce_tensor(buffer)
-        # GPUs are numbered anew in every process (CUDA_VISIBLE_DEVICES); SGLang's reader understands their UUIDs
+        # GPUs are numbered anew in every process (CUDA_VISIBLE_DEVICES); SGLang's reader
+        # understands their UUIDs
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
-        return Handle(function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :]))
+        return Handle(
+            function, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+        )
     storage: Any = buffer.untyped_storage()
     manager, name, nbytes = storage._share_filename_cpu_()
     storage._shared_incref()  # the reader takes it back
-    untyped = Handle(reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes))
+    untyped = Handle(
+        reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, name, nbytes)
+    )
     typed = Handle(reductions.rebuild_typed_storage, (untyped, torch.uint8))
     place = (buffer.storage_offset(), buffer.size(), buffer.stride(), False)
     return Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
@@ -202,18 +235,24 @@ def handle_of(buffer: torch.Tensor) -> Handle:
 
 def _flattened_bucket(bucket: Bucket) -> Callable[[_Opened], Any]:
     """What SGLang's own reader of buckets wants, from the opened buffer."""
-    table = [_row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes) for entry in bucket.entries]
+    table = [
+        _row(entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes)
+        for entry in bucket.entries
+    ]
     return lambda buffer: {"flattened_tensor": buffer, "metadata": table}
 
 
 def _bucket_and_table(bucket: Bucket) -> Callable[[_Opened], Any]:
-    """What `slime.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors on."""
+    """What `slime.engines.sglang.weight_loader.load` wants; SGLang hands pairs of names and tensors
+    on."""
     words = json.dumps([entry.to_json() for entry in bucket.entries]).encode()
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     return lambda buffer: [("bucket", buffer), ("table", table)]
 
 
-def _row(name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int) -> SimpleNamespace:
+def _row(
+    name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int
+) -> SimpleNamespace:
     """A row of the table, with the attributes that SGLang's reader looks at."""
     return SimpleNamespace(
         name=name,
@@ -226,7 +265,11 @@ def _row(name: str, shape: tuple[int, ...], dtype: str, offset: int, nbytes: int
 
 
 def _own_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _check_sharing(engines: Sequence[EngineSlots], num_ranks: int) -> None:
@@ -234,12 +277,16 @@ def _check_sharing(engines: Sequence[EngineSlots], num_ranks: int) -> None:
         beyond = [slot for slot in engine.slots if slot >= num_ranks]
         if beyond or not engine.slots:
             raise UserError(
-                f"engine {engine.url} stands on GPU {beyond[0] if beyond else '?'} of the run, without a trainer rank",
-                why="with --colocate weights go to engines through the memory of the GPU that they share",
+                f"engine {engine.url} stands on GPU {beyond[0] if beyond else '?'} of the run, "
+                "without a trainer rank",
+                why="with --colocate weights go to engines through the memory of the GPU that "
+                "they share",
                 fix=f"pass --rollout-num-gpus {num_ranks} (as many as the trainer has), or "
                 "--update-weight-transport disk",
             )
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    )
     if torch.cuda.is_available() and "expandable_segments:True" in settings:
         raise UserError(
             "memory in expandable segments cannot be shared with engines",

@@ -1,5 +1,5 @@
-"""Whether pushes can bring a model of quantised weights to a run's engines, before these are there. Imports torch for
-such a model alone."""
+"""Whether pushes can bring a model of quantised weights to a run's engines, before these are there.
+Imports torch for such a model alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime.placement import needs_engines
 
 
 def check_route(config: Config) -> None:
-    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried, as far as flags and
-    server groups say. Engines are asked again when they are there.
+    """Of a model whose weights engines hold quantised: they go to SGLang in a way that was tried,
+    as far as flags and server groups say. Engines are asked again when they are there.
 
     Raises:
         UserError: they do not; by name.
@@ -36,7 +36,10 @@ def check_route(config: Config) -> None:
     kind = choose_route(config, embedded=False, local=True)
     models = [model for model in engine_of(config).served_models(config) if model.is_policy]
     started = [group for model in models for group in model.groups if group.num_engines]
-    options = [{**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine} for group in started]
+    options = [
+        {**config.engine.sglang, **group.overrides, "tp_size": group.num_gpus_per_engine}
+        for group in started
+    ]
     for engine in options or [{}]:  # those of others say theirs
         quantised_route(hf_config, {**engine, "version": version}, kind)
 
@@ -48,8 +51,11 @@ def _check_output_layer(path: str, model_name: str | None, quantisation: Quantis
     found = [matrix.module for matrix in quantised if matrix.module.endswith("lm_head")]
     if found:
         raise UserError(
-            f"{path} has its output layer ({found[0]}) in {quantisation}, with which SGLang cannot compute",
-            why="SGLang holds output layers plain: it would take the numbers for weights and drop their scales",
-            fix=f"quantise the model again with {found[0]} among the rules to ignore, as the recommended list of slime"
+            f"{path} has its output layer ({found[0]}) in {quantisation}, with which SGLang "
+            "cannot compute",
+            why="SGLang holds output layers plain: it would take the numbers for weights and drop "
+            "their scales",
+            fix=f"quantise the model again with {found[0]} among the rules to ignore, as the "
+            "recommended list of slime"
             " convert has it, or take --rollout-engine embedded",
         )

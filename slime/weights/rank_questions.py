@@ -1,9 +1,11 @@
-"""Questions to the processes of SGLang engines, through the probe that their custom weight loader runs there.
+"""Questions to the processes of SGLang engines, through the probe that their custom weight loader
+runs there.
 
     ask({"action": …}) ── /update_weights_from_tensor, load_format = the probe ──► every rank
     answers            ◄── TCP store of this process ───────────────────────────── every rank
 
-SGLang's own answer says only that the loader was called; what it found, or what went wrong, comes through the store.
+SGLang's own answer says only that the loader was called; what it found, or what went wrong, comes
+through the store.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class RankQuestions:
             raw = json.dumps({**request, **place}).encode()
             payload = serialized(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
             count = self._engines[number].num_ranks
-            return {"serialized_named_tensors": [payload] * count, "load_format": WEIGHT_PROBE, "flush_cache": False}
+            return {
+                "serialized_named_tensors": [payload] * count,
+                "load_format": WEIGHT_PROBE,
+                "flush_cache": False,
+            }
 
         self._fleet.post("/update_weights_from_tensor", body, timeout)
         return [[self._answer(f"{key}/{n}/{rank}", n) for rank in range(engine.num_ranks)]
@@ -68,11 +74,15 @@ class RankQuestions:
         try:
             self._store.wait([key], timedelta(seconds=ANSWER_SECONDS))
         except RuntimeError as error:
-            raise EngineError(url, f"a rank did not report its weights within {ANSWER_SECONDS:.0f} s") from error
+            raise EngineError(
+                url, f"a rank did not report its weights within {ANSWER_SECONDS:.0f} s"
+            ) from error
         answer: dict[str, Any] = json.loads(self._store.get(key))
         self._store.delete_key(key)
         if "error" in answer:
-            raise EngineError(url, f"its weights cannot be reported: {answer['error']}\n{answer['traceback']}")
+            raise EngineError(
+                url, f"its weights cannot be reported: {answer['error']}\n{answer['traceback']}"
+            )
         return answer
 
 

@@ -1,4 +1,5 @@
-"""The proof of a push: what was sent, how long it took, and fingerprints compared between both sides."""
+"""The proof of a push: what was sent, how long it took, and fingerprints compared between both
+sides."""
 
 from __future__ import annotations
 
@@ -33,14 +34,15 @@ class Receipt:
     Attributes:
         version: of the weights that the engines now have.
         num_tensors, nbytes: sent, in the engine's dtype.
-        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total", in some "reset", "open", "close".
+        seconds: by phase: "pause", "transfer", "flush", "check", "continue", "total", in some
+            "reset", "open", "close".
         transport: how.
         checked: names whose fingerprints were compared on every engine.
         full: all tensors were compared, and the engines were asked what else they hold.
         zeros: of a push of quantised weights, matrices that are all zeros on the trainer's side.
-        loaded: tensors that every engine is known to have loaded. Fewer than were sent where an engine holds some in a
-            form that is not known; a tensor that an engine is known to have dropped is an error. None if engines
-            cannot say.
+        loaded: tensors that every engine is known to have loaded. Fewer than were sent where an
+            engine holds some in a form that is not known; a tensor that an engine is known to have
+            dropped is an error. None if engines cannot say.
     """
 
     version: int
@@ -65,7 +67,11 @@ class Receipt:
         if self.loaded is not None:
             loaded["perf/update_weights/sent_tensors"] = float(self.num_tensors)
             loaded["perf/update_weights/loaded_tensors"] = float(self.loaded)
-        phases = {f"perf/update_weights/{name}_time": value for name, value in self.seconds.items() if name != "total"}
+        phases = {
+            f"perf/update_weights/{name}_time": value
+            for name, value in self.seconds.items()
+            if name != "total"
+        }
         return {
             "perf/update_weights_time": self.seconds["total"],
             "perf/weight_version": float(self.version),
@@ -80,22 +86,26 @@ class Receipt:
         sent = f"{self.num_tensors} tensors, {self.nbytes / 1e6:,.0f} MB by {self.transport}"
         speed = f"{self.seconds['total']:.2f} s ({rate:.1f} GB/s)"
         loaded = "" if self.loaded is None else f"{self.loaded} known to be loaded, "
-        return f"weights version {self.version}: {sent} in {speed}, {loaded}{len(self.checked)} fingerprints compared"
+        return (
+            f"weights version {self.version}: {sent} in {speed}, {loaded}{len(self.checked)} "
+            "fingerprints compared"
+        )
 
 
 @dataclass
 class Sampler:
     """Chooses which tensors of a push are fingerprinted.
 
-    Every push takes one tensor of each kind (the same name in another layer, or of another expert) and one member of
-    each group that engines fuse, another one each time. The rest of the time goes to a window that moves on with every
-    push. The window takes tensors until the time is used up, always at least one, so that after enough pushes each
-    tensor has had its turn whatever its size.
+    Every push takes one tensor of each kind (the same name in another layer, or of another expert)
+    and one member of each group that engines fuse, another one each time. The rest of the time goes
+    to a window that moves on with every push. The window takes tensors until the time is used up,
+    always at least one, so that after enough pushes each tensor has had its turn whatever its size.
 
     Attributes:
         share: of the last push's duration that may be spent here.
         floor: seconds that may be spent in any case. Both sides hash, so half of it is this side's.
-        digest: what is kept of a tensor; its fingerprint, or those of the slices that the engines have.
+        digest: what is kept of a tensor; its fingerprint, or those of the slices that the engines
+            have.
         always: lists of names; every push takes one of each.
     """
 
@@ -126,7 +136,9 @@ class Sampler:
         position = len(self.names)
         self.names.append(name)
         started = time.perf_counter()
-        due = self._full or (position >= self._cursor and (self._left > 0 or position == self._cursor))
+        due = self._full or (
+            position >= self._cursor and (self._left > 0 or position == self._cursor)
+        )
         if not due and name not in self._chosen:
             return
         self.fingerprints[name] = self.digest(name, tensor)
@@ -157,14 +169,17 @@ def kinds_of(names: Iterable[str]) -> list[list[str]]:
 
 
 def compare(
-    sent: Mapping[str, str], answers: Mapping[str, Mapping[str, str]], complete: Collection[str] | None = None
+    sent: Mapping[str, str],
+    answers: Mapping[str, Mapping[str, str]],
+    complete: Collection[str] | None = None,
 ) -> list[str]:
     """What is wrong, one line per tensor and engine; [] when all is well.
 
     Args:
         sent: name → fingerprint on the trainer's side.
         answers: engine URL → its fingerprints.
-        complete: all names that were sent; given in a full check, where an engine's further tensors are an error.
+        complete: all names that were sent; given in a full check, where an engine's further tensors
+            are an error.
     """
     wrong = []
     for url, there in answers.items():
@@ -172,7 +187,11 @@ def compare(
             if name not in there:
                 wrong.append(f"{name} is not on {url}")
             elif there[name] != expected:
-                wrong.append(f"{name} differs on {url} (sent {expected[:8]}…, holds {there[name][:8]}…)")
+                wrong.append(
+                    f"{name} differs on {url} (sent {expected[:8]}…, holds {there[name][:8]}…)"
+                )
         if complete is not None:
-            wrong += [f"{name} on {url} was never sent" for name in sorted(set(there) - set(complete))]
+            wrong += [
+                f"{name} on {url} was never sent" for name in sorted(set(there) - set(complete))
+            ]
     return wrong

@@ -39,11 +39,13 @@ class Route:
     Attributes:
         kind: see `choose_route`.
         dtype: of the engines' floating-point weights.
-        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for whole tensors.
-        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything brought to it.
+        asks_ranks: the engines' ranks are asked for their slices (SGLang), not the engines for
+            whole tensors.
+        sources: the rank that sends, of each pipeline stage; rank 0 alone if it has everything
+            brought to it.
         in_runs: neighbouring experts travel as one tensor (`slime.engines.wire.expert_runs`).
-        opens: engines make their layers loadable before the transfer and process them after it, as SGLang's of
-            quantised weights do (`slime.engines.sglang.quantised_routes`).
+        opens: engines make their layers loadable before the transfer and process them after it, as
+            SGLang's of quantised weights do (`slime.engines.sglang.quantised_routes`).
     """
 
     kind: str
@@ -58,17 +60,22 @@ class Route:
 
     @staticmethod
     def from_json(words: dict[str, Any]) -> Route:
-        return Route(**words | {"dtype": dtype_of(words["dtype"]), "sources": tuple(words["sources"])})
+        return Route(
+            **words | {"dtype": dtype_of(words["dtype"]), "sources": tuple(words["sources"])}
+        )
 
 
-def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_this_node: bool) -> Route:
+def find_route(
+    config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_this_node: bool
+) -> Route:
     """Ask the engines what they are, and choose.
 
     Args:
         on_this_node: see `WeightSync.connect`.
     Raises:
         EngineError: one does not answer.
-        UserError: engines differ, or cannot be pushed to; names them. Quantised ones have another dtype than flags say.
+        UserError: engines differ, or cannot be pushed to; names them. Quantised ones have another
+            dtype than flags say.
     """
     infos = dict(zip(fleet.urls, fleet.get("/server_info", _INFO_SECONDS), strict=True))
     check_experts(infos)
@@ -79,20 +86,27 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     if kind == "broadcast" and on_cpu and torch.cuda.is_available():
         raise UserError(
             f"weights cannot get to engine {on_cpu[0]}",
-            why="it has no GPU, which NCCL needs; and it, or another one, is on another host than the trainer's rank 0,"
+            why="it has no GPU, which NCCL needs; and it, or another one, is on another host than "
+            "the trainer's rank 0,"
             " which shared memory does not reach",
-            fix="pass --update-weight-transport disk and --update-weight-disk-dir with a directory that all see",
+            fix="pass --update-weight-transport disk and --update-weight-disk-dir with a "
+            "directory that all see",
         )
     pipeline = Placement.current().pp_group if kind == "broadcast" else None
     # the stages' ranks that have rank 0's place in all other respects: the first of TP, DP and CP
     sources = tuple(dist.get_process_group_ranks(pipeline)) if pipeline is not None else (0,)
     dtype = engine_dtype(infos, hf_config)
-    if Quantisation.read(read_hf_config(hf_config)) is not None and dtype != (told := flag_dtype(config, hf_config)):
+    if Quantisation.read(read_hf_config(hf_config)) is not None and dtype != (
+        told := flag_dtype(config, hf_config)
+    ):
         raise UserError(
-            f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of {dtype_name(told)}",
-            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and would round to other"
+            f"the engines quantise weights of {dtype_name(dtype)}, and the trainer those of "
+            f"{dtype_name(told)}",
+            why="--fake-quantisation, --measure-quantisation and the canary go by flags, and "
+            "would round to other"
             " numbers than a push",
-            fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype (--embedded-dtype) as"
+            fix=f"start the engines with the dtype {dtype_name(told)}, or set --sglang-dtype "
+            "(--embedded-dtype) as"
             " theirs and leave it out of overrides of server groups",
         )
     if embedded:
@@ -103,7 +117,9 @@ def find_route(config: Config, fleet: EngineFleet, hf_config: HfConfig, *, on_th
     return Route(kind, dtype, asks_ranks=True, sources=sources, in_runs=in_runs, opens=opens)
 
 
-def routes_of(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind: str) -> QuantisedRoute | None:
+def routes_of(
+    infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind: str
+) -> QuantisedRoute | None:
     """How quantised weights go into these SGLang engines; None for plain ones.
 
     Raises:
@@ -114,7 +130,11 @@ def routes_of(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig, kind:
     route = next(iter(found.values()))
     if any(other != route for other in found.values()):
         said = {url: info.get("version") for url, info in infos.items()}
-        raise UserError("the engines take quantised weights in different ways", why=str(said), fix="start them alike")
+        raise UserError(
+            "the engines take quantised weights in different ways",
+            why=str(said),
+            fix="start them alike",
+        )
     return route
 
 
@@ -135,7 +155,8 @@ def open_transport(
         group: of all trainer ranks on CPU, for "ipc"; None for one rank alone.
         stage: the pipeline stage that this rank sends for.
         await_turn: returns when it may.
-        together: tensors that engines must be given in one load call. Files are one load call by themselves.
+        together: tensors that engines must be given in one load call. Files are one load call by
+            themselves.
     Raises:
         UserError: the disk transport has no directory; memory cannot be shared with an engine.
         EngineError: an engine did not join the broadcast group.
@@ -149,7 +170,8 @@ def open_transport(
         if flags.update_weight_disk_dir is None or config.checkpoint.hf_checkpoint is None:
             raise UserError(
                 "--update-weight-transport disk has no directory",
-                fix="pass --update-weight-disk-dir with one that trainer and engines both see, and --hf-checkpoint",
+                fix="pass --update-weight-disk-dir with one that trainer and engines both see, "
+                "and --hf-checkpoint",
             )
         keep = flags.update_weight_disk_keep_files
         assets = config.checkpoint.hf_checkpoint
@@ -161,12 +183,21 @@ def open_transport(
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = 60.0 * config.cluster.distributed_timeout_minutes
     return DistributedTransport(
-        fleet, size, route.dtype, backend, ranks, timeout, stage=stage, await_turn=await_turn, together=together
+        fleet,
+        size,
+        route.dtype,
+        backend,
+        ranks,
+        timeout,
+        stage=stage,
+        await_turn=await_turn,
+        together=together,
     )
 
 
 def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the engines are embedded ones, or SGLang, as they say: those of others need not be what the flags name.
+    """Whether the engines are embedded ones, or SGLang, as they say: those of others need not be
+    what the flags name.
 
     Args:
         infos: engine URL → its ``/server_info``.
@@ -175,10 +206,13 @@ def are_embedded(infos: Mapping[str, Mapping[str, Any]]) -> bool:
     """
     kinds = {url: is_embedded(info) for url, info in infos.items()}
     if len(set(kinds.values())) > 1:
-        one, other = (next(url for url, kind in kinds.items() if kind is wanted) for wanted in (True, False))
+        one, other = (
+            next(url for url, kind in kinds.items() if kind is wanted) for wanted in (True, False)
+        )
         raise UserError(
             f"engine {one} is an embedded one and engine {other} is SGLang",
-            why="weights get to the two in different ways, and what arrived is compared in different ways",
+            why="weights get to the two in different ways, and what arrived is compared in "
+            "different ways",
             fix="use engines of one kind",
         )
     return all(kinds.values())
@@ -192,14 +226,16 @@ def without_gpu(infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def choose_route(config: Config, *, embedded: bool, local: bool, on_cpu: bool = False) -> str:
     """Which way the weights go.
 
-    ==============  ===============================================  =====================================
-    "disk"          ``--update-weight-transport disk``               a Hugging Face directory
-    "shm"           embedded engines on this host, and either no     shared memory (between CPUs it is the
+    ==============  ===============================================
+    ===================================== "disk"          ``--update-weight-transport disk``
+    a Hugging Face directory "shm"           embedded engines on this host, and either no     shared
+    memory (between CPUs it is the
                     GPU, ``--colocate``, or one of them on_cpu       fastest; NCCL cannot join two
                                                                      processes of one GPU)
-    "ipc"           SGLang with ``--colocate``                       handles of the trainer's buffers
-    "broadcast"     anything else                                    NCCL between GPUs, gloo between CPUs
-    ==============  ===============================================  =====================================
+    "ipc"           SGLang with ``--colocate``                       handles of the trainer's
+    buffers "broadcast"     anything else                                    NCCL between GPUs, gloo
+    between CPUs ==============  ===============================================
+    =====================================
     """
     if config.sync.update_weight_transport == "disk":
         return "disk"
@@ -213,11 +249,13 @@ _MOVES_EXPERTS = ("enable_eplb", "ep_num_redundant_experts")
 
 
 def takes_runs(kind: str, infos: Collection[Mapping[str, Any]], quantised: bool = False) -> bool:
-    """Whether all engines take runs of experts: only by handles, which our loader inside the engine can be given.
+    """Whether all engines take runs of experts: only by handles, which our loader inside the engine
+    can be given.
 
     Args:
         infos: the engines' ``/server_info``.
-        quantised: what is sent is what the model stores; otherwise engines that quantise by themselves take none.
+        quantised: what is sent is what the model stores; otherwise engines that quantise by
+            themselves take none.
     """
     plain = all(
         WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
@@ -235,22 +273,27 @@ def check_experts(infos: Mapping[str, Mapping[str, Any]]) -> None:
     Args:
         infos: engine URL → its ``/server_info``.
     Raises:
-        UserError: one permutes them when it starts (SGLang 0.5.16, ``process_weights_after_loading`` of unquantised
-            experts), which nothing does again after a push. SGLang chooses this by itself on Blackwell GPUs.
+        UserError: one permutes them when it starts (SGLang 0.5.16,
+            ``process_weights_after_loading`` of unquantised experts), which nothing does again
+            after a push. SGLang chooses this by itself on Blackwell GPUs.
     """
     for url, info in infos.items():
         backend = str(info.get("moe_runner_backend") or "")
         if backend.startswith("flashinfer_trtllm"):
             raise UserError(
                 f"engine {url} cannot take experts: its moe_runner_backend is {backend}",
-                why="SGLang permutes them for these kernels when it starts, and not again after a push",
+                why="SGLang permutes them for these kernels when it starts, and not again after a "
+                "push",
                 fix="pass --sglang-moe-runner-backend triton",
             )
 
 
 def flag_dtype(config: Config, hf_config: HfConfig) -> torch.dtype:
-    """The dtype of the engines' weights as the run's flags have it; "auto" means the model config's."""
-    return engine_dtype({"--sglang-dtype": {"dtype": engine_of(config).weights_dtype(config)}}, hf_config)
+    """The dtype of the engines' weights as the run's flags have it; "auto" means the model
+    config's."""
+    return engine_dtype(
+        {"--sglang-dtype": {"dtype": engine_of(config).weights_dtype(config)}}, hf_config
+    )
 
 
 def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) -> torch.dtype:
@@ -263,7 +306,11 @@ def engine_dtype(infos: Mapping[str, Mapping[str, Any]], hf_config: HfConfig) ->
     """
     named = {url: info.get("dtype") for url, info in infos.items()}
     if len(set(named.values())) != 1:
-        raise UserError("the engines hold their weights in different dtypes", why=str(named), fix="start them alike")
+        raise UserError(
+            "the engines hold their weights in different dtypes",
+            why=str(named),
+            fix="start them alike",
+        )
     [name] = set(named.values())
     if name == "auto":
         config = read_hf_config(hf_config)

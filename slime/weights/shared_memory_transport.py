@@ -1,4 +1,5 @@
-"""Weights to engines on the same host through /dev/shm: one copy out of the model, one into each engine."""
+"""Weights to engines on the same host through /dev/shm: one copy out of the model, one into each
+engine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from slime.weights.transport import NamedTensors, Observer, Transferred, Transpo
 
 
 class SharedMemoryTransport(Transport):
-    """Buckets are packed straight into shared segments; two take turns, so packing overlaps the engines' copies.
+    """Buckets are packed straight into shared segments; two take turns, so packing overlaps the
+    engines' copies.
 
     Args:
         fleet: engines on this host.
@@ -26,7 +28,11 @@ class SharedMemoryTransport(Transport):
     name = "shared memory"
 
     def __init__(
-        self, fleet: EngineFleet, buffer_size: int, dtype: torch.dtype, together: Together | None = None
+        self,
+        fleet: EngineFleet,
+        buffer_size: int,
+        dtype: torch.dtype,
+        together: Together | None = None,
     ) -> None:
         remove_stale()
         self._together = together
@@ -34,13 +40,17 @@ class SharedMemoryTransport(Transport):
         self._buffer_size = buffer_size
         self._dtype = dtype
         self._pool = SegmentPool(count=2)
-        self._reading: dict[int, tuple[Future[list[dict[str, Any]]], float]] = {}  # segment number → engines' answers
+        self._reading: dict[
+            int, tuple[Future[list[dict[str, Any]]], float]
+        ] = {}  # segment number → engines' answers
 
     def send(self, tensors: NamedTensors, version: int, observe: Observer) -> Transferred:
         num_tensors = nbytes = 0
         self._pool.rewind()  # nothing is read between pushes
         try:
-            for bucket in pack(tensors, self._buffer_size, self._dtype, self._allocate, self._together):
+            for bucket in pack(
+                tensors, self._buffer_size, self._dtype, self._allocate, self._together
+            ):
                 for name, tensor in bucket.tensors():
                     observe(name, tensor)
                 limit = deadline_for(bucket.nbytes)

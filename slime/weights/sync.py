@@ -1,16 +1,17 @@
-"""Weight sync: the trainer's weights become the engines', version by version, and a receipt proves it.
+"""Weight sync: the trainer's weights become the engines', version by version, and a receipt proves
+it.
 
-    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)    # on every trainer rank
-    sync.connect(engines)       # again whenever engines come or go
-    receipt = sync.push()       # after each rollout that was trained on; sync.version + 1
-    sync.close()
+    sync = WeightSync(config, model_chunks, hf_config, rank=rank, world_size=world_size)    # on
+    every trainer rank sync.connect(engines)       # again whenever engines come or go receipt =
+    sync.push()       # after each rollout that was trained on; sync.version + 1 sync.close()
 
     push():  pause ─► transfer in flat buckets ─► flush caches ─► count and compare ─► continue
 
-Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and every rank gets the same
-receipt or raises the same error. By broadcast each pipeline stage sends its own layers, in turn, from one rank of it;
-every other way goes through rank 0, or through all ranks. `route` chooses the way, a `Transport` goes it,
-`trainer_ranks` tells the ranks of one another, `engine_check` asks the engines what they hold.
+Collective over all trainer ranks: each takes part in gathering, rank 0 steers the engines, and
+every rank gets the same receipt or raises the same error. By broadcast each pipeline stage sends
+its own layers, in turn, from one rank of it; every other way goes through rank 0, or through all
+ranks. `route` chooses the way, a `Transport` goes it, `trainer_ranks` tells the ranks of one
+another, `engine_check` asks the engines what they hold.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class WeightSync:
         model_chunks: this rank's model.
         hf_config: what the model was built from.
         rank, world_size: of the trainer.
-        start_version: version of the last push, when a run is resumed; the engines start with the weights of
-            ``--hf-checkpoint``, which are version 0.
+        start_version: version of the last push, when a run is resumed; the engines start with the
+            weights of ``--hf-checkpoint``, which are version 0.
     """
 
     def __init__(
@@ -99,32 +100,42 @@ class WeightSync:
         self._gloo: dist.ProcessGroup | None = None
         self._num_pushes = 0
         self._opens = self._has_begun = False
-        self._broke_off = False  # a push, behind its pause: engines may hold a mix, and have layers that are open
+        self._broke_off = (
+            False  # a push, behind its pause: engines may hold a mix, and have layers that are open
+        )
         self._last_seconds = 0.0
         faults = config.fault_tolerance
-        hangs = faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
+        hangs = (
+            faults.rollout_health_check_timeout if faults.use_fault_tolerance else _CONTROL_SECONDS
+        )
         self._control_seconds = min(hangs, _CONTROL_SECONDS)
 
     def connect(self, engines: Sequence[str | EngineSlots], *, on_this_node: bool = True) -> None:
-        """Reach the engines and set the way of transfer up. Collective; call again when the engines change.
+        """Reach the engines and set the way of transfer up. Collective; call again when the engines
+        change.
 
         Args:
-            engines: base URLs, or with them the slots that the engines stand on (needed for ``--colocate`` with SGLang
-                and for engines of several GPUs).
-            on_this_node: the engines may be on the cluster node of rank 0; false when it is known that they are not,
-                though their addresses look like it (containers on one host's network, rehearsals of a cluster).
+            engines: base URLs, or with them the slots that the engines stand on (needed for
+                ``--colocate`` with SGLang and for engines of several GPUs).
+            on_this_node: the engines may be on the cluster node of rank 0; false when it is known
+                that they are not, though their addresses look like it (containers on one host's
+                network, rehearsals of a cluster).
         Raises:
             UserError: an engine cannot be reached, or the wanted transport is not possible.
         """
         self.close()
-        found = [EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines]
+        found = [
+            EngineSlots(engine, ()) if isinstance(engine, str) else engine for engine in engines
+        ]
         for engine in found:
             keys.know(engine.url, engine.key)
         with self._ranks.round(_CONNECTING, 2 * _CONTROL_SECONDS) as reached:
             if self.rank == 0:
                 self._fleet = EngineFleet([engine.url for engine in found])
                 with _naming_engine():
-                    route = find_route(self.config, self._fleet, self._hf_config, on_this_node=on_this_node)
+                    route = find_route(
+                        self.config, self._fleet, self._hf_config, on_this_node=on_this_node
+                    )
                 reached.value = route.to_json()
         route = Route.from_json(reached.value)
         self._ranks.sources = route.sources
@@ -136,7 +147,8 @@ class WeightSync:
         """Open the way and agree with the engines on what is compared. Collective.
 
         Returns:
-            False: engines hold runs of experts in a form that cannot be compared; nothing is open any more.
+            False: engines hold runs of experts in a form that cannot be compared; nothing is open
+                any more.
         """
         exporter = HfExporter(
             self._model_chunks,
@@ -152,26 +164,45 @@ class WeightSync:
         gloo = self._gloo_group() if route.kind == "ipc" else None
         self._stage_seconds = [2 * JOIN_SECONDS for _ in route.sources]
         explained = _naming_engine() if self.rank == 0 else nullcontext()
-        with self._ranks.round(_CONNECTING, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS) as connected, explained:
+        with (
+            self._ranks.round(
+                _CONNECTING, sum(self._stage_seconds) + 2 * _CONTROL_SECONDS
+            ) as connected,
+            explained,
+        ):
             stage = self._ranks.stage
             if stage is not None and self._fleet is None:
                 self._fleet = EngineFleet([engine.url for engine in engines])
             if stage is not None or route.kind == "ipc":
                 self._transport = open_transport(
-                    route, self.config, engines, self._fleet, gloo, stage, self._await_turn, self._groups.members
+                    route,
+                    self.config,
+                    engines,
+                    self._fleet,
+                    gloo,
+                    stage,
+                    self._await_turn,
+                    self._groups.members,
                 )
             if stage is not None:
                 self._ranks.report(asdict(contents))
             if self.rank == 0:
-                stages = [_StageContents(**said) for said in self._ranks.reports(self._stage_seconds)]
+                stages = [
+                    _StageContents(**said) for said in self._ranks.reports(self._stage_seconds)
+                ]
                 if self._prepare_check(route, engines, stages):
                     assert self._check is not None
                     nbytes = [stage.nbytes for stage in stages]
-                    connected.value = {"digest": digest_to_json(self._check.digest), "nbytes": nbytes}
+                    connected.value = {
+                        "digest": digest_to_json(self._check.digest),
+                        "nbytes": nbytes,
+                    }
         if connected.value is None:
             return False
         nbytes = connected.value["nbytes"]
-        self._stage_seconds = [1.5 * deadline_for(n, self._timeout) for n in nbytes]  # a bucket's own limit comes first
+        self._stage_seconds = [
+            1.5 * deadline_for(n, self._timeout) for n in nbytes
+        ]  # a bucket's own limit comes first
         share = Sampler.share / len(nbytes)
         floor = Sampler.floor / len(nbytes)
         digest = digest_from_json(connected.value["digest"])
@@ -179,10 +210,13 @@ class WeightSync:
         return True
 
     def _always_compared(self, names: Sequence[str], digest: Digest) -> list[list[str]]:
-        """Lists of names, of each of which every push compares one: kinds of tensors, and groups that engines fuse."""
+        """Lists of names, of each of which every push compares one: kinds of tensors, and groups
+        that engines fuse."""
         if isinstance(digest, SliceDigest):
             names = [name for name in names if digest.slices.get(name)]
-        return kinds_of(names) + [list(group) for group in self._groups.among(names) if set(group) <= set(names)]
+        return kinds_of(names) + [
+            list(group) for group in self._groups.among(names) if set(group) <= set(names)
+        ]
 
     def _as_stored(self, exporter: HfExporter, route: Route) -> Export:
         """The exporter, or what engines of quantised weights hold of its tensors.
@@ -192,16 +226,18 @@ class WeightSync:
         """
         if self._quantisation is None:
             return exporter
-        converts = self._ranks.stage is not None or route.kind == "ipc"  # there every rank packs for its own GPU
+        converts = (
+            self._ranks.stage is not None or route.kind == "ipc"
+        )  # there every rank packs for its own GPU
         return QuantisedExport(exporter, self._quantisation, route.dtype, converts=converts)
 
     def push(self) -> Receipt:
         """Bring the current weights to every engine as version ``self.version + 1``. Collective.
 
         Raises:
-            UserError: a phase failed or passed its deadline; says which, who waited for whom, and that the engines
-                stay paused if they hold a mix of old and new weights. The version is not advanced; a new `push`
-                sends everything again.
+            UserError: a phase failed or passed its deadline; says which, who waited for whom, and
+                that the engines stay paused if they hold a mix of old and new weights. The version
+                is not advanced; a new `push` sends everything again.
             WeightMismatch: an engine does not hold what was sent; names tensors.
         """
         assert self._exporter is not None, "push before connect"
@@ -220,7 +256,9 @@ class WeightSync:
                 if self.world_size > 1:
                     if self.rank == 0 and not self._has_begun and self._transport is not None:
                         self._transport.follow(tensors)  # the others are in its collectives
-                    for _ in tensors:  # other ranks count on this one in every gather, also after a failure
+                    for _ in (
+                        tensors
+                    ):  # other ranks count on this one in every gather, also after a failure
                         pass
         receipt = Receipt.from_json(pushed.value)
         if self._ranks.stage is not None:
@@ -242,7 +280,8 @@ class WeightSync:
             self._fleet.close()
         self._transport = self._fleet = self._check = None
 
-    # -- each rank that takes part -----------------------------------------------------------------------
+    # -- each rank that takes part
+    # -----------------------------------------------------------------------
 
     def _send(self, tensors: NamedTensors, version: int) -> None:
         """What this rank sends, with a report of it."""
@@ -251,27 +290,34 @@ class WeightSync:
         self._has_begun = True
         sent = self._transport.send(tensors, version, self._sampler.observe)
         zeros = self._exporter.zeros if isinstance(self._exporter, QuantisedExport) else []
-        self._ranks.report(asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros)))
+        self._ranks.report(
+            asdict(_StageSent(sent, self._sampler.names, self._sampler.fingerprints, zeros))
+        )
 
     def _await_turn(self) -> None:
         earlier = self._stage_seconds[: self._ranks.stage]
-        self._ranks.await_turn(2 * _CONTROL_SECONDS + sum(earlier))  # rank 0 pauses the engines first
+        self._ranks.await_turn(
+            2 * _CONTROL_SECONDS + sum(earlier)
+        )  # rank 0 pauses the engines first
 
     @property
     def _timeout(self) -> float:
-        """Seconds that members of a process group wait for one another (--distributed-timeout-minutes)."""
+        """Seconds that members of a process group wait for one another
+        (--distributed-timeout-minutes)."""
         return 60.0 * self.config.cluster.distributed_timeout_minutes
 
     @property
     def _push_seconds(self) -> float:
-        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush, check, close,
-        continue."""
+        """Seconds that a push may take, all phases together: pause, reset, open, transfer, flush,
+        check, close, continue."""
         return 6 * _CONTROL_SECONDS + (3 if self._opens else 2) * sum(self._stage_seconds)
 
     def _gloo_group(self) -> dist.ProcessGroup | None:
-        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU for them.
+        """All trainer ranks on CPU: what is exchanged there are words, and NCCL would need the GPU
+        for them.
 
-        The others are in it while rank 0 waits for the engines to load a bucket, so it waits longer than rank 0.
+        The others are in it while rank 0 waits for the engines to load a bucket, so it waits longer
+        than rank 0.
         """
         if self.world_size == 1:
             return None
@@ -280,21 +326,28 @@ class WeightSync:
             self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         return self._gloo
 
-    # -- rank 0 --------------------------------------------------------------------------------------------
+    # -- rank 0
+    # --------------------------------------------------------------------------------------------
 
-    def _prepare_check(self, route: Route, engines: Sequence[EngineSlots], stages: Sequence[_StageContents]) -> bool:
+    def _prepare_check(
+        self, route: Route, engines: Sequence[EngineSlots], stages: Sequence[_StageContents]
+    ) -> bool:
         """Returns False if runs of experts cannot be compared."""
         assert self._fleet is not None and self._transport is not None
         self._names = [name for stage in stages for name in stage.names]
         if route.asks_ranks:
             shapes = {name: shape for stage in stages for name, shape in stage.shapes.items()}
-            slices = SliceCheck(self._fleet, engines, own_address(self._fleet.urls), shapes, route.opens)
+            slices = SliceCheck(
+                self._fleet, engines, own_address(self._fleet.urls), shapes, route.opens
+            )
             if any(ExpertRun.parse(name) for name in slices.unknown):
                 slices.close()
                 return False
             if slices.unknown:
                 some = ", ".join(slices.unknown[:4])
-                logger.warning("%d tensors are not compared after pushes: %s", len(slices.unknown), some)
+                logger.warning(
+                    "%d tensors are not compared after pushes: %s", len(slices.unknown), some
+                )
             self._check = slices
         else:
             self._check = WholeTensorCheck(self._fleet)
@@ -320,7 +373,9 @@ class WeightSync:
         with self._phase("transfer", version, seconds):
             self._check.begin(self._control_seconds)
             self._send(tensors, version)
-            sent = _StageSent.of_all([_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)])
+            sent = _StageSent.of_all(
+                [_StageSent.from_json(said) for said in self._ranks.reports(self._stage_seconds)]
+            )
         with self._phase("flush", version, seconds):
             fleet.flush_cache(self._control_seconds)
         with self._phase("check", version, seconds):
@@ -333,17 +388,22 @@ class WeightSync:
             fleet.post("/continue_generation", {}, self._control_seconds)
         seconds["total"] = time.perf_counter() - begin
         if sent.zeros:
-            logger.warning("version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4]))
+            logger.warning(
+                "version %d has matrices of zeros alone: %s", version, ", ".join(sent.zeros[:4])
+            )
         amount = sent.amount
         zeros = tuple(sent.zeros)
         # of what no engine has in a known form there are none
         full = verify_all and not self._check.unknown
         checked = tuple(name for name, fingerprints in sent.fingerprints.items() if fingerprints)
         how = self._transport.name
-        return Receipt(version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros, loaded)
+        return Receipt(
+            version, amount.num_tensors, amount.nbytes, seconds, how, checked, full, zeros, loaded
+        )
 
     def _pause(self, fleet: EngineFleet) -> None:
-        """Pause all, or leave none paused; those that a push before this one left half-way stay so."""
+        """Pause all, or leave none paused; those that a push before this one left half-way stay
+        so."""
         try:
             fleet.post("/pause_generation", {"mode": "abort"}, self._control_seconds)
         except EngineError:
@@ -352,7 +412,9 @@ class WeightSync:
             try:
                 fleet.post("/continue_generation", {}, min(10.0, self._control_seconds))
             except EngineError:
-                logger.warning("not every engine could be continued after a failed pause", exc_info=True)
+                logger.warning(
+                    "not every engine could be continued after a failed pause", exc_info=True
+                )
             raise
 
     def _compare(self, version: int, sent: _StageSent, verify_all: bool) -> int | None:
@@ -379,7 +441,8 @@ class WeightSync:
 
     @contextmanager
     def _phase(self, name: str, version: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Time a phase and turn the failure of an engine or a stage into a message with the way out."""
+        """Time a phase and turn the failure of an engine or a stage into a message with the way
+        out."""
         started = time.perf_counter()
         try:
             yield
@@ -387,12 +450,15 @@ class WeightSync:
             waited = time.perf_counter() - started
             mixed = "the engines stay paused, because they may hold a mix of old and new weights"
             state = {
-                "pause": mixed if self._broke_off else "no engine was changed; they go on with the weights they have",
+                "pause": mixed
+                if self._broke_off
+                else "no engine was changed; they go on with the weights they have",
                 "continue": "the engines have the new weights; some may still be paused",
             }.get(name, mixed)
             late = error.url if isinstance(error, EngineError) else error.where
             raise UserError(
-                f"weight update to version {version} failed in the phase '{name}' after {waited:.1f} s: {error}",
+                f"weight update to version {version} failed in the phase '{name}' after "
+                f"{waited:.1f} s: {error}",
                 why=f"trainer rank 0 waited for {late}; {state}",
                 fix=_REMEDIES,
             ) from error
@@ -400,9 +466,12 @@ class WeightSync:
 
 
 _REMEDIES = (
-    "look at the engine's log first. If it is alive but slow: push less often (--update-weights-interval 5), share GPUs"
-    " (--colocate, no network), check the network (ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=0),"
-    " give it longer (NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport disk)"
+    "look at the engine's log first. If it is alive but slow: push less often "
+    "(--update-weights-interval 5), share GPUs"
+    " (--colocate, no network), check the network (ibstat; NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
+    "NCCL_IB_DISABLE=0),"
+    " give it longer (NCCL_TIMEOUT=1800), or go through a directory (--update-weight-transport "
+    "disk)"
 )
 
 
@@ -420,9 +489,11 @@ class _StageContents:
 
     @staticmethod
     def of(exporter: Export, with_shapes: bool) -> _StageContents:
-        """Collective over the ranks of the stage. To find the shapes out takes one gathering of all weights, which sets
-        the communicators up as well."""
-        shapes = {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
+        """Collective over the ranks of the stage. To find the shapes out takes one gathering of all
+        weights, which sets the communicators up as well."""
+        shapes = (
+            {name: list(tensor.shape) for name, tensor in exporter.tensors()} if with_shapes else {}
+        )
         return _StageContents(exporter.names(), exporter.nbytes(), shapes)
 
 
@@ -442,7 +513,9 @@ class _StageSent:
     @staticmethod
     def of_all(stages: Sequence[_StageSent]) -> _StageSent:
         return _StageSent(
-            Transferred(sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)),
+            Transferred(
+                sum(s.amount.num_tensors for s in stages), sum(s.amount.nbytes for s in stages)
+            ),
             [name for stage in stages for name in stage.names],
             {name: digest for stage in stages for name, digest in stage.fingerprints.items()},
             [name for stage in stages for name in stage.zeros],
@@ -454,6 +527,10 @@ def _naming_engine() -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        raise UserError(f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES) from error
+        raise UserError(
+            f"engine {error.url} cannot be reached for weight updates", str(error), _REMEDIES
+        ) from error
     except StageError as error:
-        raise UserError(f"{error.where} could not prepare weight updates", error.what, _REMEDIES) from error
+        raise UserError(
+            f"{error.where} could not prepare weight updates", error.what, _REMEDIES
+        ) from error

@@ -1,15 +1,18 @@
-"""What trainer ranks say to one another during a push: whose turn it is, what came of it, how it ended for all.
+"""What trainer ranks say to one another during a push: whose turn it is, what came of it, how it
+ended for all.
 
-    stage 0 (rank 0)   sends ── report ─┐                         reads all reports ─► outcome ─► every rank
-    stage 1            packs ◄──────────┴─ sends ── report ─┐
-    stage 2            packs ◄──────────────────────────────┴─ sends ── report
+    stage 0 (rank 0)   sends ── report ─┐                         reads all reports ─► outcome ─►
+    every rank stage 1            packs ◄──────────┴─ sends ── report ─┐ stage 2            packs
+    ◄──────────────────────────────┴─ sends ── report
 
-Engines take one update at a time, so the pipeline stages send in their order. A stage waits only for those before it,
-and rank 0 for all: there is no circle to wait in. Words go over a store and not by collectives, because a collective
-with a rank that died never ends, or ends the process. Every wait has a limit and says who was waited for.
+Engines take one update at a time, so the pipeline stages send in their order. A stage waits only
+for those before it, and rank 0 for all: there is no circle to wait in. Words go over a store and
+not by collectives, because a collective with a rank that died never ends, or ends the process.
+Every wait has a limit and says who was waited for.
 
-torch's store asks nobody who they are, and lists its keys to whoever reaches its port. So a word is JSON and is sealed
-with a key that the ranks share: what a stranger writes there is an error, never code that runs.
+torch's store asks nobody who they are, and lists its keys to whoever reaches its port. So a word is
+JSON and is sealed with a key that the ranks share: what a stranger writes there is an error, never
+code that runs.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Outcome:
 
 
 class TrainerRanks:
-    """One rank's view of the others. Building it is collective; all ranks take part in the same rounds.
+    """One rank's view of the others. Building it is collective; all ranks take part in the same
+    rounds.
 
     Attributes:
         sources: the rank that sends for each pipeline stage; rank 0 alone when it sends everything.
@@ -154,7 +158,8 @@ class TrainerRanks:
 
     @contextmanager
     def in_order(self, limit: float) -> Iterator[None]:
-        """For leaving, which no failure of others may prevent: one stage after the other, as far as they are there.
+        """For leaving, which no failure of others may prevent: one stage after the other, as far as
+        they are there.
 
         Engines that left the stages' groups in different orders would wait for one another.
 
@@ -174,7 +179,8 @@ class TrainerRanks:
             with suppress(dist.DistError):
                 self._say(f"left-{stage}")
 
-    # -- inside --------------------------------------------------------------------------------------------
+    # -- inside
+    # --------------------------------------------------------------------------------------------
 
     def _report_of(self, stage: int, limit: float) -> Any:
         failure, value = self._hear(f"report-{stage}", stage, limit)
@@ -209,7 +215,10 @@ class TrainerRanks:
         seal = sealed[:_SEAL_BYTES]
         word = sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(name, word)):
-            what = "no trainer rank wrote what the trainer's store has as its word: others reach the store's port"
+            what = (
+                "no trainer rank wrote what the trainer's store has as its word: others reach the "
+                "store's port"
+            )
             raise StageError(stage, self.sources[stage], what)
         failure, value = orjson.loads(word)
         return failure, value
@@ -219,14 +228,18 @@ class TrainerRanks:
         return hmac.digest(self._key, name.encode() + b"\0" + word, _SEAL)
 
     def _forget(self) -> None:
-        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead of one that has yet
-        to fetch a word, for not every round waits for all."""
+        """Rank 0 removes what was said in rounds that every rank has left. It may be rounds ahead
+        of one that has yet to fetch a word, for not every round waits for all."""
         if self._store is None or self.rank != 0:
             return
         for number in self._unheard[:]:
             if self._store.add(f"{number}/{_HEARD}", 0) < self._others:
                 continue
             self._unheard.remove(number)
-            for key in (_HEARD, "outcome", *(f"report-{stage}" for stage in range(len(self.sources)))):
+            for key in (
+                _HEARD,
+                "outcome",
+                *(f"report-{stage}" for stage in range(len(self.sources))),
+            ):
                 self._store.delete_key(f"{number}/{key}")
         self._unheard.append(self._round)

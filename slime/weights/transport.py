@@ -12,9 +12,11 @@ if TYPE_CHECKING:  # the launch describes engines with this file, before anythin
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 Observer = Callable[[str, "torch.Tensor"], None]
-"""Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the call."""
+"""Called with each tensor as it is sent, in the engine's dtype; the tensor is only valid during the
+call."""
 
-#: A step of a transfer is given up on after its floor and the time that its bytes take at this rate, per second.
+#: A step of a transfer is given up on after its floor and the time that its bytes take at this
+#: rate, per second.
 SLOWEST_BANDWIDTH = 20e6
 FLOOR_SECONDS = 120.0
 
@@ -27,7 +29,8 @@ class Transferred:
 
 @dataclass(frozen=True)
 class EngineSlots:
-    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in their order.
+    """An engine and the slots (GPUs, numbered through the run) of its tensor-parallel ranks, in
+    their order.
 
     Attributes:
         slots: () of an engine that somebody else has started, or of one that needs none.

@@ -1,4 +1,5 @@
-"""Servers and models that the contract tests share: one server of each implementation for the whole session."""
+"""Servers and models that the contract tests share: one server of each implementation for the whole
+session."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ from tests.support.embedded_models import save_tiny_model
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("engines")
-    group.addoption("--engine", choices=["sglang"], help="run the shared contract against this engine only")
-    group.addoption("--model", help="Hugging Face directory that it serves; default: a tiny random one")
+    group.addoption(
+        "--engine", choices=["sglang"], help="run the shared contract against this engine only"
+    )
+    group.addoption(
+        "--model", help="Hugging Face directory that it serves; default: a tiny random one"
+    )
     group.addoption("--engine-flags", default="", help="more flags for its server")
 
 
@@ -38,13 +43,16 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with ENGINES[request.param](model_dir, tmp_path_factory.mktemp("log") / "server.log") as running_server:
+    with ENGINES[request.param](
+        model_dir, tmp_path_factory.mktemp("log") / "server.log"
+    ) as running_server:
         yield running_server
 
 
 @pytest.fixture
 def engine(server: Server, model_dir: Path) -> Iterator[Server]:
-    """The server, with the weights of ``model_dir``, version "0", nothing cached and nothing paused."""
+    """The server, with the weights of ``model_dir``, version "0", nothing cached and nothing
+    paused."""
     server.ok("/continue_generation")
     server.ok("/flush_cache")
     yield server

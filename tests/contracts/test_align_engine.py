@@ -24,7 +24,10 @@ TOKENS = [PROMPT, [*PROMPT, 5, 9, 200], [7, 7, 64, 12]]
 def test_it_scores_given_tokens_alone_and_in_company(engine: Server, model_dir: Path) -> None:
     there, here = EngineThere(engine.url), EngineHere(model_dir, "float32", longest=64)
     for together in (False, True):
-        said, expected = there.score(TOKENS, together=together), here.score(TOKENS, together=together)
+        said, expected = (
+            there.score(TOKENS, together=together),
+            here.score(TOKENS, together=together),
+        )
         assert [len(one) for one in said] == [len(ids) - 1 for ids in TOKENS]
         for one, other in zip(said, expected):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-4, rtol=0)
@@ -32,7 +35,9 @@ def test_it_scores_given_tokens_alone_and_in_company(engine: Server, model_dir: 
 
 def test_its_weights_are_compared(engine: Server, model_dir: Path, other_dir: Path) -> None:
     there, reference = EngineThere(engine.url), Reference(model_dir, torch.float32)
-    sample = Scored("sample 0", torch.tensor(TOKENS[1]), torch.zeros(6).double(), None, torch.ones(6).bool())
+    sample = Scored(
+        "sample 0", torch.tensor(TOKENS[1]), torch.zeros(6).double(), None, torch.ones(6).bool()
+    )
     trained = replace(sample, trainer=reference.log_probs(sample))
     case = Case([trained], reference=reference, engine=there)
     same = examine(case, [WEIGHTS], always=True)

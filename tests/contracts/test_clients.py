@@ -1,9 +1,10 @@
-"""Other people's clients: the requests that they send, recorded, and the answers, read as they read them.
+"""Other people's clients: the requests that they send, recorded, and the answers, read as they read
+them.
 
-``client_requests.jsonl`` was recorded between real clients and an engine: SGLang 0.5.16's frontend language
-(``sglang.lang`` with ``RuntimeEndpoint``), its ``Runtime``, the curl and ``requests`` examples of its docs, and the
-``openai`` package 3.51. Each line has the client, the request, and the status that the client is to get: 400 marks
-what this engine refuses.
+``client_requests.jsonl`` was recorded between real clients and an engine: SGLang 0.5.16's frontend
+language (``sglang.lang`` with ``RuntimeEndpoint``), its ``Runtime``, the curl and ``requests``
+examples of its docs, and the ``openai`` package 3.51. Each line has the client, the request, and
+the status that the client is to get: 400 marks what this engine refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import pytest
 from tests.support.contract_servers import PROMPT, Answer, Server, logprobs_of
 from tests.support.embedded_models import byte_tokenizer
 
-RECORDED = [json.loads(line) for line in (Path(__file__).parent / "client_requests.jsonl").read_text().splitlines()]
+RECORDED = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "client_requests.jsonl").read_text().splitlines()
+]
 
 
 def send(engine: Server, request: dict[str, Any]) -> Answer:
@@ -35,7 +39,8 @@ def name_of(request: dict[str, Any]) -> str:
     return f"{request['client']} {request['path']}"
 
 
-# -- how the clients read answers ------------------------------------------------------------------------------
+# -- how the clients read answers
+# ------------------------------------------------------------------------------
 
 
 def read_events(raw: bytes) -> list[Any]:
@@ -46,7 +51,8 @@ def read_events(raw: bytes) -> list[Any]:
 
 
 def read_generate(body: dict[str, Any], answer: Answer) -> None:
-    """`RuntimeEndpoint.generate`, its stream, and SGLang's examples: text, cumulative, and meta_info."""
+    """`RuntimeEndpoint.generate`, its stream, and SGLang's examples: text, cumulative, and
+    meta_info."""
     if body.get("stream"):
         texts = [event["text"] for event in read_events(answer.raw)]
         assert all(later.startswith(earlier) for earlier, later in pairwise(texts)) and texts
@@ -64,17 +70,26 @@ def read_generate(body: dict[str, Any], answer: Answer) -> None:
 
 
 def read_logprobs(body: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Triples (log-prob, token, text); the text only when asked for, the first input without a log-prob."""
-    with_text, tops, start = body.get("return_text_in_logprobs"), body.get("top_logprobs_num"), "logprob_start_len"
+    """Triples (log-prob, token, text); the text only when asked for, the first input without a
+    log-prob."""
+    with_text, tops, start = (
+        body.get("return_text_in_logprobs"),
+        body.get("top_logprobs_num"),
+        "logprob_start_len",
+    )
     shown: Any = str if with_text else type(None)
     for value, token, text in meta["output_token_logprobs"] + meta["input_token_logprobs"][1:]:
         assert value <= 0 and isinstance(token, int) and isinstance(text, shown)
     asked = body.get(start) if body.get(start) is not None else -1
     assert len(meta["input_token_logprobs"]) == (meta["prompt_tokens"] - asked if asked >= 0 else 0)
     if tops:
-        assert [len(row) for row in meta["output_top_logprobs"]] == [tops] * meta["completion_tokens"]
+        assert [len(row) for row in meta["output_top_logprobs"]] == [tops] * meta[
+            "completion_tokens"
+        ]
         assert meta["input_top_logprobs"][0] is None
-        assert [len(row) for row in meta["input_top_logprobs"][1:]] == [tops] * (len(meta["input_token_logprobs"]) - 1)
+        assert [len(row) for row in meta["input_top_logprobs"][1:]] == [tops] * (
+            len(meta["input_token_logprobs"]) - 1
+        )
 
 
 def read_usage(usage: dict[str, Any]) -> None:
@@ -84,19 +99,32 @@ def read_usage(usage: dict[str, Any]) -> None:
 def read_completion(body: dict[str, Any], answer: Answer) -> None:
     """`openai.types.Completion` and its chunks."""
     events = read_events(answer.raw) if body.get("stream") else [answer.json]
-    prompts = body["prompt"] if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str) else [None]
-    assert {event["object"] for event in events} == {"text_completion"} and all(event["id"] for event in events)
+    prompts = (
+        body["prompt"]
+        if isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str)
+        else [None]
+    )
+    assert {event["object"] for event in events} == {"text_completion"} and all(
+        event["id"] for event in events
+    )
     choices = [choice for event in events for choice in event["choices"]]
-    assert {choice["index"] for choice in choices} == set(range((body.get("n") or 1) * len(prompts)))
+    assert {choice["index"] for choice in choices} == set(
+        range((body.get("n") or 1) * len(prompts))
+    )
     assert choices[-1]["finish_reason"] in ("stop", "length")
     read_usage(events[-1]["usage"])
     if body.get("logprobs") is not None:
         lists = [choice["logprobs"] for choice in choices]
         for entry in lists:
-            sizes = {len(entry[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+            sizes = {
+                len(entry[name])
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            }
             assert len(sizes) == 1
         outputs = sum(len(entry["tokens"]) for entry in lists)
-        echoed = events[-1]["usage"]["prompt_tokens"] * (body.get("n") or 1) if body.get("echo") else 0
+        echoed = (
+            events[-1]["usage"]["prompt_tokens"] * (body.get("n") or 1) if body.get("echo") else 0
+        )
         assert outputs == events[-1]["usage"]["completion_tokens"] + echoed
 
 
@@ -104,10 +132,16 @@ def read_chat(body: dict[str, Any], answer: Answer) -> None:
     """`openai.types.chat.ChatCompletion` and its chunks."""
     if not body.get("stream"):
         assert answer.json["object"] == "chat.completion"
-        assert [choice["index"] for choice in answer.json["choices"]] == list(range(body.get("n") or 1))
+        assert [choice["index"] for choice in answer.json["choices"]] == list(
+            range(body.get("n") or 1)
+        )
         for choice in answer.json["choices"]:
             message = choice["message"]
-            assert message["role"] == "assistant" and isinstance(message["content"], str) and not message["tool_calls"]
+            assert (
+                message["role"] == "assistant"
+                and isinstance(message["content"], str)
+                and not message["tool_calls"]
+            )
             assert choice["finish_reason"] in ("stop", "length")
             assert bool(choice["logprobs"]) == bool(body.get("logprobs"))
         read_usage(answer.json["usage"])
@@ -115,8 +149,13 @@ def read_chat(body: dict[str, Any], answer: Answer) -> None:
     events = read_events(answer.raw)
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     deltas = [choice for event in events for choice in event["choices"]]
-    assert deltas[0]["delta"]["role"] == "assistant" and deltas[-1]["finish_reason"] in ("stop", "length")
-    entries = [entry for delta in deltas if delta["logprobs"] for entry in delta["logprobs"]["content"]]
+    assert deltas[0]["delta"]["role"] == "assistant" and deltas[-1]["finish_reason"] in (
+        "stop",
+        "length",
+    )
+    entries = [
+        entry for delta in deltas if delta["logprobs"] for entry in delta["logprobs"]["content"]
+    ]
     tops = body.get("top_logprobs") or 0
     assert all(len(entry["top_logprobs"]) == tops and entry["logprob"] <= 0 for entry in entries)
     usage = [event["usage"] for event in events if "usage" in event]
@@ -129,18 +168,29 @@ def read_chat(body: dict[str, Any], answer: Answer) -> None:
 
 
 def read_refusal(path: str, answer: Answer) -> None:
-    """`openai.APIStatusError` takes ``error`` of the body or all of it; SGLang has ``error`` on its own routes."""
+    """`openai.APIStatusError` takes ``error`` of the body or all of it; SGLang has ``error`` on its
+    own routes."""
     body = answer.json
     error = body.get("error", body)
-    assert error["message"] and error["code"] in (answer.status, "model_not_found") and "param" in error
+    assert (
+        error["message"]
+        and error["code"] in (answer.status, "model_not_found")
+        and "param" in error
+    )
     assert ("error" in body) == (not path.startswith("/v1/") or answer.status == 404)
 
 
-READERS = {"/generate": read_generate, "/v1/completions": read_completion, "/v1/chat/completions": read_chat}
+READERS = {
+    "/generate": read_generate,
+    "/v1/completions": read_completion,
+    "/v1/chat/completions": read_chat,
+}
 
 
 @pytest.mark.parametrize("request_", RECORDED, ids=name_of)
-def test_recorded_requests_get_answers_that_their_clients_can_read(engine: Server, request_: dict[str, Any]) -> None:
+def test_recorded_requests_get_answers_that_their_clients_can_read(
+    engine: Server, request_: dict[str, Any]
+) -> None:
     answer = send(engine, request_)
     if request_["status"] >= 400:
         read_refusal(request_["path"], answer)
@@ -148,12 +198,16 @@ def test_recorded_requests_get_answers_that_their_clients_can_read(engine: Serve
         READERS[request_["path"]](request_["body"], answer)
 
 
-# -- what a client does with several of them -------------------------------------------------------------------
+# -- what a client does with several of them
+# -------------------------------------------------------------------
 
 
 def test_select_chooses_by_the_likelihood_of_the_choices(engine: Server, model_dir: Path) -> None:
-    """`RuntimeEndpoint.select`: the prompt's length, then input log-probs of every choice from two before its end."""
-    prefix, choices = [r for r in RECORDED if r["client"] == "sglang.lang: select token_length_normalized"]
+    """`RuntimeEndpoint.select`: the prompt's length, then input log-probs of every choice from two
+    before its end."""
+    prefix, choices = [
+        r for r in RECORDED if r["client"] == "sglang.lang: select token_length_normalized"
+    ]
     length = send(engine, prefix).json["meta_info"]["prompt_tokens"]
     start = choices["body"]["logprob_start_len"]
     assert start == length - 2
@@ -161,7 +215,9 @@ def test_select_chooses_by_the_likelihood_of_the_choices(engine: Server, model_d
     for text, answer in zip(choices["body"]["text"], answers, strict=True):
         entries = answer["meta_info"]["input_token_logprobs"]
         tokens = byte_tokenizer().encode(text)
-        assert [entry[2] for entry in entries] == [byte_tokenizer().decode([token]) for token in tokens[start:]]
+        assert [entry[2] for entry in entries] == [
+            byte_tokenizer().decode([token]) for token in tokens[start:]
+        ]
         expected = logprobs_of(model_dir, tokens)[start:]
         assert [entry[0] for entry in entries[1:]] == pytest.approx(expected, abs=1e-4)
         assert answer["meta_info"]["output_token_logprobs"] == [] and entries[0][0] is None
@@ -175,7 +231,14 @@ def test_the_frontend_finds_the_model_and_the_servers_state(engine: Server) -> N
 
 
 def test_text_completion_is_generation(engine: Server) -> None:
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 2,
+        "ignore_eos": True,
+    }
     plain = engine.generate(PROMPT, max_new_tokens=6, temperature=0)
     [choice] = engine.ok("/v1/completions", body)["choices"]
     assert choice["text"] == plain["text"] and choice["finish_reason"] == "length"
@@ -184,8 +247,13 @@ def test_text_completion_is_generation(engine: Server) -> None:
     chunks = read_events(engine.post("/v1/completions", body | {"stream": True}).raw)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == plain["text"]
     echoed = engine.ok("/v1/completions", body | {"echo": True, "max_tokens": 0})["choices"][0]
-    assert echoed["text"] == byte_tokenizer().decode(PROMPT) and echoed["logprobs"]["token_logprobs"][0] is None
-    assert len(echoed["logprobs"]["tokens"]) == len(PROMPT) == len(echoed["logprobs"]["top_logprobs"])
+    assert (
+        echoed["text"] == byte_tokenizer().decode(PROMPT)
+        and echoed["logprobs"]["token_logprobs"][0] is None
+    )
+    assert (
+        len(echoed["logprobs"]["tokens"]) == len(PROMPT) == len(echoed["logprobs"]["top_logprobs"])
+    )
 
 
 def test_tokens_there_and_back(engine: Server) -> None:
@@ -199,11 +267,17 @@ def test_tokens_there_and_back(engine: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_model_that_is_not_served_and_a_temperature_beyond_openais_are_refused(engine: Server, path: str) -> None:
+def test_a_model_that_is_not_served_and_a_temperature_beyond_openais_are_refused(
+    engine: Server, path: str
+) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     wrong = engine.post(path, {**body, "model": "gpt-4o", "max_tokens": 1})
     assert wrong.status == 404 and wrong.json["error"]["code"] == "model_not_found"
     hot = engine.post(path, {**body, "model": "tiny", "temperature": 99})
-    assert hot.status == 400 and hot.json["param"] == "temperature" and "from 0 to 2" in hot.json["message"]
+    assert (
+        hot.status == 400
+        and hot.json["param"] == "temperature"
+        and "from 0 to 2" in hot.json["message"]
+    )
     for model in ("tiny", "default", None):
         assert engine.post(path, {**body, "model": model, "max_tokens": 1}).status == 200

@@ -1,7 +1,7 @@
 """The engine contract: what rollout and weight sync rely on, against a live server over HTTP.
 
-One suite for every implementation. The fixture ``engine`` yields a running server with the tiny model of ``model_dir``;
-another implementation is one more entry of ``ENGINES`` in ``conftest.py``.
+One suite for every implementation. The fixture ``engine`` yields a running server with the tiny
+model of ``model_dir``; another implementation is one more entry of ``ENGINES`` in ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from tests.support.contract_servers import (
 )
 from tests.support.embedded_models import EOS, byte_tokenizer
 
-# -- generation ------------------------------------------------------------------------------------------------
+# -- generation
+# ------------------------------------------------------------------------------------------------
 
 
 def test_every_route_of_the_protocol_exists(engine: Server) -> None:
@@ -66,21 +67,38 @@ def test_meta_info_has_the_fields_of_the_protocol(engine: Server, model_dir: Pat
     answer = engine.generate(PROMPT, max_new_tokens=6)
     meta = answer["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 6}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (len(PROMPT), 6, 0)
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (
+        len(PROMPT),
+        6,
+        0,
+    )
     assert meta["weight_version"] == "0" and meta["token_weight_versions"] == [[0, "0"]]
     assert meta["input_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 6
     assert all(len(entry) == 3 and entry[2] is None for entry in meta["output_token_logprobs"])
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
-    for name in ("id", "e2e_latency", "queue_time", "prefill_time", "decode_time", "decode_throughput"):
+    for name in (
+        "id",
+        "e2e_latency",
+        "queue_time",
+        "prefill_time",
+        "decode_time",
+        "decode_throughput",
+    ):
         assert name in meta
     assert answer["text"] == byte_tokenizer().decode(answer["output_ids"], skip_special_tokens=True)
     expected = logprobs_of(model_dir, PROMPT + answer["output_ids"])[len(PROMPT) - 1 :]
-    assert [entry[0] for entry in meta["output_token_logprobs"]] == pytest.approx(expected, abs=1e-4)
+    assert [entry[0] for entry in meta["output_token_logprobs"]] == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_input_log_probs(engine: Server, model_dir: Path) -> None:
     engine.generate(PROMPT)  # leaves the prompt in the cache, which must not shorten the answer
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0.5}, "return_logprob": True}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.5},
+        "return_logprob": True,
+    }
     expected = logprobs_of(model_dir, PROMPT)
     for start in (0, 3):
         meta = engine.ok("/generate", body | {"logprob_start_len": start})["meta_info"]
@@ -95,20 +113,27 @@ def test_batches_text_and_n(engine: Server) -> None:
     both = engine.ok("/generate", {"text": ["Hello wo", "Other"], "sampling_params": params})
     assert isinstance(both, list) and len(both) == 2
     assert (
-        both[0]["output_ids"] == engine.ok("/generate", {"text": "Hello wo", "sampling_params": params})["output_ids"]
+        both[0]["output_ids"]
+        == engine.ok("/generate", {"text": "Hello wo", "sampling_params": params})["output_ids"]
     )
-    samples = engine.ok("/generate", {"text": "Hello wo", "sampling_params": {"n": 3, "max_new_tokens": 8}})
+    samples = engine.ok(
+        "/generate", {"text": "Hello wo", "sampling_params": {"n": 3, "max_new_tokens": 8}}
+    )
     assert len(samples) == 3 and len({tuple(sample["output_ids"]) for sample in samples}) == 3
     assert sum(sample["meta_info"]["cached_tokens"] for sample in samples) >= 2 * (len(PROMPT) - 1)
 
 
 def test_seeds_make_samples_repeatable(engine: Server) -> None:
-    first, second, other = (engine.generate(PROMPT, sampling_seed=seed)["output_ids"] for seed in (4, 4, 5))
+    first, second, other = (
+        engine.generate(PROMPT, sampling_seed=seed)["output_ids"] for seed in (4, 4, 5)
+    )
     assert first == second != other
 
 
 def test_stop_string_is_trimmed_unless_asked_not_to(engine: Server) -> None:
-    letters = {str(token): 1000.0 for token in byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")}
+    letters = {
+        str(token): 1000.0 for token in byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
+    }
     params = {"max_new_tokens": 40, "sampling_seed": 3, "logit_bias": letters, "temperature": 10.0}
     free = engine.generate(PROMPT, **params)
     text = free["text"]
@@ -126,7 +151,12 @@ def test_stop_tokens(engine: Server) -> None:
     free = engine.generate(PROMPT, max_new_tokens=20, sampling_seed=3)["output_ids"]
     token = free[6]
     position = free.index(token)
-    body = {"max_new_tokens": 20, "sampling_seed": 3, "stop_token_ids": [token], "ignore_eos": False}
+    body = {
+        "max_new_tokens": 20,
+        "sampling_seed": 3,
+        "stop_token_ids": [token],
+        "ignore_eos": False,
+    }
     answer = engine.generate(PROMPT, **body)
     assert answer["output_ids"] == free[: position + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
@@ -154,7 +184,9 @@ def test_a_client_that_leaves_frees_its_slot(engine: Server) -> None:
     async def leave() -> None:
         async with EngineClient(engine.url) as client:
             with pytest.raises(EngineError, match="no answer within"):
-                await client.generate(PROMPT, {"max_new_tokens": 240, "ignore_eos": True}, timeout=0.05)
+                await client.generate(
+                    PROMPT, {"max_new_tokens": 240, "ignore_eos": True}, timeout=0.05
+                )
 
     asyncio.run(leave())
     wait_until(lambda: num_running(engine) == 0, 5.0)
@@ -174,7 +206,8 @@ def test_bad_requests_get_status_400_and_the_reason(engine: Server, raw: bytes, 
     assert answer.status == 400 and said in answer.json["error"]["message"]
 
 
-# -- abort, pause, flush ---------------------------------------------------------------------------------------
+# -- abort, pause, flush
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [{"rid": "victim"}, {"abort_all": True}])
@@ -217,7 +250,8 @@ def test_pause_and_continue_change_no_token(engine: Server, mode: str) -> None:
     assert request.join()["output_ids"] == expected
 
 
-# -- weights ---------------------------------------------------------------------------------------------------
+# -- weights
+# ---------------------------------------------------------------------------------------------------
 
 
 def greedy_logprobs(engine: Server) -> list[float]:
@@ -227,7 +261,9 @@ def greedy_logprobs(engine: Server) -> list[float]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    return [entry[0] for entry in engine.ok("/generate", body)["meta_info"]["input_token_logprobs"][1:]]
+    return [
+        entry[0] for entry in engine.ok("/generate", body)["meta_info"]["input_token_logprobs"][1:]
+    ]
 
 
 def push_by_shared_memory(engine: Server, directory: Path, limit: int = 60_000) -> None:
@@ -237,7 +273,12 @@ def push_by_shared_memory(engine: Server, directory: Path, limit: int = 60_000) 
             segment.tensor[: bucket.nbytes].copy_(bucket.buffer)
             table = [entry.to_json() for entry in bucket.entries]
             segments = [{"shm": segment.name, "nbytes": bucket.nbytes, "tensors": table}]
-            body = {"load_format": "shared_memory", "weight_version": "5", "flush_cache": False, "segments": segments}
+            body = {
+                "load_format": "shared_memory",
+                "weight_version": "5",
+                "flush_cache": False,
+                "segments": segments,
+            }
             engine.ok("/update_weights_from_tensor", body)
         finally:
             segment.close()
@@ -245,9 +286,16 @@ def push_by_shared_memory(engine: Server, directory: Path, limit: int = 60_000) 
 
 def push_by_broadcast(engine: Server, directory: Path, limit: int = 60_000) -> None:
     store = ExternalGroup.open_store("127.0.0.1", 2, 60.0)
-    join = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    join = {
+        "master_address": "127.0.0.1",
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": 2,
+    }
     joining = Background(
-        lambda: engine.ok("/init_weights_update_group", join | {"group_name": "push", "backend": "gloo"})
+        lambda: engine.ok(
+            "/init_weights_update_group", join | {"group_name": "push", "backend": "gloo"}
+        )
     )
     group = ExternalGroup(store, "127.0.0.1", "push", "gloo", 0, 2, 60.0)
     joining.join()
@@ -269,7 +317,9 @@ def push_by_broadcast(engine: Server, directory: Path, limit: int = 60_000) -> N
 
 def post_serialized(engine: Server, payload: bytes, load_format: str | None = None) -> None:
     body = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "weight_version": "5"}
-    engine.ok("/update_weights_from_tensor", body | ({"load_format": load_format} if load_format else {}))
+    engine.ok(
+        "/update_weights_from_tensor", body | ({"load_format": load_format} if load_format else {})
+    )
 
 
 def push_by_pickle(engine: Server, directory: Path) -> None:
@@ -304,7 +354,11 @@ def push_by_flattened_pickle(engine: Server, directory: Path) -> None:
     for name, tensor in load_file(directory / "model.safetensors").items():
         parts.append(tensor.flatten().view(torch.uint8))
         end = offset + parts[-1].numel()
-        table.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, offset, end, parts[-1].numel()))
+        table.append(
+            FlattenedTensorMetadata(
+                name, tensor.shape, tensor.dtype, offset, end, parts[-1].numel()
+            )
+        )
         offset = end
     content = {"flattened_tensor": torch.cat(parts), "metadata": table}
     module = ModuleType("sglang.srt.weight_sync.tensor_bucket")
@@ -341,7 +395,9 @@ def test_pushed_weights_arrive_and_are_used(
     assert prints == {name: fingerprint(tensor) for name, tensor in tensors.items()}
     assert greedy_logprobs(engine) == pytest.approx(logprobs_of(other_dir, PROMPT), abs=1e-4)
     answer = engine.generate(PROMPT)
-    assert answer["meta_info"]["weight_version"] == "5" and answer["meta_info"]["token_weight_versions"] == [[0, "5"]]
+    assert answer["meta_info"]["weight_version"] == "5" and answer["meta_info"][
+        "token_weight_versions"
+    ] == [[0, "5"]]
     assert engine.get("/model_info").json["weight_version"] == "5"
 
 
@@ -359,12 +415,15 @@ def test_a_push_in_the_middle_is_told_apart_token_by_token(engine: Server, other
 def test_answers_cut_by_a_push_go_on_with_exactly_the_new_weights(
     engine: Server, model_dir: Path, other_dir: Path
 ) -> None:
-    """What the new weights sample sees keys and values of theirs alone, also of the prompt and the old tokens."""
+    """What the new weights sample sees keys and values of theirs alone, also of the prompt and the
+    old tokens."""
     sample = Sample(tokens=list(PROMPT), index=0)
 
     async def rollout() -> None:
         async with RolloutClient(engine.url, max_concurrency=4) as client:
-            params = sampling_params(temperature=1.0, max_new_tokens=240, ignore_eos=True, skip_special_tokens=False)
+            params = sampling_params(
+                temperature=1.0, max_new_tokens=240, ignore_eos=True, skip_special_tokens=False
+            )
             bind_state(GenerateState(SimpleNamespace(), byte_tokenizer(), client, params))
             await generate(None, sample, params)
 
@@ -389,10 +448,21 @@ def test_answers_cut_by_a_push_go_on_with_exactly_the_new_weights(
 @pytest.mark.parametrize("kind", ["name", "shape", "segment"])
 def test_a_wrong_push_fails_by_name_and_changes_nothing(engine: Server, kind: str) -> None:
     before = engine.ok("/weights_checker", {"action": "fingerprint"})["fingerprints"]
-    name, size = ("model.norm.weights", 48) if kind == "name" else ("model.norm.weight", 47 if kind == "shape" else 48)
+    name, size = (
+        ("model.norm.weights", 48)
+        if kind == "name"
+        else ("model.norm.weight", 47 if kind == "shape" else 48)
+    )
     segment = Segment(4096)
     try:
-        tables = [{"name": "model.embed_tokens.weight", "dtype": "float32", "shape": [384, 48], "offset": 0}]
+        tables = [
+            {
+                "name": "model.embed_tokens.weight",
+                "dtype": "float32",
+                "shape": [384, 48],
+                "offset": 0,
+            }
+        ]
         if kind != "segment":
             tables = [{"name": name, "dtype": "float32", "shape": [size], "offset": 0}]
         segments = [{"shm": segment.name, "nbytes": 4096, "tensors": tables}]
@@ -407,7 +477,9 @@ def test_a_wrong_push_fails_by_name_and_changes_nothing(engine: Server, kind: st
     assert engine.get("/model_info").json["weight_version"] == "0"
 
 
-def test_incomplete_directories_and_unknown_groups_are_refused(engine: Server, tmp_path: Path) -> None:
+def test_incomplete_directories_and_unknown_groups_are_refused(
+    engine: Server, tmp_path: Path
+) -> None:
     answer = engine.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert answer.status == 400 and "model.safetensors" in answer.json["message"]
     body = {"names": [], "dtypes": [], "shapes": [], "group_name": "nobody"}
@@ -436,31 +508,57 @@ def test_memory_can_be_released_and_taken_back(engine: Server) -> None:
     assert engine.generate(PROMPT, sampling_seed=1)["output_ids"] == before
 
 
-# -- OpenAI ----------------------------------------------------------------------------------------------------
+# -- OpenAI
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_chat_completions(engine: Server) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 6,
+        "temperature": 0,
+    }
     answer = engine.ok("/v1/chat/completions", body | {"n": 2, "logprobs": True, "top_logprobs": 2})
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     choice = answer["choices"][0]
-    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] in ("stop", "length")
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] in (
+        "stop",
+        "length",
+    )
     entry = choice["logprobs"]["content"][0]
-    assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"]) and len(entry["top_logprobs"]) == 2
-    prompt = byte_tokenizer().apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+    assert (
+        entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"])
+        and len(entry["top_logprobs"]) == 2
+    )
+    prompt = byte_tokenizer().apply_chat_template(
+        body["messages"], add_generation_prompt=True, return_dict=False
+    )
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    plain = engine.ok("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 6, "temperature": 0}})
+    plain = engine.ok(
+        "/generate",
+        {"input_ids": prompt, "sampling_params": {"max_new_tokens": 6, "temperature": 0}},
+    )
     assert choice["message"]["content"] == plain["text"]
 
 
 def test_chat_streams(engine: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "seed": 3, "ignore_eos": True}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 9,
+        "seed": 3,
+        "ignore_eos": True,
+    }
     whole = engine.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"]
-    raw = engine.post("/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}).raw
+    raw = engine.post(
+        "/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).raw
     events = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == whole
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == whole
+    )
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert chunks[-1]["usage"]["completion_tokens"] == 9
 
@@ -470,13 +568,29 @@ def test_models_are_listed(engine: Server) -> None:
     assert model["id"] == "tiny" and model["max_model_len"] == CONTEXT
 
 
-# -- the server as a process -----------------------------------------------------------------------------------
+# -- the server as a process
+# -----------------------------------------------------------------------------------
 
 
 def test_through_the_router(engine: Server, tmp_path: Path) -> None:
     port = free_port()
-    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--policy", "cache_aware"]
+    argv = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    argv += [
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(free_port()),
+        "--policy",
+        "cache_aware",
+    ]
 
     async def use(router: Server) -> None:
         await register_workers(router.url, [engine.url], timeout=60.0)
@@ -486,13 +600,17 @@ def test_through_the_router(engine: Server, tmp_path: Path) -> None:
             results = await asyncio.gather(*(client.generate(PROMPT, params) for _ in range(10)))
         direct = engine.generate(PROMPT, max_new_tokens=5, sampling_seed=2)
         assert all(result.token_ids == direct["output_ids"] for result in results)
-        assert all(len(result.log_probs) == 5 and result.finish_reason == "length" for result in results)
+        assert all(
+            len(result.log_probs) == 5 and result.finish_reason == "length" for result in results
+        )
 
     with running(argv, port, tmp_path / "router.log") as router:
         asyncio.run(use(router))
 
 
-def test_sigterm_ends_cleanly_and_answers_what_is_in_flight(model_dir: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_cleanly_and_answers_what_is_in_flight(
+    model_dir: Path, tmp_path: Path
+) -> None:
     with start_embedded(model_dir, tmp_path / "log") as own:
         request = long_generation(own, "z")
         wait_until(lambda: num_running(own) == 1)
@@ -503,14 +621,20 @@ def test_sigterm_ends_cleanly_and_answers_what_is_in_flight(model_dir: Path, tmp
 
 def test_the_server_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
     port = free_port()
-    argv = [arg for arg in embedded_argv(model_dir, port) if arg not in ("--parent-pid", str(os.getpid()))]
+    argv = [
+        arg
+        for arg in embedded_argv(model_dir, port)
+        if arg not in ("--parent-pid", str(os.getpid()))
+    ]
     script = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([*sys.argv[1:], '--parent-pid', str(os.getpid())])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     probe = Server(f"http://127.0.0.1:{port}", parent, tmp_path / "none")
@@ -538,17 +662,35 @@ def test_a_taken_port_shows_before_the_model_is_read(server: Server, tmp_path: P
     port = int(server.url.rsplit(":", 1)[1])
     argv = embedded_argv(tmp_path / "no-model", port)
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2 and "already in use" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        ended.returncode == 2
+        and "already in use" in ended.stderr
+        and "Traceback" not in ended.stderr
+    )
 
 
 def test_a_bad_model_directory_is_one_clear_error(tmp_path: Path, model_dir: Path) -> None:
     ended = subprocess.run(
-        embedded_argv(tmp_path, free_port()), capture_output=True, text=True, timeout=120, check=False
+        embedded_argv(tmp_path, free_port()),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert ended.returncode == 2 and "config.json does not exist" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        ended.returncode == 2
+        and "config.json does not exist" in ended.stderr
+        and "Traceback" not in ended.stderr
+    )
 
 
 def test_eos_of_the_tiny_model_is_known(engine: Server) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 20, "logit_bias": {str(EOS): 100.0}}}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 20, "logit_bias": {str(EOS): 100.0}},
+    }
     answer = engine.ok("/generate", body)
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS} and answer["text"] == ""
+    assert (
+        answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+        and answer["text"] == ""
+    )

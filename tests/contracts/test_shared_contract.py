@@ -1,10 +1,13 @@
-"""What rollout and weight sync rely on, of every engine: the embedded one, SGLang's stand-in, and a real SGLang.
+"""What rollout and weight sync rely on, of every engine: the embedded one, SGLang's stand-in, and a
+real SGLang.
 
-    pytest tests/contracts/test_shared_contract.py                                  # both that run on a CPU
-    pytest tests/contracts --engine sglang --model DIR                              # a real one, on a GPU
-    pytest tests/contracts --engine sglang --model DIR --engine-flags "--mem-fraction-static 0.5"
+    pytest tests/contracts/test_shared_contract.py                                  # both that run
+    on a CPU pytest tests/contracts --engine sglang --model DIR                              # a
+    real one, on a GPU pytest tests/contracts --engine sglang --model DIR --engine-flags
+    "--mem-fraction-static 0.5"
 
-Only this file's tests are run against another engine than the embedded one; comparisons leave room for its precision.
+Only this file's tests are run against another engine than the embedded one; comparisons leave room
+for its precision.
 """
 
 from __future__ import annotations
@@ -61,20 +64,28 @@ def stand_in(model: Path, folder: Path) -> Iterator[Server]:
 def sglang(model: Path, folder: Path, flags: str = "") -> Iterator[Server]:
     held = [reserve_port("127.0.0.1"), reserve_port("127.0.0.1")]
     port = held[0].port
-    spec = sglang_command(sglang_config(model), str(model), "127.0.0.1", port, EnginePlace(nccl_port=held[1].port))
+    spec = sglang_command(
+        sglang_config(model), str(model), "127.0.0.1", port, EnginePlace(nccl_port=held[1].port)
+    )
     spec.argv.extend(flags.split())
     with running_server(spec, f"http://127.0.0.1:{port}", folder / "sglang.log") as process:
         yield Server(f"http://127.0.0.1:{port}", process, folder / "sglang.log")
 
 
 def sglang_config(model: Path, **flags: Any) -> Any:
-    more = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": str(model), "rollout_engine": "sglang"}
+    more = {
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "hf_checkpoint": str(model),
+        "rollout_engine": "sglang",
+    }
     return make_config(**more, colocate=True, **flags)
 
 
 @pytest.fixture(scope="module", params=["embedded", "stand-in"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which engine; ``--engine`` on the command line leaves the first of these, and puts that one in its place."""
+    """Which engine; ``--engine`` on the command line leaves the first of these, and puts that one
+    in its place."""
     chosen = request.config.getoption("--engine", default=None)
     if chosen is None:
         return str(request.param)
@@ -84,7 +95,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     given = request.config.getoption("--model", default=None)
     if given is not None:
         return Path(given)
@@ -124,7 +137,8 @@ def is_close(one: list[float], other: list[float], engine: Server) -> bool:
     return all(abs(a - b) < room for a, b in zip(one, other, strict=True))
 
 
-# -- generation ------------------------------------------------------------------------------------------------
+# -- generation
+# ------------------------------------------------------------------------------------------------
 
 
 def test_it_says_what_it_is(engine: Server, model: Path) -> None:
@@ -137,7 +151,10 @@ def test_it_says_what_it_is(engine: Server, model: Path) -> None:
 def test_tokens_in_tokens_and_log_probs_out(engine: Server) -> None:
     answer = engine.generate(PROMPT, max_new_tokens=NUM_TOKENS, temperature=1.0)
     result = GenerateResult.from_json(answer)
-    assert len(result.token_ids) == len(result.log_probs) == NUM_TOKENS and result.finish_reason == "length"
+    assert (
+        len(result.token_ids) == len(result.log_probs) == NUM_TOKENS
+        and result.finish_reason == "length"
+    )
     assert all(math.isfinite(p) and p <= 0 for p in result.log_probs)
     assert answer["output_ids"] == result.token_ids
     meta = result.meta_info
@@ -153,11 +170,17 @@ def test_temperature_scales_what_is_reported(engine: Server) -> None:
     body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 20}
     found = []
     for temperature in (1.0, 2.0):
-        answer = engine.ok("/generate", {**body, "sampling_params": {**sampling, "temperature": temperature}})
-        found.append({token: value for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]})
+        answer = engine.ok(
+            "/generate", {**body, "sampling_params": {**sampling, "temperature": temperature}}
+        )
+        found.append(
+            {token: value for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]}
+        )
     plain, tempered = found
     one, other = [token for token in plain if token in tempered][:2]
-    assert tempered[one] - tempered[other] == pytest.approx((plain[one] - plain[other]) / 2, abs=0.1)
+    assert tempered[one] - tempered[other] == pytest.approx(
+        (plain[one] - plain[other]) / 2, abs=0.1
+    )
 
 
 def test_a_stop_token_ends_it_and_is_returned(engine: Server) -> None:
@@ -190,11 +213,13 @@ def test_a_pause_aborts_and_holds_new_requests(engine: Server) -> None:
     assert held.join()["meta_info"]["finish_reason"]["type"] == "length"
 
 
-# -- weights ---------------------------------------------------------------------------------------------------
+# -- weights
+# ---------------------------------------------------------------------------------------------------
 
 
 def stub_of(model: Path, scale: float) -> tuple[MegatronStub, dict[str, Any]]:
-    """A trainer with the model's weights, its last norm scaled: another model whose log-probs are known."""
+    """A trainer with the model's weights, its last norm scaled: another model whose log-probs are
+    known."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -237,7 +262,11 @@ def test_pushed_weights_are_the_ones_that_answer(
 def test_every_weight_is_verified(engine: Server, model: Path) -> None:
     stub, hf_config = stub_of(model, 1.0)
     config = make_config(
-        hf_checkpoint=str(model), check_weight_update_equal=True, colocate=True, rollout_batch_size=1, num_rollout=1
+        hf_checkpoint=str(model),
+        check_weight_update_equal=True,
+        colocate=True,
+        rollout_batch_size=1,
+        num_rollout=1,
     )
     before = log_probs(engine, PROMPT)
     sync = WeightSync(config, [stub], hf_config)
@@ -253,7 +282,9 @@ def test_memory_goes_and_comes_by_tags(engine: Server, model: Path) -> None:
     engine.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]})
     engine.ok("/resume_memory_occupation", {"tags": ["weights"]})
     stub, hf_config = stub_of(model, 1.0)  # what comes back may be anything, until it is pushed
-    config = make_config(hf_checkpoint=str(model), colocate=True, rollout_batch_size=1, num_rollout=1)
+    config = make_config(
+        hf_checkpoint=str(model), colocate=True, rollout_batch_size=1, num_rollout=1
+    )
     sync = WeightSync(config, [stub], hf_config)
     sync.connect([EngineSlots(engine.url, (0,))])
     sync.push()
@@ -270,5 +301,7 @@ def test_a_bad_flag_ends_the_server_with_its_name(kind: str, model: Path) -> Non
     stand_in = [str(FAKE)] if kind == "stand-in" else []
     path = os.pathsep.join([*stand_in, os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
-    ended = subprocess.run([*argv, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=env, check=False)
+    ended = subprocess.run(
+        [*argv, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=env, check=False
+    )
     assert ended.returncode != 0 and "--no-such-flag" in ended.stderr

@@ -1,4 +1,5 @@
-"""What a new user is told after a mistake: the place that is wrong and what to do about it, before anything starts."""
+"""What a new user is told after a mistake: the place that is wrong and what to do about it, before
+anything starts."""
 
 from __future__ import annotations
 
@@ -39,21 +40,32 @@ def refused(model: Path, data: Path, **flags: Any) -> UserError:
     return error
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------
+# -- rows
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("row", "fix", "never"),
     [
-        ({"prompt": "1+2="}, "pass --label-key with the column that is meant", "--label-key prompt"),
+        (
+            {"prompt": "1+2="},
+            "pass --label-key with the column that is meant",
+            "--label-key prompt",
+        ),
         ({"prompt": "1+2=", "answer": "3"}, "pass --label-key answer", ""),
         ({"question": "1+2=", "label": "3", "id": 1}, "pass --input-key question", ""),
         ({"zzz": "1+2=", "label": "3"}, "pass --input-key with the column", "--input-key zzz"),
-        ({"prompt": [{"role": "user", "text": "1+2="}], "label": "3"}, "{'role': …, 'content': …}", "remove"),
+        (
+            {"prompt": [{"role": "user", "text": "1+2="}], "label": "3"},
+            "{'role': …, 'content': …}",
+            "remove",
+        ),
         ("1+2=", "", ""),
     ],
 )
-def test_rows_that_cannot_be_used(model: Path, tmp_path: Path, row: Any, fix: str, never: str) -> None:
+def test_rows_that_cannot_be_used(
+    model: Path, tmp_path: Path, row: Any, fix: str, never: str
+) -> None:
     error = refused(model, write(tmp_path / "rows.jsonl", row))
     assert fix in error.fix and (not never or never not in str(error))
 
@@ -74,12 +86,18 @@ def test_a_line_that_is_no_json_says_what_one_is(model: Path, tmp_path: Path) ->
     assert "one JSON object per line" in refused(model, tmp_path / "a.jsonl").fix
 
 
-def test_a_template_with_a_syntax_error_is_not_the_fault_of_the_roles(model: Path, tmp_path: Path) -> None:
+def test_a_template_with_a_syntax_error_is_not_the_fault_of_the_roles(
+    model: Path, tmp_path: Path
+) -> None:
     data = write(tmp_path / "a.jsonl", GOOD)
-    broken = toy.write_tokenizer(tmp_path / "broken", chat_template="{% for m in messages %}{{ m.content }")
+    broken = toy.write_tokenizer(
+        tmp_path / "broken", chat_template="{% for m in messages %}{{ m.content }"
+    )
     error = refused(broken, data, apply_chat_template=True)
     assert "syntax error" in str(error) and "line 1" in error.why and str(broken) in error.fix
-    strict = toy.write_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('roles must alternate') }}")
+    strict = toy.write_tokenizer(
+        tmp_path / "strict", chat_template="{{ raise_exception('roles must alternate') }}"
+    )
     assert "roles" in str(refused(strict, data, apply_chat_template=True))
 
 
@@ -87,40 +105,72 @@ def test_a_folder_that_is_no_data_set_says_why(model: Path, tmp_path: Path) -> N
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "a.parquet").write_bytes(b"no parquet at all")
     error = refused(model, tmp_path / "junk")
-    assert "while generating" not in str(error) and "magic bytes" in str(error).lower() and error.fix
+    assert (
+        "while generating" not in str(error) and "magic bytes" in str(error).lower() and error.fix
+    )
 
 
-# -- labels --------------------------------------------------------------------------------------------------------
+# -- labels
+# --------------------------------------------------------------------------------------------------------
 
 
 def drawn_label(model: Path, data: Path, **flags: Any) -> Any:
     from slime.prompts.source import make_source
 
     keys = {"input_key": "prompt", "label_key": "label"}
-    config = make_config(hf_checkpoint=str(model), prompt_data=str(data), num_rollout=1, **keys, **flags)
+    config = make_config(
+        hf_checkpoint=str(model), prompt_data=str(data), num_rollout=1, **keys, **flags
+    )
     return make_source(config, load_tokenizer(str(model))).get_samples(1)[0][0].label
 
 
 @pytest.mark.parametrize(
     ("label", "text"),
-    [(22, "22"), (True, "true"), (0.5, "0.5"), ("22", "22"), ([1, 2], [1, 2]), ({"a": 1}, {"a": 1}), (None, None)],
+    [
+        (22, "22"),
+        (True, "true"),
+        (0.5, "0.5"),
+        ("22", "22"),
+        ([1, 2], [1, 2]),
+        ({"a": 1}, {"a": 1}),
+        (None, None),
+    ],
 )
-def test_labels_are_text_unless_they_are_lists_or_dicts(model: Path, tmp_path: Path, label: Any, text: Any) -> None:
+def test_labels_are_text_unless_they_are_lists_or_dicts(
+    model: Path, tmp_path: Path, label: Any, text: Any
+) -> None:
     data = write(tmp_path / "a.jsonl", {"prompt": "1+2=", "label": label})
     found, raw = drawn_label(model, data), drawn_label(model, data, label_type="raw")
     assert (found, type(found)) == (text, type(text)) and (raw, type(raw)) == (label, type(label))
 
 
-def test_a_reward_to_which_a_number_is_a_position_gets_the_number(model: Path, tmp_path: Path) -> None:
+def test_a_reward_to_which_a_number_is_a_position_gets_the_number(
+    model: Path, tmp_path: Path
+) -> None:
     data = write(tmp_path / "a.jsonl", {"prompt": "1+2=", "label": 2})
-    assert drawn_label(model, data, rm_type="gpqa") == 2 and drawn_label(model, data, rm_type="math") == "2"
-    data = write(tmp_path / "b.jsonl", {"prompt": "1+2=", "label": 2, "metadata": {"rm_type": "boxed_gpqa"}})
+    assert (
+        drawn_label(model, data, rm_type="gpqa") == 2
+        and drawn_label(model, data, rm_type="math") == "2"
+    )
+    data = write(
+        tmp_path / "b.jsonl", {"prompt": "1+2=", "label": 2, "metadata": {"rm_type": "boxed_gpqa"}}
+    )
     assert drawn_label(model, data) == 2
 
 
-# -- flags ---------------------------------------------------------------------------------------------------------
+# -- flags
+# ---------------------------------------------------------------------------------------------------------
 
-RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4"]
+RUN = [
+    "--hf-checkpoint",
+    "m",
+    "--prompt-data",
+    "p.jsonl",
+    "--num-rollout",
+    "3",
+    "--rollout-batch-size",
+    "4",
+]
 RUN += ["--n-samples-per-prompt", "4"]
 
 
@@ -139,19 +189,28 @@ def test_sections_of_a_configuration_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "names"),
-    [(["data/held-out.jsonl"], ["held-out"]), (["test.parquet@[0:10]"], ["test"]), (["a", "x.jsonl"], ["a"])],
+    [
+        (["data/held-out.jsonl"], ["held-out"]),
+        (["test.parquet@[0:10]"], ["test"]),
+        (["a", "x.jsonl"], ["a"]),
+    ],
 )
 def test_an_evaluation_set_is_called_after_its_file(given: list[str], names: list[str]) -> None:
-    assert [found.name for found in eval_datasets(make_config(eval_prompt_data=given, num_rollout=1))] == names
+    assert [
+        found.name for found in eval_datasets(make_config(eval_prompt_data=given, num_rollout=1))
+    ] == names
 
 
-@pytest.mark.parametrize("given", [["a.jsonl", "b.jsonl"], ["data/a", "b.jsonl"], ["a", "b.jsonl", "c.jsonl@[:9]"]])
+@pytest.mark.parametrize(
+    "given", [["a.jsonl", "b.jsonl"], ["data/a", "b.jsonl"], ["a", "b.jsonl", "c.jsonl@[:9]"]]
+)
 def test_a_file_where_the_name_of_an_evaluation_set_is_expected(given: list[str]) -> None:
     with pytest.raises(UserError, match=r"--eval-prompt-data (has the file|has 3 values)"):
         eval_datasets(make_config(eval_prompt_data=given, num_rollout=1))
 
 
-# -- models --------------------------------------------------------------------------------------------------------
+# -- models
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_config_json_that_was_cut_short(tmp_path: Path) -> None:
@@ -163,7 +222,8 @@ def test_a_config_json_that_was_cut_short(tmp_path: Path) -> None:
     assert "Unterminated string" in caught.value.why and "copy it again" in caught.value.fix
 
 
-# -- slime reward --------------------------------------------------------------------------------------------------
+# -- slime reward
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -182,8 +242,19 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_reward_on_the_samples_that_a_run_has_recorded(
     rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"rollout_id": 0, "group": 0, "prompt": "1+2=", "response": "3", "label": "3", "weight_versions": ["1"]}
-    data = write(tmp_path / "rollout_000000.jsonl", {**row, "metadata": {}}, {**row, "response": "4", "metadata": {}})
+    row = {
+        "rollout_id": 0,
+        "group": 0,
+        "prompt": "1+2=",
+        "response": "3",
+        "label": "3",
+        "weight_versions": ["1"],
+    }
+    data = write(
+        tmp_path / "rollout_000000.jsonl",
+        {**row, "metadata": {}},
+        {**row, "response": "4", "metadata": {}},
+    )
     assert main(["reward", "--prompt-data", str(data), "--custom-rm-path", f"{rewards}:right"]) == 0
     assert "2 rows: mean 0.5000" in capsys.readouterr().out
 
@@ -192,7 +263,9 @@ def test_a_reward_that_raises_shows_the_users_line_and_no_advice_to_do_what_is_b
     rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write(tmp_path / "a.jsonl", {"input": "1+2=", "response": "3"})
-    assert main(["reward", "--prompt-data", str(data), "--custom-rm-path", f"{rewards}:raises"]) == 2
+    assert (
+        main(["reward", "--prompt-data", str(data), "--custom-rm-path", f"{rewards}:raises"]) == 2
+    )
     error = capsys.readouterr().err
     assert f'File "{rewards}", line 4, in raises' in error and "return 1 / 0" in error
     assert "slime reward" not in error and "Traceback" not in error

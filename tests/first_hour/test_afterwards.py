@@ -28,7 +28,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "S
 
 def slime(*words: object, said: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime", *map(str, words)]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, input=said, capture_output=True, text=True, timeout=180, env=ENVIRONMENT
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -39,10 +41,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("afterwards")
     model = save_model_with_words(root / "base", "qwen3")
     folder = root / "outputs" / "sums"
-    done = slime("convert", "hf-to-megatron", "--hf_model_path", model, "--save_path", folder / "checkpoints")
+    done = slime(
+        "convert", "hf-to-megatron", "--hf_model_path", model, "--save_path", folder / "checkpoints"
+    )
     assert done.returncode == 0, done.stderr
     config = {
-        "checkpoint": {"hf_checkpoint": str(model), "save": str(folder / "checkpoints"), "save_hf": None},
+        "checkpoint": {
+            "hf_checkpoint": str(model),
+            "save": str(folder / "checkpoints"),
+            "save_hf": None,
+        },
         "observe": {"output_dir": "outputs", "run_name": "sums"},
         "origins": {},
     }
@@ -67,25 +75,53 @@ def test_chat_answers_a_question_per_line(run_folder: Path) -> None:
 
 def test_chat_reads_utf8_alone(run_folder: Path) -> None:
     command = [sys.executable, "-m", "slime", "chat", str(run_folder), "--max-tokens", "1"]
-    done = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, timeout=180, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, input=b"caf\xe9\n", capture_output=True, timeout=180, env=ENVIRONMENT
+    )
     assert done.returncode == 2 and b"a line of standard input is not UTF-8" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_serve_prints_what_to_call_and_ends_with_a_signal(run_folder: Path, tmp_path: Path, number: int) -> None:
+def test_serve_prints_what_to_call_and_ends_with_a_signal(
+    run_folder: Path, tmp_path: Path, number: int
+) -> None:
     port, output = free_port(), tmp_path / "said.txt"
-    command = [sys.executable, "-m", "slime", "serve", str(run_folder), "--port", str(port), "--", "--max-slots", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "slime",
+        "serve",
+        str(run_folder),
+        "--port",
+        str(port),
+        "--",
+        "--max-slots",
+        "2",
+    ]
     environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     with output.open("w") as stream:
-        heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the server would ignore it, as it should
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        heard = signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # under nohup the server would ignore it, as it should
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment
+        )
         signal.signal(signal.SIGHUP, heard)
     try:
-        wait_until(lambda: "print(answer" in output.read_text() or process.poll() is not None, "the welcome")
+        wait_until(
+            lambda: "print(answer" in output.read_text() or process.poll() is not None,
+            "the welcome",
+        )
         text, url = output.read_text(), f"http://127.0.0.1:{port}"
-        assert f"curl {url}/v1/chat/completions" in text and f'OpenAI(base_url="{url}/v1"' in text, text
+        assert (
+            f"curl {url}/v1/chat/completions" in text and f'OpenAI(base_url="{url}/v1"' in text
+        ), text
         key = text.partition("export SLIME_ENGINE_KEY=")[2].split()[0]
-        body = {"model": "sums", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        body = {
+            "model": "sums",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 4,
+        }
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         request.add_header("Authorization", f"Bearer {key}")
@@ -108,18 +144,28 @@ def test_export_of_a_run_is_its_model(run_folder: Path, tmp_path: Path) -> None:
     back = gguf_to_hf(tmp_path / "sums.gguf", tmp_path / "back", "float32")
     base = run_folder.parents[1] / "base"
     ours, theirs = load_file(base / "model.safetensors"), load_file(back / "model.safetensors")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     model = save_model_with_words(tmp_path / "broken", "qwen3")
     (model / "model.safetensors").write_bytes(b"cut short")
     done = slime("chat", model, said="Hello\n")
-    assert done.returncode == 1 and "before it was ready" in done.stderr and "model.safetensors" in done.stderr
+    assert (
+        done.returncode == 1
+        and "before it was ready" in done.stderr
+        and "model.safetensors" in done.stderr
+    )
 
 
 def test_sglang_is_told_the_name_and_how_to_read_calls(tmp_path: Path) -> None:
     model = save_model_with_words(tmp_path / "model", "qwen3")
     told = ["--served-model-name", "sums"]
-    assert more_words(engine_kind("sglang"), "sums", model) == [*told, "--tool-call-parser", "qwen25"]
+    assert more_words(engine_kind("sglang"), "sums", model) == [
+        *told,
+        "--tool-call-parser",
+        "qwen25",
+    ]
     assert more_words(engine_kind("embedded"), "sums", model) == told

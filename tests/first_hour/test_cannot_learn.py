@@ -1,4 +1,5 @@
-"""Runs of a new user that learn nothing, or end in the user's own code: what they say, while they run."""
+"""Runs of a new user that learn nothing, or end in the user's own code: what they say, while they
+run."""
 
 from __future__ import annotations
 
@@ -31,9 +32,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_rewards_that_never_come(run: Run, file: Path, data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """And evaluation data without an interval: it is evaluated before the first step and after the last."""
-    flags = ["--custom-rm-path", f"{file}:never", "--rm-timeout", 1, "--num-rollout", 2, "--colocate"]
+def test_rewards_that_never_come(
+    run: Run, file: Path, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And evaluation data without an interval: it is evaluated before the first step and after the
+    last."""
+    flags = [
+        "--custom-rm-path",
+        f"{file}:never",
+        "--rm-timeout",
+        1,
+        "--num-rollout",
+        2,
+        "--colocate",
+    ]
     result = run("late", *GRPO, *flags, "--eval-prompt-data", f"{data}@[:2]")
     said = capfd.readouterr().err
     while_it_ran, last_lines = said.rsplit("finished, ", 1)
@@ -42,7 +54,9 @@ def test_rewards_that_never_come(run: Run, file: Path, data: Path, capfd: pytest
     ) == 1 and "16 calls ran into --rm-timeout" in " ".join(said.split())
     before, *steps = result.rows
     assert [row["step"] for row in result.rows] == [0, 1, 2]
-    assert all(row["alarm/late_rewards"] == 1 and row["rollout/reward_timeout"] == 16 for row in steps)
+    assert all(
+        row["alarm/late_rewards"] == 1 and row["rollout/reward_timeout"] == 16 for row in steps
+    )
     assert ["eval/sums" in row for row in result.rows] == [True, False, True]
     assert before["eval/rewards/timeout"] == steps[-1]["eval/rewards/timeout"] == 2
     assert "No reward comes" in (result.path / "report.html").read_text()

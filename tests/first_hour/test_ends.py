@@ -1,4 +1,5 @@
-"""What was trained is there afterwards, however a run ends, and in the networks and accounts that people have."""
+"""What was trained is there afterwards, however a run ends, and in the networks and accounts that
+people have."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, Driver, StartHeld, World, start, wait_held, wait_while_running
+from tests.support.processes import (
+    ROOT,
+    Driver,
+    StartHeld,
+    World,
+    start,
+    wait_held,
+    wait_while_running,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +40,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def kept(world: World) -> Iterator[Driver]:
-    """A run to its end with --save alone, behind a proxy that no part of it may use, and without HOME."""
+    """A run to its end with --save alone, behind a proxy that no part of it may use, and without
+    HOME."""
     path = world.outputs / "kept"
     flags = ["--save-min-seconds", "0", "--custom-rm-path", "tests.support.hold.ask_the_router"]
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +65,8 @@ def check_stopped(driver: Driver, status: int) -> None:
     assert "Traceback" not in driver.stderr and "***" not in driver.stderr
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------------
+# -- what is kept
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
@@ -64,30 +75,49 @@ def test_save_alone_saves_on_the_way_and_leaves_a_model(kept: Driver) -> None:
     assert state_of(kept) == "finished" and kept.steps() == [1, 2]
     assert "nothing of this training will be kept" not in kept.stderr
     assert f"after every rollout, in {kept.path}/checkpoints; the newest 2 are kept" in kept.stderr
-    assert {"iter_0000000", "iter_0000001"} <= {path.name for path in (kept.path / "checkpoints").iterdir()}
-    model, tokenizer = (make.from_pretrained(kept.path / "model") for make in (AutoModelForCausalLM, AutoTokenizer))
+    assert {"iter_0000000", "iter_0000001"} <= {
+        path.name for path in (kept.path / "checkpoints").iterdir()
+    }
+    model, tokenizer = (
+        make.from_pretrained(kept.path / "model") for make in (AutoModelForCausalLM, AutoTokenizer)
+    )
     prompt = tokenizer("1+1=", return_tensors="pt")
-    assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+    assert (
+        model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1]
+        > prompt["input_ids"].shape[1]
+    )
 
 
 def test_the_last_lines_name_the_model_the_report_and_what_is_next(kept: Driver) -> None:
-    ended, model, checkpoint, flat, vary, truncated, report, following = kept.stderr.splitlines()[-8:]
-    assert flat.startswith("  warning: No step had any contrast: in all 2 steps ")  # every reward is 1
+    ended, model, checkpoint, flat, vary, truncated, report, following = kept.stderr.splitlines()[
+        -8:
+    ]
+    assert flat.startswith(
+        "  warning: No step had any contrast: in all 2 steps "
+    )  # every reward is 1
     assert vary.startswith("    try: ")
-    assert truncated == "  warning since step 1: Many responses are truncated (explained above)"  # four tokens are few
+    assert (
+        truncated == "  warning since step 1: Many responses are truncated (explained above)"
+    )  # four tokens are few
     assert kept.stderr.count("warning: Many responses are truncated: ") == 1
     assert ended == "finished, 2 of 2 steps"
     assert model == f"  model: {kept.path / 'model'}"
     assert checkpoint == f"  checkpoint: {kept.path / 'checkpoints' / 'iter_0000001'}"
-    assert report == f"  report: {kept.path / 'report.html'}" and (kept.path / "report.html").exists()
+    assert (
+        report == f"  report: {kept.path / 'report.html'}" and (kept.path / "report.html").exists()
+    )
     assert following.startswith("  next: ") and following.endswith(f" chat {kept.path}")
 
 
 def test_users_code_reaches_the_router_past_the_proxy(kept: Driver) -> None:
-    assert [row["rollout/raw_reward"] for row in kept.rows() if "rollout/raw_reward" in row] == [1.0, 1.0]
+    assert [row["rollout/raw_reward"] for row in kept.rows() if "rollout/raw_reward" in row] == [
+        1.0,
+        1.0,
+    ]
 
 
-# -- signals ---------------------------------------------------------------------------------------------------------
+# -- signals
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -133,17 +163,24 @@ def test_a_terminal_that_closes_and_one_ctrl_c_save_what_was_trained(
     wait_held(driver, hold, 1)
     driver.signal(number, group=True)
     check_stopped(driver, status)
-    assert (driver.path / "checkpoints" / "iter_0000000").is_dir() and (driver.path / "model").is_dir()
+    assert (driver.path / "checkpoints" / "iter_0000000").is_dir() and (
+        driver.path / "model"
+    ).is_dir()
     assert f" resume {driver.path}\n" in driver.stderr
 
 
-def test_output_that_is_lost_and_a_terminal_that_closes_end_no_run(world: World, hold: Path) -> None:
-    """stdout is a full device, the reader of stderr goes away in the first rollout, and the terminal in the second."""
+def test_output_that_is_lost_and_a_terminal_that_closes_end_no_run(
+    world: World, hold: Path
+) -> None:
+    """stdout is a full device, the reader of stderr goes away in the first rollout, and the
+    terminal in the second."""
     for rollout_id in (0, 1):
         (hold / f"hold-{rollout_id}").touch()
     reader, writer = os.pipe()
     with open("/dev/full", "w") as full:
-        flags = world.flags("unread", "--custom-rm-path", "tests.support.hold.reward", "--save", "{run}/checkpoints")
+        flags = world.flags(
+            "unread", "--custom-rm-path", "tests.support.hold.reward", "--save", "{run}/checkpoints"
+        )
         path = world.outputs / "unread"
         driver = start(flags, path, streams=(full.fileno(), writer), SLIME_TEST_HOLD=str(hold))
     os.close(writer)
@@ -173,14 +210,21 @@ def test_sigterm_when_ray_is_dead_already(begin: Callable[..., Driver], hold: Pa
     assert (driver.path / "checkpoints" / "iter_0000000").is_dir()
 
 
-# -- refused before anything starts ----------------------------------------------------------------------------------
+# -- refused before anything starts
+# ----------------------------------------------------------------------------------
 
 
 def test_wandb_without_a_key_says_what_to_do(world: World, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))
+    }
     environment |= {"HOME": str(tmp_path), "SLIME_DEBUG": "0"}
-    command = [sys.executable, str(ROOT / "train.py"), *world.flags("wandb", "--use-wandb", "--log-level", "ERROR")]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *world.flags("wandb", "--use-wandb", "--log-level", "ERROR"),
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
         check=False,

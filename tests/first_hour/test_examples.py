@@ -24,7 +24,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.full  # test_readme.py trains by the same calls
 def test_the_script(models: dict[str, Path], tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, str(ROOT / "examples" / "first_run.py"), str(models["qwen3"]), "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": finished, reward" in done.stdout and "the model: outputs/" in done.stdout
     (model,) = (tmp_path / "outputs").glob("run-*/model/config.json")
@@ -39,10 +41,21 @@ EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]) -> None:
     """Two steps with few samples, and the model that it makes."""
-    command = ["sh", str(ROOT / "examples" / example / "run.sh"), "--num-rollout", "2", "--n-samples-per-prompt", "2"]
-    command += [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]  # it has no evaluations
+    command = [
+        "sh",
+        str(ROOT / "examples" / example / "run.sh"),
+        "--num-rollout",
+        "2",
+        "--n-samples-per-prompt",
+        "2",
+    ]
+    command += (
+        [] if example == "curriculum" else ["--n-samples-per-eval-prompt", "1"]
+    )  # it has no evaluations
     env = {**environment, "PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [metrics] = (tmp_path / "outputs").glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -52,7 +65,10 @@ def test_the_script_of(example: str, tmp_path: Path, environment: dict[str, str]
 
 @pytest.mark.full
 def test_the_notebook(
-    models: dict[str, Path], tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path],
+    tmp_path: Path,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {**environment, "MODEL": str(models["qwen3"]), "STEPS": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -67,6 +83,8 @@ def test_the_notebook(
 def test_a_model_in_boxes_of_tasks(tmp_path: Path, environment: dict[str, str]) -> None:
     command = ["sh", str(ROOT / "examples" / "environments" / "run.sh"), "harbor", "1"]
     env = {**environment, "PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "score, step by step: [0." in done.stdout

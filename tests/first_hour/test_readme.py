@@ -1,4 +1,5 @@
-"""The reward, the command and the Python of README.md, copied from its text and run as they stand there."""
+"""The reward, the command and the Python of README.md, copied from its text and run as they stand
+there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.support.processes import ROOT, start
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
 
 
 def block(language: str, containing: str) -> str:
@@ -37,7 +40,9 @@ def command() -> list[str]:
 @pytest.mark.slow
 def test_the_reward_and_the_command_learn_from_each_other(tmp_path: Path) -> None:
     row = json.loads(block("json", "question"))
-    assert set(row) == {"question", "answer"} and type(row["answer"]) is int, "numbers are what data sets hold"
+    assert set(row) == {"question", "answer"} and type(row["answer"]) is int, (
+        "numbers are what data sets hold"
+    )
     sums = [(i, j) for i in range(10) for j in range(10) if i + j < 10]
     rows = [{"question": f"{i}+{j}=", "answer": i + j} for i, j in sums]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -51,11 +56,18 @@ def test_the_reward_and_the_command_learn_from_each_other(tmp_path: Path) -> Non
         assert driver.end() == 0, driver.stderr
     steps = [row for row in driver.rows() if "rollout/raw_reward" in row]
     samples = read_lines(driver.path / "samples" / "rollout_000000.jsonl")
-    assert len(steps) == 2 and all(row["rollout/raw_reward"] > 0 and row["train/grad_norm"] > 0 for row in steps)
+    assert len(steps) == 2 and all(
+        row["rollout/raw_reward"] > 0 and row["train/grad_norm"] > 0 for row in steps
+    )
     assert not any(name.startswith("alarm/") for row in steps for name in row)
-    assert all(re.fullmatch(r"\d", sample["response"]) and sample["response_length"] == 2 for sample in samples)
+    assert all(
+        re.fullmatch(r"\d", sample["response"]) and sample["response_length"] == 2
+        for sample in samples
+    )
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
-    assert all((sample["reward"] == 1.0) == (sample["response"] == sample["label"]) for sample in samples)
+    assert all(
+        (sample["reward"] == 1.0) == (sample["response"] == sample["label"]) for sample in samples
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +88,9 @@ def test_the_python_trains_and_prints(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "readme.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.fullmatch(r"\[(0\.\d+)\] (\d) (\S+)", done.stdout.splitlines()[-1])
     assert said and float(said[1]) > 0, done.stdout

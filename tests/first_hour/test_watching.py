@@ -1,4 +1,5 @@
-"""What a new user sees of a run that says no more than it must: its lines, its page, and a batch that can teach."""
+"""What a new user sees of a run that says no more than it must: its lines, its page, and a batch
+that can teach."""
 
 from __future__ import annotations
 
@@ -21,13 +22,26 @@ def test_a_run_of_few_words_is_told_in_short_lines_and_has_a_page_while_it_goes_
         return page
 
     monkeypatch.setattr(report, "write_report", watched)
-    flags = ["--num-rollout", 2, "--custom-rm-path", "tests.support.toy.digit_share", "--rollout-max-response-len", 4]
+    flags = [
+        "--num-rollout",
+        2,
+        "--custom-rm-path",
+        "tests.support.toy.digit_share",
+        "--rollout-max-response-len",
+        4,
+    ]
     evaluation = ["--eval-prompt-data", "sums", f"{data}@[0:4]", "--eval-interval", 2]
     result = run("first-look", *flags, *evaluation, "--colocate")
-    assert result.series("rollout/num_samples") == [256.0, 256.0], "32 prompts, 8 samples of each, without a word"
+    assert result.series("rollout/num_samples") == [256.0, 256.0], (
+        "32 prompts, 8 samples of each, without a word"
+    )
 
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("first-look  ")]
-    assert any("warning: Many responses are truncated" in line for line in lines), "as they are, at four tokens"
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("first-look  ")
+    ]
+    assert any("warning: Many responses are truncated" in line for line in lines), (
+        "as they are, at four tokens"
+    )
     lines = [line for line in lines if "  warning: " not in line]
     told = [" ".join(line.split()[1:4]) for line in lines]
     assert told == ["ready after " + lines[0].split()[3], "step 0/2 held-out:", "step 1/2 reward", "step 2/2 reward",

@@ -1,4 +1,5 @@
-"""The embedded engine on a GPU: same numbers as transformers there, updates, and memory given back."""
+"""The embedded engine on a GPU: same numbers as transformers there, updates, and memory given
+back."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
+from tests.support.embedded_models import (
+    SHAPES,
+    make_scheduler,
+    make_sequence,
+    run,
+    save_tiny_model,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,11 +27,15 @@ PROMPTS = [[5, 9, 200, 31, 7], list(range(90)), [5, 9, 200, 31, 7], [1, 2]]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_log_probs_equal_those_of_transformers(tmp_path: Path, shape: str, deterministic: bool) -> None:
+def test_log_probs_equal_those_of_transformers(
+    tmp_path: Path, shape: str, deterministic: bool
+) -> None:
     directory = save_tiny_model(tmp_path, shape)
     scheduler = make_scheduler(directory, deterministic=deterministic, device="cuda")
     sequences = [
-        make_sequence(prompt, rid=str(i), sampling_seed=i, max_new_tokens=80, top_p=0.9 if i == 1 else 1.0)
+        make_sequence(
+            prompt, rid=str(i), sampling_seed=i, max_new_tokens=80, top_p=0.9 if i == 1 else 1.0
+        )
         for i, prompt in enumerate(PROMPTS)
     ]
     run(scheduler, sequences)
@@ -33,8 +44,12 @@ def test_log_probs_equal_those_of_transformers(tmp_path: Path, shape: str, deter
         tokens = torch.tensor([sequence.tokens().tolist()], device="cuda")
         with torch.no_grad():
             logprobs = torch.log_softmax(model(tokens).logits[0, :-1], -1)
-        expected = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)[len(sequence.prompt) - 1 :].cpu()
-        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, atol=1e-3, rtol=0)
+        expected = (
+            logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)[len(sequence.prompt) - 1 :].cpu()
+        )
+        torch.testing.assert_close(
+            torch.tensor(sequence.output_logprobs), expected, atol=1e-3, rtol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -45,7 +60,10 @@ def test_deterministic_mode_is_bit_identical(tmp_path: Path, dtype: str) -> None
         sequence = make_sequence(prompt, sampling_seed=number, max_new_tokens=70)
         run(make_scheduler(directory, deterministic=True, device="cuda", dtype=dtype), [sequence])
         expected.append((sequence.output_ids, sequence.output_logprobs))
-    together = [make_sequence(p, rid=str(i), sampling_seed=i, max_new_tokens=70) for i, p in enumerate(PROMPTS)]
+    together = [
+        make_sequence(p, rid=str(i), sampling_seed=i, max_new_tokens=70)
+        for i, p in enumerate(PROMPTS)
+    ]
     run(make_scheduler(directory, deterministic=True, device="cuda", dtype=dtype), together[::-1])
     assert [(s.output_ids, s.output_logprobs) for s in together] == expected
 

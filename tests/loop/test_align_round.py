@@ -23,7 +23,9 @@ def test_a_round_whose_engine_is_not_told_the_temperature(
     told = json.loads(capsys.readouterr().out)
     best = told["causes"][0]
     assert best["name"] == "align-temperature" and best["tries"][0]["side"] == "engine"
-    assert best["tries"][0]["what"].startswith("log-probs are at temperature 1 instead of --rollout-temperature 0.5")
+    assert best["tries"][0]["what"].startswith(
+        "log-probs are at temperature 1 instead of --rollout-temperature 0.5"
+    )
     assert best["tries"][0]["share"] > 0.99 and told["from_reference"]["trainer"] < 1e-5
     (weights,) = (cause for cause in told["causes"] if cause["name"] == "align-weights")
     assert weights["tries"][0]["what"].startswith("all weights arrived")

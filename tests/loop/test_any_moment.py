@@ -1,4 +1,5 @@
-"""A launch that is hit by a signal at any moment leaves no process behind and a state that is true."""
+"""A launch that is hit by a signal at any moment leaves no process behind and a state that is
+true."""
 
 from __future__ import annotations
 
@@ -40,12 +41,18 @@ def whole(world: World) -> dict[str, Any]:
 
 
 def test_daemons_of_a_reward_end_with_a_run_that_finishes(whole: dict[str, Any]) -> None:
-    assert (whole["status"], whole["state"], whole["survivors"]) == (0, "finished", []), whole["stderr"]
+    assert (whole["status"], whole["state"], whole["survivors"]) == (0, "finished", []), whole[
+        "stderr"
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_nothing_survives_the_drivers_sigkill(world: World, whole: dict[str, Any], seed: int) -> None:
-    found = strike(world, f"killed-{seed}", random.Random(seed).uniform(0.0, whole["lasted"]), signal.SIGKILL)
+def test_nothing_survives_the_drivers_sigkill(
+    world: World, whole: dict[str, Any], seed: int
+) -> None:
+    found = strike(
+        world, f"killed-{seed}", random.Random(seed).uniform(0.0, whole["lasted"]), signal.SIGKILL
+    )
     assert found["survivors"] == [], found
 
 

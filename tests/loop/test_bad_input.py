@@ -1,4 +1,5 @@
-"""Bad input: one error of a few lines, exit status 2, nothing started, nothing left that blocks the next try."""
+"""Bad input: one error of a few lines, exit status 2, nothing started, nothing left that blocks the
+next try."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def refuse(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``refuse(*flags)``: a launch that must be refused before anything starts; returns what the user reads."""
+def refuse(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """``refuse(*flags)``: a launch that must be refused before anything starts; returns what the
+    user reads."""
     monkeypatch.delenv("SLIME_DEBUG", raising=False)
     monkeypatch.setattr("slime.run.session.Session", _never)
 
@@ -48,11 +52,14 @@ def _never(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a session was opened")
 
 
-# -- data --------------------------------------------------------------------------------------------------
+# -- data
+# --------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -81,7 +88,9 @@ def test_wrong_keys_name_those_there_are_and_the_nearest(refuse: Callable[..., s
     ],
     ids=["empty", "none", "malformed", "no object"],
 )
-def test_rows_that_cannot_be_used(refuse: Callable[..., str], tmp_path: Path, row: Any, told: str) -> None:
+def test_rows_that_cannot_be_used(
+    refuse: Callable[..., str], tmp_path: Path, row: Any, told: str
+) -> None:
     data = write(tmp_path / "data.jsonl", GOOD, row, GOOD)
     error = refuse("--prompt-data", data)
     assert told in error and "1 of 3 rows" in error and f"{data}:2" in error
@@ -96,7 +105,11 @@ def test_label_of_the_wrong_type(refuse: Callable[..., str], tmp_path: Path) -> 
 def test_prompts_longer_than_the_context(refuse: Callable[..., str], tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", {"prompt": "1" * 100, "label": "3"})
     error = refuse("--prompt-data", data)
-    assert "longer than 63 tokens" in error and "100 tokens" in error and "--rollout-max-context-len" in error
+    assert (
+        "longer than 63 tokens" in error
+        and "100 tokens" in error
+        and "--rollout-max-context-len" in error
+    )
 
 
 def test_no_rows(refuse: Callable[..., str], tmp_path: Path, world: World) -> None:
@@ -108,10 +121,13 @@ def test_evaluation_data_is_looked_at_too(refuse: Callable[..., str], world: Wor
     data = world.inputs / "test.jsonl"
     error = refuse("--eval-prompt-data", "sums", data, "--eval-input-key", "question")
     assert str(data) in error and "--eval-input-key prompt" in error
-    assert "there is no data file" in refuse("--eval-prompt-data", "sums", data.with_name("none.jsonl"))
+    assert "there is no data file" in refuse(
+        "--eval-prompt-data", "sums", data.with_name("none.jsonl")
+    )
 
 
-# -- models ------------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -141,14 +157,20 @@ def test_weights_that_are_not_whole(refuse: Callable[..., str], model: Path) -> 
     tensors = load(content)
     weights.write_bytes(content[:100_000])
     assert "cut short" in refuse("--hf-checkpoint", model)
-    save_file({name: tensor for name, tensor in tensors.items() if "layers.1." not in name}, weights)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}, weights
+    )
     assert "in layers 1 of 2" in refuse("--hf-checkpoint", model)
 
     weights.unlink()
     assert "no weights in" in refuse("--hf-checkpoint", model)
-    shards = {name: f"model-0000{1 + ('layers.1.' in name)}-of-00002.safetensors" for name in tensors}
+    shards = {
+        name: f"model-0000{1 + ('layers.1.' in name)}-of-00002.safetensors" for name in tensors
+    }
     first = "model-00001-of-00002.safetensors"
-    save_file({name: tensors[name] for name, file in shards.items() if file == first}, model / first)
+    save_file(
+        {name: tensors[name] for name, file in shards.items() if file == first}, model / first
+    )
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     error = refuse("--hf-checkpoint", model)
     assert "1 of 2 shards are missing" in error and "model-00002-of-00002.safetensors" in error
@@ -164,7 +186,8 @@ def test_nothing_to_load(refuse: Callable[..., str], tmp_path: Path) -> None:
     assert "holds no checkpoint" in refuse("--load", tmp_path)
 
 
-# -- hooks and rewards -------------------------------------------------------------------------------------
+# -- hooks and rewards
+# -------------------------------------------------------------------------------------
 
 
 def test_reward_functions(refuse: Callable[..., str], tmp_path: Path) -> None:
@@ -185,10 +208,13 @@ def test_reward_types(refuse: Callable[..., str]) -> None:
     assert "--rm-url" in refuse("--rm-type", "remote_rm", without="--custom-rm-path")
 
 
-# -- the run -----------------------------------------------------------------------------------------------
+# -- the run
+# -----------------------------------------------------------------------------------------------
 
 
-def test_more_gpus_than_there_are(refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gpus_than_there_are(
+    refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     error = refuse("--actor-num-gpus-per-node", 4096, "--rollout-batch-size", 2048)
     assert "needs 4096 process slots" in error and "actor_num_gpus_per_node 4096" in error
@@ -217,9 +243,14 @@ def test_directories_that_cannot_be_made(refuse: Callable[..., str], tmp_path: P
     assert "--save" in refuse("--save", file / "checkpoints")
 
 
-def test_exports_would_replace_what_must_not_be_lost(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_exports_would_replace_what_must_not_be_lost(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
     told = refuse("--save", tmp_path / "runs" / "ckpt", "--save-hf", tmp_path / "runs")
-    assert f"runs holds --save {tmp_path}/runs/ckpt" in told and "--save-hf exports/{rollout_id}" in told
+    assert (
+        f"runs holds --save {tmp_path}/runs/ckpt" in told
+        and "--save-hf exports/{rollout_id}" in told
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     assert "there is: thesis.tex" in refuse("--save-hf", tmp_path / "mine")
@@ -237,17 +268,24 @@ def test_an_existing_run_folder_is_refused_and_left_alone(
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     assert main(["train", *world.flags("mine", "--output-dir", tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "exists already" in error and "--run-name" in error and len(error.splitlines()) <= LONGEST_ERROR
+    assert (
+        "exists already" in error
+        and "--run-name" in error
+        and len(error.splitlines()) <= LONGEST_ERROR
+    )
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
-# -- as processes ------------------------------------------------------------------------------------------
+# -- as processes
+# ------------------------------------------------------------------------------------------
 
 
 def train(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SLIME_DEBUG": "0", **env}
     command = [sys.executable, "train.py", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
+    )
 
 
 def test_exit_status_and_traceback_only_on_request(world: World) -> None:
@@ -261,7 +299,10 @@ def test_exit_status_and_traceback_only_on_request(world: World) -> None:
 
 
 def test_dry_run_checks_the_same(world: World) -> None:
-    assert "--input-key prompt" in train(*world.flags("refused", "--dry-run", "--input-key", "question")).stderr
+    assert (
+        "--input-key prompt"
+        in train(*world.flags("refused", "--dry-run", "--input-key", "question")).stderr
+    )
     done = train(*world.flags("refused", "--dry-run"))
     assert done.returncode == 0, done.stderr
     assert "1 engine(s)" in done.stdout and str(world.inputs / "model") in done.stdout
@@ -269,7 +310,8 @@ def test_dry_run_checks_the_same(world: World) -> None:
 
 
 def test_what_is_imported_for_a_refusal(world: World) -> None:
-    """A wrong flag costs neither Ray nor torch, wrong data no torch: that is what makes the answer quick."""
+    """A wrong flag costs neither Ray nor torch, wrong data no torch: that is what makes the answer
+    quick."""
     code = (
         "import sys; from slime.__main__ import main; status = main(sys.argv[1:]);"
         "print(status, *sorted({'ray', 'torch', 'transformers'} & set(sys.modules)))"
@@ -277,13 +319,16 @@ def test_what_is_imported_for_a_refusal(world: World) -> None:
 
     def imported(*flags: str) -> str:
         command = [sys.executable, "-c", code, "train", *flags]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=ROOT
+        ).stdout.strip()
 
     assert imported("--rolout-batch-size", "4") == "2"
     assert imported(*world.flags("refused", "--input-key", "question")) == "2 ray transformers"
 
 
-# -- what only shows once processes are up -----------------------------------------------------------------
+# -- what only shows once processes are up
+# -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -301,7 +346,8 @@ def begin(world: World) -> Iterator[Callable[..., Driver]]:
 
 @pytest.mark.full
 def test_a_bad_row_far_down(begin: Callable[..., Driver], world: World, tmp_path: Path) -> None:
-    """The rollout actor looks at every row: what it finds reaches the user like any other bad input."""
+    """The rollout actor looks at every row: what it finds reaches the user like any other bad
+    input."""
     data = write(tmp_path / "data.jsonl", *[GOOD] * 3000, {"prompt": "1+2="})
     driver = begin("far", world.flags("far", "--prompt-data", data))
     assert driver.end() == 2, driver.stderr

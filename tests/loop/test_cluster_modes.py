@@ -1,4 +1,5 @@
-"""A cluster of three nodes on this host: ranks and engines spread over it, other jobs on it, jobs submitted to it."""
+"""A cluster of three nodes on this host: ranks and engines spread over it, other jobs on it, jobs
+submitted to it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster` with a dashboard (job submission is part of it); nobody here connects to it."""
+    """`ray.cluster_utils.Cluster` with a dashboard (job submission is part of it); nobody here
+    connects to it."""
     from ray.cluster_utils import Cluster
 
     options = {
@@ -37,7 +39,9 @@ def cluster() -> Iterator[Any]:
         "dashboard_port": 0,
         "dashboard_agent_listen_port": 0,
     }
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "gcs_server_port": 0, **options})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "gcs_server_port": 0, **options}
+    )
     try:
         for _ in range(NODES - 1):
             cluster.add_node(num_cpus=1)
@@ -51,7 +55,8 @@ def noted(hold: Path, who: str) -> list[dict[str, str]]:
 
 
 def servers(world: World) -> list[psutil.Process]:
-    """Engines and routers that this test's nodes run; other tests keep engines of other models meanwhile."""
+    """Engines and routers that this test's nodes run; other tests keep engines of other models
+    meanwhile."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -71,30 +76,49 @@ SPIES = (
 
 
 def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold: Path) -> None:
-    """Data parallel of 2 across the nodes, weights by gloo; a second job finds no room; nothing stays behind."""
-    flags = world.flags("spread", *SPIES, "--ray-address", cluster.address, "--actor-num-gpus-per-node", 2)
+    """Data parallel of 2 across the nodes, weights by gloo; a second job finds no room; nothing
+    stays behind."""
+    flags = world.flags(
+        "spread", *SPIES, "--ray-address", cluster.address, "--actor-num-gpus-per-node", 2
+    )
     flags = [*flags, "--no-colocate"]
-    env = {"SLIME_TEST_HOLD": str(hold), "NCCL_DEBUG": "WARN", "HF_TOKEN": "secret", "UNRELATED": "1"}
+    env = {
+        "SLIME_TEST_HOLD": str(hold),
+        "NCCL_DEBUG": "WARN",
+        "HF_TOKEN": "secret",
+        "UNRELATED": "1",
+    }
     (hold / "hold-0").touch()
     driver = start(flags, world.outputs / "spread", **env)
     try:
-        wait_until(lambda: (hold / "held-0").exists() or driver.process.poll() is not None, "the first rollout")
+        wait_until(
+            lambda: (hold / "held-0").exists() or driver.process.poll() is not None,
+            "the first rollout",
+        )
         assert driver.process.poll() is None, driver.stderr
 
         for who, count in (("rollout", 1), ("trainer", 2)):
             assert len(noted(hold, who)) == count
             for seen in noted(hold, who):
-                assert seen["NCCL_DEBUG"] == "WARN" and "HF_TOKEN" not in seen and "UNRELATED" not in seen
+                assert (
+                    seen["NCCL_DEBUG"] == "WARN"
+                    and "HF_TOKEN" not in seen
+                    and "UNRELATED" not in seen
+                )
         nodes = {seen["node"] for seen in noted(hold, "trainer")}
         assert len(nodes) == 2
-        [engine] = [process for process in servers(world) if "embedded" in " ".join(process.cmdline())]
+        [engine] = [
+            process for process in servers(world) if "embedded" in " ".join(process.cmdline())
+        ]
         assert engine.environ()["NCCL_DEBUG"] == "WARN"
 
         waits = start(
-            world.flags("waits", "--ray-address", cluster.address, "--placement-timeout", 2), world.outputs / "waits"
+            world.flags("waits", "--ray-address", cluster.address, "--placement-timeout", 2),
+            world.outputs / "waits",
         )
         big = start(
-            world.flags("big", "--ray-address", cluster.address, "--actor-num-gpus-per-node", 4), world.outputs / "big"
+            world.flags("big", "--ray-address", cluster.address, "--actor-num-gpus-per-node", 4),
+            world.outputs / "big",
         )
         assert (waits.end(), big.end()) == (2, 2), waits.stderr + big.stderr
         assert "did not become free within 2 s" in waits.error()[0]
@@ -113,8 +137,8 @@ def test_two_ranks_and_an_engine_on_three_nodes(cluster: Any, world: World, hold
 
 @pytest.mark.full
 def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
-    """``ray job submit``: the variables of its runtime environment reach every process, the engine's too. Its name is
-    that of the job that found no room, which never came up."""
+    """``ray job submit``: the variables of its runtime environment reach every process, the
+    engine's too. Its name is that of the job that found no room, which never came up."""
     submitted = {
         "env_vars": {
             "SLIME_TEST_HOLD": str(hold),
@@ -125,23 +149,40 @@ def test_a_submitted_job(cluster: Any, world: World, hold: Path) -> None:
     }
     (hold / "hold-1").touch()
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
-    command += ["--address", f"http://{cluster.webui_url}", "--runtime-env-json", json.dumps(submitted), "--"]
+    command += [
+        "--address",
+        f"http://{cluster.webui_url}",
+        "--runtime-env-json",
+        json.dumps(submitted),
+        "--",
+    ]
     command += [sys.executable, str(ROOT / "train.py"), *world.flags("waits", *SPIES)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", "PYTHONPATH")
+    }
     with open(hold / "submit.log", "w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        wait_until(lambda: (hold / "held-1").exists() or job.poll() is not None, "the second rollout")
+        wait_until(
+            lambda: (hold / "held-1").exists() or job.poll() is not None, "the second rollout"
+        )
         assert job.poll() is None, (hold / "submit.log").read_text()
         for who in ("rollout", "trainer"):
             assert [seen["TEST_MARK"] for seen in noted(hold, who)] == ["everywhere"]
         assert {
-            process.environ().get("TEST_MARK") for process in servers(world) if "embedded" in process.cmdline()[2]
+            process.environ().get("TEST_MARK")
+            for process in servers(world)
+            if "embedded" in process.cmdline()[2]
         } == {"everywhere"}
         (hold / "hold-1").unlink()
         assert job.wait(120) == 0, (hold / "submit.log").read_text()
     finally:
         job.kill()
-    rows = [json.loads(line) for line in (world.outputs / "waits" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (world.outputs / "waits" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if "rollout/raw_reward" in row] == [1, 2]
     wait_until(lambda: not servers(world), "engine and router end with the job", 10)

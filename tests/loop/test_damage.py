@@ -1,5 +1,5 @@
-"""Damage on the disk: the run goes on from what is whole, says so, generates nothing twice, and ends with the weights
-of a run to which nothing happened."""
+"""Damage on the disk: the run goes on from what is whole, says so, generates nothing twice, and
+ends with the weights of a run to which nothing happened."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ from tests.support.processes import Driver, StartHeld, World, wait_while_running
 
 pytestmark = pytest.mark.slow
 
-_FLAGS = ("--custom-rm-path", "tests.support.hold.reward_and_count", "--deterministic-rollout", "--num-rollout", 4)
+_FLAGS = (
+    "--custom-rm-path",
+    "tests.support.hold.reward_and_count",
+    "--deterministic-rollout",
+    "--num-rollout",
+    4,
+)
 _FLAGS = (*_FLAGS, "--save-interval", 1, "--max-restarts", 1)
 _DIES = ("--custom-megatron-before-train-step-hook-path", "tests.support.hold.die_once")
-_HELD = 27  # a sample of the fourth rollout, of eight samples each: when it is generated, three are saved
+# a sample of the fourth rollout, of eight samples each: when it is generated, three are saved
+_HELD = 27
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,11 @@ def unbroken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     from tests.support.processes import start
 
     folder = tmp_path_factory.mktemp("unbroken-scores")
-    with start(world.resumable("unbroken", *_FLAGS), world.outputs / "unbroken", SLIME_TEST_HOLD=str(folder)) as driver:
+    with start(
+        world.resumable("unbroken", *_FLAGS),
+        world.outputs / "unbroken",
+        SLIME_TEST_HOLD=str(folder),
+    ) as driver:
         assert driver.end() == 0, driver.stderr
         return weights_of(driver)
 
@@ -52,10 +63,21 @@ def scored(hold: Path) -> Counter[int]:
     return Counter(int(line.split()[0]) for line in (hold / "scored").read_text().splitlines())
 
 
-def begin_and_hold(world: World, start_held: StartHeld, hold: Path, name: str, *flags: object) -> Driver:
-    """Three rollouts are trained on and saved, all but one group of the fourth are in the journal."""
+def begin_and_hold(
+    world: World, start_held: StartHeld, hold: Path, name: str, *flags: object
+) -> Driver:
+    """Three rollouts are trained on and saved, all but one group of the fourth are in the
+    journal."""
     (hold / f"hold-sample-{_HELD}").touch()
-    words = world.flags(name, "--save", world.outputs / name / "checkpoints", "--save-min-seconds", 0, *_FLAGS, *flags)
+    words = world.flags(
+        name,
+        "--save",
+        world.outputs / name / "checkpoints",
+        "--save-min-seconds",
+        0,
+        *_FLAGS,
+        *flags,
+    )
     driver = start_held(words, world.outputs / name)
     wait_while_running(driver, (hold / f"held-sample-{_HELD}").exists, "the last rollout")
     wait_while_running(driver, lambda: len(scored(hold)) == 31, "the other samples of it")
@@ -143,12 +165,14 @@ def test_a_journal_that_was_cut_anywhere(
     ends_as_unbroken(again, unbroken)
 
 
-# -- a file system that is read-only from one moment on -------------------------------------------------------
+# -- a file system that is read-only from one moment on
+# -------------------------------------------------------
 
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[Path], Callable[[], None]]]:
-    """``read_only(folder)`` makes it so for whatever is opened from then on; what it returns takes that back."""
+    """``read_only(folder)`` makes it so for whatever is opened from then on; what it returns takes
+    that back."""
     made: list[Path] = []
 
     def make(folder: Path) -> Callable[[], None]:
@@ -178,7 +202,8 @@ def test_a_folder_that_becomes_read_only(
     read_only: Callable[[Path], Callable[[], None]],
     which: str,
 ) -> None:
-    """One message says which folder, the checkpoint before is whole, and the run goes on when it is writable again."""
+    """One message says which folder, the checkpoint before is whole, and the run goes on when it is
+    writable again."""
     driver = begin_and_hold(world, start_held, hold, f"read-only-{which}")
     checkpoints = driver.path / "checkpoints"
     take_back = read_only(checkpoints if which == "save" else driver.path)
@@ -186,7 +211,10 @@ def test_a_folder_that_becomes_read_only(
     assert driver.end() == 2, driver.stderr
     told = driver.stderr
     assert "Traceback" not in told and told.count("error: ") == 1, told
-    assert "Read-only file system" in told and str(checkpoints if which == "save" else driver.path) in told
+    assert (
+        "Read-only file system" in told
+        and str(checkpoints if which == "save" else driver.path) in told
+    )
     take_back()
     check_contents(checkpoints / "iter_0000002")
     again = start_held(["resume", str(driver.path)], driver.path, "slime")
@@ -195,13 +223,17 @@ def test_a_folder_that_becomes_read_only(
     ends_as_unbroken(again, unbroken)
 
 
-# -- version numbers -------------------------------------------------------------------------------------------
+# -- version numbers
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_versions_of_two_lives_are_told_apart(world: World, start_held: StartHeld, hold: Path) -> None:
-    """Pushed after every second rollout, saved after each. The run goes back to the first checkpoint, whose weights
-    were not pushed, and the journal has samples of version 2, which was pushed after it."""
+def test_versions_of_two_lives_are_told_apart(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
+    """Pushed after every second rollout, saved after each. The run goes back to the first
+    checkpoint, whose weights were not pushed, and the journal has samples of version 2, which was
+    pushed after it."""
     driver = begin_and_hold(world, start_held, hold, "versions", "--update-weights-interval", 2)
 
     def lose_two() -> None:
@@ -210,6 +242,8 @@ def test_versions_of_two_lives_are_told_apart(world: World, start_held: StartHel
 
     again = kill_and_resume(driver, start_held, hold, lose_two)
     rows = [row for row in again.rows() if "rollout/raw_reward" in row]
-    assert [row["rollout/staleness/max"] for row in rows] == [0, 1, 0, 1], "as in a run that nothing happened to"
+    assert [row["rollout/staleness/max"] for row in rows] == [0, 1, 0, 1], (
+        "as in a run that nothing happened to"
+    )
     pushed = [row["perf/weight_version"] for row in rows if "perf/weight_version" in row]
     assert pushed == [4, 5], "1 and 2 in the first life, 3 at the second launch"

@@ -1,4 +1,5 @@
-"""One half of the loop alone: engines that write dumps, trainers that read them; and what a NaN leaves behind."""
+"""One half of the loop alone: engines that write dumps, trainers that read them; and what a NaN
+leaves behind."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def without(world: World, *libraries: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def dumps(world: World) -> str:
-    """Two rollouts and three evaluations, written by engines alone, with the flags of a whole run and without
-    Megatron."""
+    """Two rollouts and three evaluations, written by engines alone, with the flags of a whole run
+    and without Megatron."""
     pattern = str(world.outputs / "dumps" / "{rollout_id:04d}.pt")
     whole = ("--save", world.outputs / "engines" / "checkpoints", "--lr", 1e-4, "--use-tis")
     evaluation = ("--eval-prompt-data", "held", world.inputs / "test.jsonl", "--eval-interval", 1)
@@ -110,5 +111,7 @@ def test_nan_leaves_the_step_in_the_crash_folder(world: World, dumps: str) -> No
     assert [s["sample_index"] for s in samples if "advantages" in s["not_finite"]] == [11]
     assert samples[0]["prompt"] and len(samples) == 8
     details = json.loads((folder / "step.json").read_text())
-    assert details["parameters_not_finite"] and details["micro_batches_not_finite"][0]["loss"] == "nan"
+    assert (
+        details["parameters_not_finite"] and details["micro_batches_not_finite"][0]["loss"] == "nan"
+    )
     assert torch.load(folder / "step.pt")["rollout_id"] == 1

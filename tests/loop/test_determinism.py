@@ -1,4 +1,5 @@
-"""With ``--deterministic-rollout`` a seed is a run: the same tokens, rewards and metrics, however it is served."""
+"""With ``--deterministic-rollout`` a seed is a run: the same tokens, rewards and metrics, however
+it is served."""
 
 from __future__ import annotations
 
@@ -23,9 +24,17 @@ def again(first_half: RunResult) -> RunResult:
 
 @pytest.fixture(scope="module")
 def two_at_a_time(run: Run, deterministic: Any) -> RunResult:
-    """Two requests in flight instead of all: other batches in every step of the engine, other finishing orders."""
+    """Two requests in flight instead of all: other batches in every step of the engine, other
+    finishing orders."""
     flags = ["--sglang-server-concurrency", 2]
-    return run("two-at-a-time", *deterministic("two-at-a-time"), *flags, "--colocate", "--num-rollout", ROLLOUTS)
+    return run(
+        "two-at-a-time",
+        *deterministic("two-at-a-time"),
+        *flags,
+        "--colocate",
+        "--num-rollout",
+        ROLLOUTS,
+    )
 
 
 @pytest.mark.parametrize("rollout_id", range(ROLLOUTS))
@@ -41,7 +50,9 @@ def test_same_seed_same_metrics(once: RunResult, again: RunResult) -> None:
 
 @pytest.mark.full  # the engine's part of it is in tests/unit/test_embedded_scheduler.py
 @pytest.mark.parametrize("rollout_id", range(ROLLOUTS))
-def test_batching_changes_no_sample(once: RunResult, two_at_a_time: RunResult, rollout_id: int) -> None:
+def test_batching_changes_no_sample(
+    once: RunResult, two_at_a_time: RunResult, rollout_id: int
+) -> None:
     assert two_at_a_time.tokens(rollout_id) == once.tokens(rollout_id)
 
 

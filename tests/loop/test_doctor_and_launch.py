@@ -20,5 +20,8 @@ def test_a_round_of_the_demo(
     assert main(["doctor", "--round", "--json", *flags]) == 0
     told = json.loads(capsys.readouterr().out)
     (found,) = (check for check in told["checks"] if check["name"] == "round")
-    assert found["state"] == "ok" and "all weights arrived; log-probs differ by 0.0000" in found["said"]
+    assert (
+        found["state"] == "ok"
+        and "all weights arrived; log-probs differ by 0.0000" in found["said"]
+    )
     assert not world.outputs.exists() and not list(tmp_path.glob("slime-doctor-*"))

@@ -1,4 +1,5 @@
-"""Every hook of the table is called in a real run: two launches, since some take the place of others."""
+"""Every hook of the table is called in a real run: two launches, since some take the place of
+others."""
 
 from __future__ import annotations
 
@@ -12,8 +13,17 @@ from tests.support.runs import Run, RunResult
 
 pytestmark = pytest.mark.full
 
-SMALL = ("--rollout-batch-size", 2, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 4, "--colocate")
-#: Hook → its function in `tests.support.every_hook`: in the first run, and those that have no place there.
+SMALL = (
+    "--rollout-batch-size",
+    2,
+    "--n-samples-per-prompt",
+    2,
+    "--rollout-max-response-len",
+    4,
+    "--colocate",
+)
+#: Hook → its function in `tests.support.every_hook`: in the first run, and those that have no place
+#: there.
 FIRST = {
     "rollout_function_path": "rollout",
     "eval_function_path": "evaluation",
@@ -54,7 +64,15 @@ def flags_of(functions: dict[str, str]) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(run: Run, data: Path) -> dict[str, RunResult]:
     # more is drawn than is needed: what is put back comes out of the buffer in the second rollout
-    first = ["--over-sampling-batch-size", 4, "--eval-prompt-data", "sums", f"{data}@[0:2]", "--eval-interval", 1]
+    first = [
+        "--over-sampling-batch-size",
+        4,
+        "--eval-prompt-data",
+        "sums",
+        f"{data}@[0:2]",
+        "--eval-interval",
+        1,
+    ]
     first += ["--use-kl-loss", "--kl-loss-coef", "0.01", "--use-tis", "--num-rollout", 2]
     second = ["--loss-type", "custom_loss", "--num-rollout", 1]
     return {
@@ -71,4 +89,6 @@ def test_it_is_called(runs: dict[str, RunResult], hook: str) -> None:
 def test_they_train(runs: dict[str, RunResult]) -> None:
     for name, steps in {"first": 2, "second": 1}.items():
         assert len(runs[name].series("train/loss")) == steps
-    assert runs["second"].series("train/reinforce") and runs["first"].series("rollout/num_failed_samples") == [0, 0]
+    assert runs["second"].series("train/reinforce") and runs["first"].series(
+        "rollout/num_failed_samples"
+    ) == [0, 0]

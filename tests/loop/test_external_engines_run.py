@@ -1,4 +1,5 @@
-"""Engines that somebody else has started: they join a running run, generate with its weights, leave or die."""
+"""Engines that somebody else has started: they join a running run, generate with its weights, leave
+or die."""
 
 from __future__ import annotations
 
@@ -81,33 +82,52 @@ def test_one_joins_and_leaves(
     (hold / "hold-1").unlink()
     check_end(driver, [1, 2, 3])
     tokens = external.end()
-    assert 4 <= tokens <= 4 * 4 + 1, "half of the rollout's eight samples, of four tokens at most, were its own"
+    assert 4 <= tokens <= 4 * 4 + 1, (
+        "half of the rollout's eight samples, of four tokens at most, were its own"
+    )
 
 
 def weight_version(url: str) -> str:
     """What an engine samples with."""
     body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}).encode()
     request = urllib.request.Request(
-        f"{url}/generate", body, {"Content-Type": "application/json", **header_of(*ITS_KEY.values())}
+        f"{url}/generate",
+        body,
+        {"Content-Type": "application/json", **header_of(*ITS_KEY.values())},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["meta_info"]["weight_version"])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")])
+@pytest.mark.parametrize(
+    "way", [pytest.param((), id="shared-memory"), pytest.param(BROADCAST, id="broadcast")]
+)
 def test_one_is_killed_and_another_takes_its_place(
-    begin: Start, world: World, hold: Path, external: ExternalEngine, tmp_path: Path, way: tuple[str, ...]
+    begin: Start,
+    world: World,
+    hold: Path,
+    external: ExternalEngine,
+    tmp_path: Path,
+    way: tuple[str, ...],
 ) -> None:
     """There from the launch on, beside one of the run's own; killed in the middle of a rollout."""
     for number in range(3):
         (hold / f"hold-{number}").touch()
-    flags = ("--rollout-external-engine-addrs", external.address, "--rollout-num-gpus", 1, "--use-fault-tolerance")
+    flags = (
+        "--rollout-external-engine-addrs",
+        external.address,
+        "--rollout-num-gpus",
+        1,
+        "--use-fault-tolerance",
+    )
     driver = begin(f"killed-{len(way)}", "--num-rollout", 4, *flags, *way)
     wait_held(driver, hold, 0)
     assert weight_version(external.url) == "1"
     external.process.kill()
-    wait_while_running(driver, lambda: "it is taken out, 1 go on" in driver.stderr, "the death is noticed")
+    wait_while_running(
+        driver, lambda: "it is taken out, 1 go on" in driver.stderr, "the death is noticed"
+    )
     assert f"the external engine {external.url} does not answer any more" in driver.stderr
     (hold / "hold-0").unlink()
     wait_held(driver, hold, 1)
@@ -115,7 +135,9 @@ def test_one_is_killed_and_another_takes_its_place(
         engines_command(["add", str(driver.path), second.address])
         (hold / "hold-1").unlink()
         wait_held(driver, hold, 2)
-        wait_while_running(driver, lambda: f"{second.url} serves after" in driver.stderr, "it serves")
+        wait_while_running(
+            driver, lambda: f"{second.url} serves after" in driver.stderr, "it serves"
+        )
         assert weight_version(second.url) == "3", "of the launch and of two steps"
         (hold / "hold-2").unlink()
         check_end(driver, [1, 2, 3, 4])
@@ -158,7 +180,8 @@ def test_a_launch_with_an_address_where_nobody_answers(world: World) -> None:
     """Said before anything is started."""
     port = free_port()
     with start(
-        world.flags("nobody", "--rollout-external-engine-addrs", f"127.0.0.1:{port}"), world.outputs / "n"
+        world.flags("nobody", "--rollout-external-engine-addrs", f"127.0.0.1:{port}"),
+        world.outputs / "n",
     ) as run:
         assert run.end() == 2 and f"no engine answers at http://127.0.0.1:{port}" in run.error()[0]
         assert not (world.outputs / "nobody").exists()

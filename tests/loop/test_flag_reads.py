@@ -1,4 +1,5 @@
-"""Who reads a flag, as recorded in toy runs: the process that it serves, and where its syntax tree says so."""
+"""Who reads a flag, as recorded in toy runs: the process that it serves, and where its syntax tree
+says so."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from slime.config.flag import FlagSpec
-from tests.support.declarations import ALL_WORKING, WORKING, files_that_read, names_of, worked_into_others
+from tests.support.declarations import (
+    ALL_WORKING,
+    WORKING,
+    files_that_read,
+    names_of,
+    worked_into_others,
+)
 from tests.support.flag_reads import (
     LAUNCHES,
     RECORDER,
@@ -68,10 +75,11 @@ def reads_of_launch(world: World) -> Callable[[str], list[Read]]:
 def how(spec: FlagSpec, pairs: set[tuple[str, str]]) -> str:
     """By what it is shown that a flag is read.
 
-    recorded: here. passed on: on the command line of engine or router, as `test_config_declarations` shows of each.
-    handed on: in a dict that each trainer rank reads for Megatron, or that the driver compares with the model. one
-    value: there is nothing to choose. worked in: the configuration itself reads it. code: what it needs is in none of
-    these runs, and only the syntax tree tells.
+    recorded: here. passed on: on the command line of engine or router, as
+    `test_config_declarations` shows of each. handed on: in a dict that each trainer rank reads for
+    Megatron, or that the driver compares with the model. one value: there is nothing to choose.
+    worked in: the configuration itself reads it. code: what it needs is in none of these runs, and
+    only the syntax tree tells.
     """
     if spec.sections:
         return "passed on" if {"sglang", "router"} & set(spec.sections) else "handed on"
@@ -84,10 +92,14 @@ def how(spec: FlagSpec, pairs: set[tuple[str, str]]) -> str:
 
 def missed(world: World, reads: dict[str, list[Read]]) -> set[str]:
     """ "flag: part" of what these launches must read, and none does."""
-    wanted = {(pair, name) for name in reads for pair in must_serve(LAUNCHES[name].config(world, name))}
+    wanted = {
+        (pair, name) for name in reads for pair in must_serve(LAUNCHES[name].config(world, name))
+    }
     seen = set().union(*map(served, reads.values()))
     return {
-        f"{pair[0]}: {pair[1]}" for pair, name in wanted if pair not in seen and not is_warned_of(world, name, pair[0])
+        f"{pair[0]}: {pair[1]}"
+        for pair, name in wanted
+        if pair not in seen and not is_warned_of(world, name, pair[0])
     }
 
 
@@ -99,23 +111,36 @@ def test_a_flag_is_read_in_the_process_that_it_serves(
     assert unclaimed(reads) == set()
     dicts = {(read.name, read.process) for read in reads if read.owner == "megatron"}
     handed_on = {
-        section for spec in ALL_WORKING.values() if how(spec, set()) == "handed on" for section in spec.sections
+        section
+        for spec in ALL_WORKING.values()
+        if how(spec, set()) == "handed on"
+        for section in spec.sections
     }
-    assert {(name, "driver" if name == "model" else "ray::TrainerActor") for name in handed_on} <= dicts
+    assert {
+        (name, "driver" if name == "model" else "ray::TrainerActor") for name in handed_on
+    } <= dicts
 
 
 def test_looking_ahead_and_other_processes_serve_no_part() -> None:
     trainer = "ray::TrainerActor"
     read = Read(trainer, "trainer/megatron/optimizer.py", "megatron", "lr", by_name=False)
     assert served([read]) == {("lr", "training")} and unclaimed([read]) == set()
-    assert served([replace(read, process="driver"), replace(read, process="driver", file="memory/plan.py")]) == set()
+    assert (
+        served(
+            [
+                replace(read, process="driver"),
+                replace(read, process="driver", file="memory/plan.py"),
+            ]
+        )
+        == set()
+    )
     strange = replace(read, file="weights/sync.py")
     assert unclaimed([strange]) == {"lr: weights/sync.py"}
     loop = replace(strange, by_name=True)
     assert served([loop]) == unclaimed([loop]) == set()
-    assert served([Read("driver", "placement.py", "cluster", "actor_num_nodes", by_name=False)]) == {
-        ("actor_num_nodes", "trainer")
-    }
+    assert served(
+        [Read("driver", "placement.py", "cluster", "actor_num_nodes", by_name=False)]
+    ) == {("actor_num_nodes", "trainer")}
 
 
 def test_what_copies_all_flags_is_no_read(tmp_path: Path) -> None:
@@ -130,7 +155,11 @@ for name in ("lr", "seed"):
     getattr(args, name)
 config.train.seed, config.sync.staleness, args.min_lr
 """
-    environment = {**os.environ, "PYTHONPATH": f"{RECORDER}:{ROOT}", "SLIME_TEST_READS": str(tmp_path / "reads")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{RECORDER}:{ROOT}",
+        "SLIME_TEST_READS": str(tmp_path / "reads"),
+    }
     (tmp_path / "reads").mkdir()
     command = [sys.executable, "-c", f"exec({code!r}, {{'__name__': 'slime.loop'}})"]
     subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=PATIENCE)
@@ -143,7 +172,9 @@ config.train.seed, config.sync.staleness, args.min_lr
 
 def test_how_each_flag_is_shown_to_be_read() -> None:
     world = World(Path("inputs"), Path("outputs"))
-    pairs = set().union(*(must_serve(launch.config(world, name)) for name, launch in LAUNCHES.items()))
+    pairs = set().union(
+        *(must_serve(launch.config(world, name)) for name, launch in LAUNCHES.items())
+    )
     shown = {dest: how(spec, pairs) for dest, spec in ALL_WORKING.items()}
     for dest, means in shown.items():
         if means == "worked in":

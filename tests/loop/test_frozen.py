@@ -1,4 +1,5 @@
-"""Parts of a run that are frozen (SIGSTOP): whichever it is, SIGTERM ends the run in a quarter of a minute."""
+"""Parts of a run that are frozen (SIGSTOP): whichever it is, SIGTERM ends the run in a quarter of a
+minute."""
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ _SOON = ("trainer",)
 
 
 @pytest.mark.parametrize(
-    "part", [name if name in _SOON else pytest.param(name, marks=pytest.mark.full) for name in _TITLES]
+    "part",
+    [name if name in _SOON else pytest.param(name, marks=pytest.mark.full) for name in _TITLES],
 )
-def test_sigterm_ends_a_run_with_a_frozen_part(part: str, world: World, start_held: StartHeld) -> None:
+def test_sigterm_ends_a_run_with_a_frozen_part(
+    part: str, world: World, start_held: StartHeld
+) -> None:
     name = f"frozen-{part.replace(' ', '-')}"
     driver = start_held(world.resumable(name, *_LONG), world.outputs / name, "train.py")
     wait_until(lambda: len(driver.steps()) >= 2, "two steps")
-    frozen = [process for process in driver.family(_TITLES[part]) if process.status() != psutil.STATUS_STOPPED]
+    frozen = [
+        process
+        for process in driver.family(_TITLES[part])
+        if process.status() != psutil.STATUS_STOPPED
+    ]
     assert frozen, driver.family("")
     for process in frozen:
         process.send_signal(signal.SIGSTOP)

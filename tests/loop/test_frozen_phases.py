@@ -1,6 +1,8 @@
-"""No silent hang: each part of a run is stopped (SIGSTOP) in each phase. A line names it, and the run ends or goes on.
+"""No silent hang: each part of a run is stopped (SIGSTOP) in each phase. A line names it, and the
+run ends or goes on.
 
-A cell holds the run where a phase begins, stops a part, waits for the line, and lets the phase go on.
+A cell holds the run where a phase begins, stops a part, waits for the line, and lets the phase go
+on.
 """
 
 from __future__ import annotations
@@ -31,10 +33,21 @@ _TITLES = {
     "GCS": "gcs_server",
 }
 _SGLANG = "slime.engines.sglang.engine_process"
-#: "sleep" is the hand-over of memory between engines and trainer, without a GPU by the stand-in of SGLang alone.
-_PHASES = ("launch", "generate", "evaluate", "train", "sleep", "update_weights", "save", "export", "end")
-#: Ray asks the GCS for a place for whatever is started, and engine actors only watch their servers: nobody needs either
-#: between the launch and the end.
+#: "sleep" is the hand-over of memory between engines and trainer, without a GPU by the stand-in of
+#: SGLang alone.
+_PHASES = (
+    "launch",
+    "generate",
+    "evaluate",
+    "train",
+    "sleep",
+    "update_weights",
+    "save",
+    "export",
+    "end",
+)
+#: Ray asks the GCS for a place for whatever is started, and engine actors only watch their servers:
+#: nobody needs either between the launch and the end.
 _NOT_NEEDED = ("GCS", "engine actor")
 #: The quickest ones.
 _SOON = {("train", "trainer")}
@@ -48,18 +61,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def flags_of(world: World, name: str, phase: str, *more: object) -> list[str]:
     """A run of two rollouts that saves after both, and writes its model."""
     folder = world.outputs / name / "checkpoints"
-    flags = ["--save", folder, "--num-rollout", 2, "--save-interval", 1, "--distributed-timeout-minutes", _MINUTES]
+    flags = [
+        "--save",
+        folder,
+        "--num-rollout",
+        2,
+        "--save-interval",
+        1,
+        "--distributed-timeout-minutes",
+        _MINUTES,
+    ]
     flags += ["--custom-megatron-init-path", "tests.support.hold.hold_phases"]
     flags += ["--custom-rm-path", "tests.support.hold.reward"]
     if phase == "evaluate":
-        flags += ["--eval-prompt-data", "sums", f"{world.inputs / 'train.jsonl'}@[0:4]", "--eval-interval", 2]
+        flags += [
+            "--eval-prompt-data",
+            "sums",
+            f"{world.inputs / 'train.jsonl'}@[0:4]",
+            "--eval-interval",
+            2,
+        ]
     if phase == "sleep":
         flags += ["--rollout-engine", "sglang", "--num-gpus-per-node", 8]
     return world.flags(name, *flags, *more)
 
 
 def held_at(phase: str) -> str:
-    """What `tests.support.hold` calls it: rewards of rollout 0 are those of an evaluation before it, too."""
+    """What `tests.support.hold` calls it: rewards of rollout 0 are those of an evaluation before
+    it, too."""
     return "0" if phase in ("generate", "evaluate") else phase
 
 
@@ -83,14 +112,20 @@ def state_of(driver: Driver) -> str:
 
 def cells() -> list[object]:
     return [
-        pytest.param(phase, part, marks=() if (phase, part) in _SOON else pytest.mark.full, id=f"{phase}-{part}")
+        pytest.param(
+            phase,
+            part,
+            marks=() if (phase, part) in _SOON else pytest.mark.full,
+            id=f"{phase}-{part}",
+        )
         for phase in _PHASES
         for part in _TITLES
     ]
 
 
 def goes_on(phase: str, part: str) -> bool | None:
-    """Whether the run ends as it should although a part is stopped; None where it may, if it is up already."""
+    """Whether the run ends as it should although a part is stopped; None where it may, if it is up
+    already."""
     if phase == "launch" and part != "trainer":
         return None
     if phase == "export" and part != "trainer":
@@ -115,20 +150,29 @@ def test_a_part_that_is_stopped_is_named_and_ends_its_wait(
         error = "\n".join(driver.error())
         assert ended == (1, "failed") and not expected, driver.stderr[-3000:]
         # the watchman's error, or that of a wait whose own deadline passed in the same moment
-        assert re.search(rf"pid {stopped.pid} \([^\n]* is stopped", error) and "Traceback" not in error, error
-        assert phase == "launch" or re.search(r"weights: (version \d was|none were) pushed", error), error
+        assert (
+            re.search(rf"pid {stopped.pid} \([^\n]* is stopped", error) and "Traceback" not in error
+        ), error
+        assert phase == "launch" or re.search(
+            r"weights: (version \d was|none were) pushed", error
+        ), error
         if "is stopped since" in error:
             stacks = (driver.path / "logs" / "driver.log").read_text()
-            assert "most recent call first" in stacks and 'session.py", line' in stacks, "the driver's own"
+            assert "most recent call first" in stacks and 'session.py", line' in stacks, (
+                "the driver's own"
+            )
     driver.leaves_nothing()
 
 
 def stopped_at(
     phase: str, part: str, flags: list[str], path: Path, start_held: StartHeld, hold: Path
 ) -> tuple[Driver, psutil.Process, re.Pattern[str]]:
-    """A run that is held where a phase begins, with one part stopped: the driver, the part, and the line about it."""
+    """A run that is held where a phase begins, with one part stopped: the driver, the part, and the
+    line about it."""
     (hold / f"hold-{held_at(phase)}").touch()
-    driver = start_held(flags, path, **(fake_environment(hold / "calls.jsonl") if phase == "sleep" else {}))
+    driver = start_held(
+        flags, path, **(fake_environment(hold / "calls.jsonl") if phase == "sleep" else {})
+    )
     wait_while_running(driver, (hold / f"held-{held_at(phase)}").exists, phase)
     [stopped, *_] = stop(driver, part, phase) or [
         psutil.Process(driver.process.pid)
@@ -136,15 +180,19 @@ def stopped_at(
     return (
         driver,
         stopped,
-        re.compile(rf"pid {stopped.pid} \([^\n]*\) is stopped since \d\d:\d\d:\d\d; the driver waits"),
+        re.compile(
+            rf"pid {stopped.pid} \([^\n]*\) is stopped since \d\d:\d\d:\d\d; the driver waits"
+        ),
     )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["raylet", "GCS"])
-def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(part: str, world: World, start_held: StartHeld) -> None:
-    """The main thread is in `ray.init`, which has its own deadlines, and may hold Python's lock: nobody speaks until it
-    gives up. Then somebody says why."""
+def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(
+    part: str, world: World, start_held: StartHeld
+) -> None:
+    """The main thread is in `ray.init`, which has its own deadlines, and may hold Python's lock:
+    nobody speaks until it gives up. Then somebody says why."""
     name = f"init-{part}"
     driver = start_held(flags_of(world, name, "launch"), world.outputs / name)
     wait_while_running(driver, lambda: driver.family(_TITLES[part]), part)
@@ -155,39 +203,63 @@ def test_a_daemon_of_ray_that_is_stopped_while_ray_starts(part: str, world: Worl
     driver.leaves_nothing()
 
 
-# -- what goes on ------------------------------------------------------------------------------------------
+# -- what goes on
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_a_part_that_goes_on_in_time_changes_nothing(world: World, start_held: StartHeld, hold: Path) -> None:
+def test_a_part_that_goes_on_in_time_changes_nothing(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
     flags = flags_of(world, "in-time", "train")
-    driver, stopped, first = stopped_at("train", "trainer", flags, world.outputs / "in-time", start_held, hold)
+    driver, stopped, first = stopped_at(
+        "train", "trainer", flags, world.outputs / "in-time", start_held, hold
+    )
     wait_while_running(driver, lambda: first.search(driver.stderr), "the line")
     stopped.send_signal(signal.SIGCONT)
     log = driver.path / "logs" / "driver.log"
-    wait_while_running(driver, lambda: f"pid {stopped.pid} goes on" in log.read_text(), "that it goes on")
+    wait_while_running(
+        driver, lambda: f"pid {stopped.pid} goes on" in log.read_text(), "that it goes on"
+    )
     (hold / "hold-train").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
     driver.leaves_nothing()
 
 
 @pytest.mark.full
-def test_a_trainer_that_is_stopped_is_replaced(world: World, start_held: StartHeld, hold: Path) -> None:
+def test_a_trainer_that_is_stopped_is_replaced(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
     flags = flags_of(world, "replaced", "train", "--max-restarts", 1)
-    driver, stopped, first = stopped_at("train", "trainer", flags, world.outputs / "replaced", start_held, hold)
+    driver, stopped, first = stopped_at(
+        "train", "trainer", flags, world.outputs / "replaced", start_held, hold
+    )
     wait_while_running(driver, lambda: first.search(driver.stderr), "the line")
     (hold / "hold-train").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
-    assert "the trainer is started again, 1 of 1 times" in driver.stderr and not stopped.is_running()
+    assert (
+        "the trainer is started again, 1 of 1 times" in driver.stderr and not stopped.is_running()
+    )
     driver.leaves_nothing()
 
 
 @pytest.mark.full
-def test_an_engine_that_is_stopped_is_replaced_before_that(world: World, start_held: StartHeld, hold: Path) -> None:
-    """With --use-fault-tolerance its health check is quicker, also where trainer and engine take turns."""
-    care = ["--use-fault-tolerance", "--rollout-health-check-timeout", 2, "--rollout-health-check-interval", 1]
+def test_an_engine_that_is_stopped_is_replaced_before_that(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
+    """With --use-fault-tolerance its health check is quicker, also where trainer and engine take
+    turns."""
+    care = [
+        "--use-fault-tolerance",
+        "--rollout-health-check-timeout",
+        2,
+        "--rollout-health-check-interval",
+        1,
+    ]
     flags = flags_of(world, "cared-for", "generate", *care)
-    driver, _, _ = stopped_at("generate", "engine", flags, world.outputs / "cared-for", start_held, hold)
+    driver, _, _ = stopped_at(
+        "generate", "engine", flags, world.outputs / "cared-for", start_held, hold
+    )
     wait_while_running(driver, lambda: "gave no sign of life" in driver.stderr, "it is killed")
     (hold / "hold-0").unlink()
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
@@ -199,8 +271,15 @@ def test_an_engine_that_is_stopped_is_replaced_before_that(world: World, start_h
 def test_an_engine_that_is_stopped_around_a_push_is_replaced(
     phase: str, world: World, start_held: StartHeld, hold: Path
 ) -> None:
-    """Where no health check is under way: as it is to take memory, before it is paused, and before it gets weights."""
-    care = ["--use-fault-tolerance", "--rollout-health-check-timeout", 2, "--rollout-health-check-interval", 1]
+    """Where no health check is under way: as it is to take memory, before it is paused, and before
+    it gets weights."""
+    care = [
+        "--use-fault-tolerance",
+        "--rollout-health-check-timeout",
+        2,
+        "--rollout-health-check-interval",
+        1,
+    ]
     name = f"cared-for-{phase}"
     flags = flags_of(world, name, phase, *care)
     driver, stopped, _ = stopped_at(phase, "engine", flags, world.outputs / name, start_held, hold)
@@ -211,7 +290,9 @@ def test_an_engine_that_is_stopped_around_a_push_is_replaced(
 
 
 @pytest.mark.full
-def test_a_reward_worker_that_is_stopped_is_replaced(world: World, start_held: StartHeld, hold: Path) -> None:
+def test_a_reward_worker_that_is_stopped_is_replaced(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
     """It has graded rollout 0, and does not come to rollout 1: its samples count as wrong."""
     (hold / "hold-request-1").touch()
     flags = world.flags("graded", "--rm-type", "math", without="--custom-rm-path")
@@ -227,11 +308,14 @@ def test_a_reward_worker_that_is_stopped_is_replaced(world: World, start_held: S
     driver.leaves_nothing()
 
 
-# -- the driver, whom nobody sees --------------------------------------------------------------------------
+# -- the driver, whom nobody sees
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_a_driver_that_is_stopped_and_goes_on_loses_nothing(world: World, start_held: StartHeld, hold: Path) -> None:
+def test_a_driver_that_is_stopped_and_goes_on_loses_nothing(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
     """The others come to the end of what they were asked for, and wait."""
     (hold / "hold-1").touch()
     driver = start_held(flags_of(world, "paused", "generate"), world.outputs / "paused")
@@ -240,7 +324,9 @@ def test_a_driver_that_is_stopped_and_goes_on_loses_nothing(world: World, start_
     (hold / "hold-1").unlink()
     log = driver.path / "logs" / "rollout.log"
     size = log.stat().st_size
-    time.sleep(60 * _MINUTES + 5)  # longer than a part may be stopped: the driver's clock has gone on, too
+    time.sleep(
+        60 * _MINUTES + 5
+    )  # longer than a part may be stopped: the driver's clock has gone on, too
     assert driver.family("ray::TrainerActor") and log.stat().st_size >= size
     driver.signal(signal.SIGCONT)
     assert driver.end() == 0 and driver.steps() == [1, 2], driver.stderr[-3000:]
@@ -248,7 +334,9 @@ def test_a_driver_that_is_stopped_and_goes_on_loses_nothing(world: World, start_
 
 
 @pytest.mark.full
-def test_a_driver_that_is_stopped_and_killed_takes_all_with_it(world: World, start_held: StartHeld, hold: Path) -> None:
+def test_a_driver_that_is_stopped_and_killed_takes_all_with_it(
+    world: World, start_held: StartHeld, hold: Path
+) -> None:
     (hold / "hold-0").touch()
     driver = start_held(flags_of(world, "gone", "generate"), world.outputs / "gone")
     wait_while_running(driver, (hold / "held-0").exists, "rollout 0")

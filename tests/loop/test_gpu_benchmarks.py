@@ -1,4 +1,5 @@
-"""The GPU benchmarks on tiny shapes: each script ends, leaves its numbers, and goes on after a case that fails."""
+"""The GPU benchmarks on tiny shapes: each script ends, leaves its numbers, and goes on after a case
+that fails."""
 
 from __future__ import annotations
 
@@ -28,10 +29,14 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_case_that_fails_leaves_its_error_and_the_next_one_runs(tmp_path: Path, capsys: Any) -> None:
+def test_a_case_that_fails_leaves_its_error_and_the_next_one_runs(
+    tmp_path: Path, capsys: Any
+) -> None:
     report = Report("toy", arguments(tmp_path / "out.jsonl"))
     report.case("bad", lambda: {"seconds": 1 / 0})
-    report.case("good", lambda: {"goals": [at_least("speed", 3.0, 2.0), at_most("time", 3.0, 2.0, "s")]})
+    report.case(
+        "good", lambda: {"goals": [at_least("speed", 3.0, 2.0), at_most("time", 3.0, 2.0, "s")]}
+    )
     assert report.finish() == 1
     bad, good = rows_of(tmp_path / "out.jsonl")
     assert bad["error"] == "ZeroDivisionError: division by zero" and "goals" not in bad
@@ -65,19 +70,24 @@ time.sleep(60)
 def test_steps_until_the_end_of_the_budget_are_kept(tmp_path: Path, steps: int) -> None:
     script = tmp_path / "endless.py"
     script.write_text(_ENDLESS.format(steps=steps))
-    args = setting.new_run_parser("", prompts=1, samples=1, new_tokens=1, steps=9).parse_args(["--budget", "6"])
+    args = setting.new_run_parser("", prompts=1, samples=1, new_tokens=1, steps=9).parse_args(
+        ["--budget", "6"]
+    )
     report = Report("toy", args)
 
     def case() -> dict[str, Any]:
         return {
             "found": [
-                row["perf/step_time"] for row in setting.run_training(str(script), args, tmp_path, tmp_path, []).rows
+                row["perf/step_time"]
+                for row in setting.run_training(str(script), args, tmp_path, tmp_path, []).rows
             ]
         }
 
     report.case("endless", case)
     [row] = report.rows
-    assert row["found"] == [1.5, 1.5] and "cut" in row if steps == 2 else "BudgetSpent" in row["error"]
+    assert (
+        row["found"] == [1.5, 1.5] and "cut" in row if steps == 2 else "BudgetSpent" in row["error"]
+    )
 
 
 def failing_job(place: ranks.Place, answer: ranks.Answer) -> None:
@@ -102,9 +112,13 @@ def test_growth_and_drift_are_seen_where_they_are_and_only_there() -> None:
     slope, doubt = long_run.slope([value + 0.5 * i for i, value in enumerate(flat)])
     assert slope == pytest.approx(0.5, abs=doubt) and doubt < 0.01
     rows = [
-        {"step": i, "time": float(i + 1), long_run.MEAN: 0.01 * (1 + i / 10), long_run.LARGEST: 0.1} for i in range(40)
+        {"step": i, "time": float(i + 1), long_run.MEAN: 0.01 * (1 + i / 10), long_run.LARGEST: 0.1}
+        for i in range(40)
     ]
-    samples = [(i + 0.5, {"host: engine": 1e9 + 5e6 * i, "host: Ray and others": 2e9 + 9e6 * i}) for i in range(40)]
+    samples = [
+        (i + 0.5, {"host: engine": 1e9 + 5e6 * i, "host: Ray and others": 2e9 + 9e6 * i})
+        for i in range(40)
+    ]
     row = long_run.evaluate(Stage("", rows=rows), samples, settle=5)
     growth, drift = row["goals"][1], row["goals"][2]
     assert growth["measured"] == pytest.approx(5.0) and not growth["met"]
@@ -112,7 +126,9 @@ def test_growth_and_drift_are_seen_where_they_are_and_only_there() -> None:
     assert row["mb_by_step"]["host: engine"][:2] == [1000.0, 1005.0]
 
 
-def test_the_driver_of_all_skips_what_does_not_fit_and_names_it(tmp_path: Path, capsys: Any) -> None:
+def test_the_driver_of_all_skips_what_does_not_fit_and_names_it(
+    tmp_path: Path, capsys: Any
+) -> None:
     words = ["--dry", "--out-dir", str(tmp_path), "--minutes", "0"]
     assert run_all.main([*words, "--only", "sleep-wake-4b", "trainer-4b"]) == 0
     assert "not run: --only trainer-4b sleep-wake-4b" in capsys.readouterr().out
@@ -123,7 +139,16 @@ def test_the_driver_of_all_skips_what_does_not_fit_and_names_it(tmp_path: Path, 
 
 
 def dry(tmp_path: Path, *names: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.gpu.run_all", "--dry", "--out-dir", str(tmp_path), "--only", *names]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.run_all",
+        "--dry",
+        "--out-dir",
+        str(tmp_path),
+        "--only",
+        *names,
+    ]
     done = subprocess.run(
         [*command, "--models", str(tmp_path / "models")], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

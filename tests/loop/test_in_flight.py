@@ -1,4 +1,5 @@
-"""Pushes in the midst of generation: nothing waits for a rollout to end, and every token says whose it is."""
+"""Pushes in the midst of generation: nothing waits for a rollout to end, and every token says whose
+it is."""
 
 from __future__ import annotations
 
@@ -29,21 +30,33 @@ def in_flight(run: Run, data: Path) -> RunResult:
 def test_answers_go_on_with_the_new_weights(in_flight: RunResult) -> None:
     assert sum(in_flight.series("rollout/continued_requests")) > 0
     assert not in_flight.series("perf/generation_wait_time")
-    samples = [sample for rollout_id in range(NUM_ROLLOUT) for sample in in_flight.samples(rollout_id)]
+    samples = [
+        sample for rollout_id in range(NUM_ROLLOUT) for sample in in_flight.samples(rollout_id)
+    ]
     assert len(samples) == NUM_ROLLOUT * 16
-    several = [sample for sample in samples if len({span.weight_version for span in sample.token_spans}) > 1]
+    several = [
+        sample
+        for sample in samples
+        if len({span.weight_version for span in sample.token_spans}) > 1
+    ]
     assert several
     for sample in samples:
         versions = [int(span.weight_version) for span in sample.token_spans]
         assert versions == sorted(versions)
-        assert [span.start for span in sample.token_spans] == [0, *(span.end for span in sample.token_spans[:-1])]
+        assert [span.start for span in sample.token_spans] == [
+            0,
+            *(span.end for span in sample.token_spans[:-1]),
+        ]
         assert len(sample.rollout_log_probs) == sample.response_length == sample.token_spans[-1].end
 
 
 def test_who_waits_for_whom_is_measured(in_flight: RunResult) -> None:
     for name in ("perf/trainer_wait_ratio", "perf/engines_idle_ratio"):
         shares = in_flight.series(name)
-        assert len(shares) == NUM_ROLLOUT and all(0 <= share <= 1 for share in shares), (name, shares)
+        assert len(shares) == NUM_ROLLOUT and all(0 <= share <= 1 for share in shares), (
+            name,
+            shares,
+        )
         assert 0 < sum(shares) < NUM_ROLLOUT
 
 
@@ -57,7 +70,12 @@ def test_evaluations_go_on_beside_training(in_flight: RunResult) -> None:
     rows = merge_rows(in_flight.rows)
     assert [row["step"] for row in rows] == list(range(NUM_ROLLOUT + 1))
     assert [row["step"] for row in rows if "eval/sums" in row] == [0, 3, 6, 9, NUM_ROLLOUT]
-    assert [row["step"] for row in rows if "perf/evaluation_wait_time" in row] == [1, 4, 7, NUM_ROLLOUT]
+    assert [row["step"] for row in rows if "perf/evaluation_wait_time" in row] == [
+        1,
+        4,
+        7,
+        NUM_ROLLOUT,
+    ]
     assert [row["step"] for row in rows if "perf/evaluate_time" in row] == [NUM_ROLLOUT], (
         "there is nothing to be beside"
     )

@@ -1,4 +1,5 @@
-"""An installed wheel does what a checkout does; `make` installs once; what is imported is required."""
+"""An installed wheel does what a checkout does; `make` installs once; what is imported is
+required."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.processes import ROOT, World
 #: Folders of the clone that `slime init` copies.
 STARTER = ("recipes", "examples")
 
-# -- the wheel ---------------------------------------------------------------------------------------------
+# -- the wheel
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("slime", *STARTER):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "outputs"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "outputs")
+        )
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = folder.glob("*.whl")
@@ -43,24 +63,46 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``bin/`` of a new environment with the wheel; a .pth file lends it this environment's other packages."""
+    """``bin/`` of a new environment with the wheel; a .pth file lends it this environment's other
+    packages."""
     folder = tmp_path_factory.mktemp("env")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120
+    )
     python = folder / "bin" / "python"
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
-    done = in_folder(folder, *command, timeout=300)  # pip takes what lies on PYTHONPATH for installed
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        str(wheel),
+    ]
+    done = in_folder(
+        folder, *command, timeout=300
+    )  # pip takes what lies on PYTHONPATH for installed
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
 
-def in_folder(folder: Path, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def in_folder(
+    folder: Path, *words: object, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Run a command in ``folder``, with nothing of this checkout on the path."""
     hidden = ("PYTHONPATH", "RAY_ADDRESS", "SLIME_DEBUG")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=timeout, cwd=folder, env=env
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        env=env,
     )
 
 
@@ -80,7 +122,9 @@ def test_the_wheel_carries_its_data_files(wheel: Path) -> None:
     }
     assert len(starter) > 50
     assert starter == {name for name in inside if name.startswith("slime/starter/")}
-    assert any(name.endswith(".json") for name in data) and any(name.endswith(".css") for name in data)
+    assert any(name.endswith(".json") for name in data) and any(
+        name.endswith(".css") for name in data
+    )
     assert not [name for name in inside if name.startswith(("tests/", "recipes/", "benchmarks/"))]
     assert any(name.endswith("LICENSE") for name in inside)
 
@@ -121,33 +165,51 @@ def test_init_and_the_command_that_it_prints(installed: Path, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_training_with_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """Every process finds the package, and the user's functions in the folder where the command was given."""
+    """Every process finds the package, and the user's functions in the folder where the command was
+    given."""
     world = World.create(tmp_path / "world")
     here = tmp_path / "here"
     here.mkdir()
-    (here / "mine.py").write_text("def reward(args, sample, **kwargs):\n    return float(len(sample.response))\n")
-    flags = world.flags("wheel", "--custom-rm-path", "mine.reward", "--num-rollout", 1, "--output-dir", "outputs")
+    (here / "mine.py").write_text(
+        "def reward(args, sample, **kwargs):\n    return float(len(sample.response))\n"
+    )
+    flags = world.flags(
+        "wheel", "--custom-rm-path", "mine.reward", "--num-rollout", 1, "--output-dir", "outputs"
+    )
     done = in_folder(here, installed / "slime", "train", *flags, timeout=300)
     assert done.returncode == 0, done.stderr
-    [row] = [json.loads(line) for line in (here / "outputs" / "wheel" / "metrics.jsonl").read_text().splitlines()]
+    [row] = [
+        json.loads(line)
+        for line in (here / "outputs" / "wheel" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["rollout/raw_reward"] > 0
 
 
-# -- requirements ------------------------------------------------------------------------------------------
+# -- requirements
+# ------------------------------------------------------------------------------------------
 
 
 def required() -> set[str]:
     """Distributions in pyproject.toml, extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    return {re.split(r"[\[<>=~! ;]", line)[0].lower().replace("_", "-") for lines in lists for line in lines}
+    return {
+        re.split(r"[\[<>=~! ;]", line)[0].lower().replace("_", "-")
+        for lines in lists
+        for line in lines
+    }
 
 
 def imported() -> set[str]:
-    """Top-level modules that `slime` imports, wherever in a file; not those beside a file that is run as a script."""
+    """Top-level modules that `slime` imports, wherever in a file; not those beside a file that is
+    run as a script."""
     names, beside = set(), set()
     for path in (ROOT / "slime").rglob("*.py"):
-        beside |= {file.stem for file in path.parent.glob("*.py")} if '"__main__"' in path.read_text() else set()
+        beside |= (
+            {file.stem for file in path.parent.glob("*.py")}
+            if '"__main__"' in path.read_text()
+            else set()
+        )
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
@@ -174,7 +236,8 @@ def test_what_is_imported_is_required() -> None:
     assert missing == set()
 
 
-# -- make --------------------------------------------------------------------------------------------------
+# -- make
+# --------------------------------------------------------------------------------------------------
 
 
 def test_make_installs_once(tmp_path: Path) -> None:
@@ -187,10 +250,16 @@ def test_make_installs_once(tmp_path: Path) -> None:
         return done.stdout
 
     for target, does in (("demo", "recipes.demo"), ("test", "pytest")):
-        assert "-m venv" in commands(target) and "pip install" in commands(target) and does in commands(target)
+        assert (
+            "-m venv" in commands(target)
+            and "pip install" in commands(target)
+            and does in commands(target)
+        )
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed-to-run").touch()
-    assert "pip" not in commands("demo") and "pip install" in commands("test")  # what tests need besides
+    assert "pip" not in commands("demo") and "pip install" in commands(
+        "test"
+    )  # what tests need besides
     (tmp_path / ".venv" / ".installed").touch()
     for target in ("demo", "test", "check", "lint", "types", "docs-check"):
         assert "pip" not in commands(target) and "venv .venv" not in commands(target)

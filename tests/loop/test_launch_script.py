@@ -1,5 +1,5 @@
-"""A whole launch as users of the reference system write theirs: conversion, ``ray start``, ``ray job submit``, and the
-conversion back."""
+"""A whole launch as users of the reference system write theirs: conversion, ``ray start``, ``ray
+job submit``, and the conversion back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
-    """For a cluster's sockets, whose paths are short; the cluster ends with the test, and no other one does."""
+    """For a cluster's sockets, whose paths are short; the cluster ends with the test, and no other
+    one does."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     yield folder
     for process in _of(folder):
@@ -40,7 +41,9 @@ def _of(folder: Path) -> set[psutil.Process]:
     found = set[psutil.Process]()
     for process in psutil.process_iter():
         try:
-            if f"--temp-dir {folder}" in process.environ().get("RAY_ARGS", "") or str(folder) in str(process.cmdline()):
+            if f"--temp-dir {folder}" in process.environ().get("RAY_ARGS", "") or str(
+                folder
+            ) in str(process.cmdline()):
                 found |= {process, *process.children(recursive=True)}
         except psutil.Error:
             continue
@@ -59,7 +62,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("family", ["glm4", pytest.param("qwen3", marks=pytest.mark.full)])
-def test_a_launch_script_of_the_reference_system_trains(family: str, tmp_path: Path, ray_folder: Path) -> None:
+def test_a_launch_script_of_the_reference_system_trains(
+    family: str, tmp_path: Path, ray_folder: Path
+) -> None:
     """Its own arguments, but for what needs a GPU: their number, and flash attention."""
     model = f"{family}-tiny"
     toy.write_model(tmp_path / model, family)
@@ -69,7 +74,8 @@ def test_a_launch_script_of_the_reference_system_trains(family: str, tmp_path: P
     for name in ("train.py", "tools"):  # it stands in its repository, and outputs/ comes to be here
         (tmp_path / name).symlink_to(ROOT / name)
     ports = [
-        f"{flag} {free_port()}" for flag in ("--port", "--dashboard-agent-listen-port", "--ray-client-server-port")
+        f"{flag} {free_port()}"
+        for flag in ("--port", "--dashboard-agent-listen-port", "--ray-client-server-port")
     ]
     given = {
         "HERE": str(tmp_path),
@@ -82,27 +88,44 @@ def test_a_launch_script_of_the_reference_system_trains(family: str, tmp_path: P
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ARGS": " ".join(
-            ["--num-cpus 4 --min-worker-port 0 --max-worker-port 0", *ports, f"--temp-dir {ray_folder}"]
+            [
+                "--num-cpus 4 --min-worker-port 0 --max-worker-port 0",
+                *ports,
+                f"--temp-dir {ray_folder}",
+            ]
         ),
     }
-    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", "PYTHONPATH")
+    }
     log = tmp_path / "script.log"
     with open(log, "w") as output:
         script = ["bash", str(ROOT / "tests/support/launch_script.sh")]
         done = subprocess.run(
-            script, cwd=tmp_path, env=kept | given, stdout=output, stderr=subprocess.STDOUT, timeout=3 * PATIENCE
+            script,
+            cwd=tmp_path,
+            env=kept | given,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=3 * PATIENCE,
         )
     assert done.returncode == 0, log.read_text()[-8000:]
 
     [run] = (tmp_path / "outputs").glob(f"{model}-*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "rollout/raw_reward" in row]
-    assert [row["step"] for row in trained] == [1, 2] and any(row["train/grad_norm"] > 0 for row in trained)
+    assert [row["step"] for row in trained] == [1, 2] and any(
+        row["train/grad_norm"] > 0 for row in trained
+    )
     assert [row["step"] for row in rows if "eval/sums" in row] == [0, 2]
     assert (tmp_path / f"{model}_torch_dist" / "release").is_dir(), "what --ref-load reads"
     assert (tmp_path / f"{model}_slime" / "iter_0000001").is_dir()
     config = json.loads((run / "config.json").read_text())
     assert config["checkpoint"]["ref_load"].endswith(f"{model}_torch_dist")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in (model, f"{model}_hf"))
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in (model, f"{model}_hf")
+    )
     assert before.keys() == after.keys(), "what the last command has written"
     assert any(not torch.equal(before[name], after[name].to(before[name])) for name in before)

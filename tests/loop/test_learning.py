@@ -1,4 +1,5 @@
-"""The loop learns: in lock step, one batch ahead, and from demonstrations; trainer and engine agree on log-probs."""
+"""The loop learns: in lock step, one batch ahead, and from demonstrations; trainer and engine agree
+on log-probs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from tests.support.runs import GRPO, Run, RunResult
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 TOLERANCE = 1e-4  # float32, absolute, per token
 KL = ("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3")
-ASYNC_STEPS = 30  # what is learned when differs by the order in which answers end: 14 were too few once
+ASYNC_STEPS = (
+    30  # what is learned when differs by the order in which answers end: 14 were too few once
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +38,18 @@ SAMPLING = {
 }
 
 
-# In `make test` the learning run above shows the same for one family, and tests/unit/test_parity.py for each.
-@pytest.fixture(scope="module", params=[pytest.param(family, marks=pytest.mark.full) for family in SAMPLING])
+# In `make test` the learning run above shows the same for one family, and tests/unit/test_parity.py
+# for each.
+@pytest.fixture(
+    scope="module", params=[pytest.param(family, marks=pytest.mark.full) for family in SAMPLING]
+)
 def family(request: pytest.FixtureRequest, run: Run) -> RunResult:
     """Two rollouts of each model family, with the KL to the reference in the loss."""
     flags = ["--colocate", *KL, "--num-rollout", 2]
     flags += ["--custom-rm-path", "tests.support.toy.distinct_share"]
-    return run(f"family-{request.param}", *GRPO, *flags, *SAMPLING[request.param], model=request.param)
+    return run(
+        f"family-{request.param}", *GRPO, *flags, *SAMPLING[request.param], model=request.param
+    )
 
 
 def test_reward_rises_in_lock_step(lock_step: RunResult) -> None:
@@ -58,13 +66,23 @@ def test_reward_rises_one_batch_ahead(one_ahead: RunResult) -> None:
 
 def test_staleness(lock_step: RunResult, one_ahead: RunResult) -> None:
     assert lock_step.series("rollout/staleness/max") == [0.0] * 12
-    # the first batch has nothing before it; each later one is generated while the one before it is trained on
+    # the first batch has nothing before it; each later one is generated while the one before it is
+    # trained on
     assert one_ahead.series("rollout/staleness/mean") == [0.0] + [1.0] * (ASYNC_STEPS - 1)
     assert one_ahead.series("rollout/staleness/max") == [0.0] + [1.0] * (ASYNC_STEPS - 1)
 
 
 def test_sft_loss_falls(run: Run) -> None:
-    flags = ["--loss-type", "sft_loss", "--num-rollout", 8, "--rollout-batch-size", 16, "--num-steps-per-rollout", 2]
+    flags = [
+        "--loss-type",
+        "sft_loss",
+        "--num-rollout",
+        8,
+        "--rollout-batch-size",
+        16,
+        "--num-steps-per-rollout",
+        2,
+    ]
     losses = run("sft", *flags, "--colocate").series("train/loss")
     assert len(losses) == 8
     assert losses[-1] < 0.5 * losses[0], losses
@@ -104,7 +122,9 @@ def test_the_experts_that_samples_bring_are_those_that_are_used(run: Run) -> Non
 
 def test_they_agree_during_the_whole_run(lock_step: RunResult, one_ahead: RunResult) -> None:
     assert 0 < max(lock_step.series(f"{MISMATCH}_max")) <= TOLERANCE
-    assert one_ahead.series(MISMATCH)[0] < 0.01, "bfloat16 on both sides, before any sample is stale"
+    assert one_ahead.series(MISMATCH)[0] < 0.01, (
+        "bfloat16 on both sides, before any sample is stale"
+    )
 
 
 def test_no_kl_to_the_reference_before_the_first_step(lock_step: RunResult) -> None:

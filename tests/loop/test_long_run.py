@@ -1,4 +1,5 @@
-"""Two thousand asynchronous steps with a loss every hundred: what lives through them does not grow."""
+"""Two thousand asynchronous steps with a loss every hundred: what lives through them does not
+grow."""
 
 from __future__ import annotations
 
@@ -17,20 +18,36 @@ _STEPS, _EVERY = 2000, 100
 #: From this step on: caches of compiled products, of connections and of modules are full by then.
 _SETTLED = 600
 _VICTIMS = ("slime.embedded", "sglang::router", "ray::TrainerActor")
-_LASTING = {"driver": "train_async.py", "rollout actor": "ray::RolloutActor", "raylet": "raylet/raylet"}
-#: That a thousand steps may bring: rows of metrics that alarms look at, and what an allocator keeps.
+_LASTING = {
+    "driver": "train_async.py",
+    "rollout actor": "ray::RolloutActor",
+    "raylet": "raylet/raylet",
+}
+#: That a thousand steps may bring: rows of metrics that alarms look at, and what an allocator
+#: keeps.
 _MOST_MB, _MOST_DESCRIPTORS, _MOST_THREADS = 40.0, 12, 8
 _STEP_SECONDS = 600.0
 
 
 def test_nothing_grows(tmp_path: Path, start_held: StartHeld) -> None:
     world = World.create(tmp_path)
-    words = world.resumable("long", "--num-rollout", _STEPS, "--save-interval", 50, "--save-retain", 2)
-    words += ["--no-colocate", "--use-fault-tolerance", "--max-restarts", 99, "--rollout-batch-size", 2]
+    words = world.resumable(
+        "long", "--num-rollout", _STEPS, "--save-interval", 50, "--save-retain", 2
+    )
+    words += [
+        "--no-colocate",
+        "--use-fault-tolerance",
+        "--max-restarts",
+        99,
+        "--rollout-batch-size",
+        2,
+    ]
     driver = start_held(list(map(str, words)), world.outputs / "long", "train_async.py")
     victims, seen = itertools.cycle(_VICTIMS), dict[int, dict[str, list[float]]]()
     for step in range(_EVERY, _STEPS, _EVERY):
-        wait_while_running(driver, lambda step=step: steps(driver) >= step, f"step {step}", _STEP_SECONDS)
+        wait_while_running(
+            driver, lambda step=step: steps(driver) >= step, f"step {step}", _STEP_SECONDS
+        )
         seen[step] = held(driver)
         print(step, json.dumps(seen[step]), flush=True)
         for process in driver.family(next(victims)):
@@ -42,7 +59,10 @@ def test_nothing_grows(tmp_path: Path, start_held: StartHeld) -> None:
     thousands = (max(seen) - _SETTLED) / 1000
     for name in _LASTING:
         grown = [(after - before) / thousands for before, after in zip(first[name], last[name])]
-        assert grown[0] < _MOST_MB and grown[1] < _MOST_DESCRIPTORS and grown[2] < _MOST_THREADS, (name, seen)
+        assert grown[0] < _MOST_MB and grown[1] < _MOST_DESCRIPTORS and grown[2] < _MOST_THREADS, (
+            name,
+            seen,
+        )
     assert last["shared memory"][0] <= first["shared memory"][0] + 1, seen
     driver.leaves_nothing()
 
@@ -60,9 +80,17 @@ def steps(driver: Driver) -> int:
 
 def held(driver: Driver) -> dict[str, list[float]]:
     """By name: MB of its own, descriptors and threads; blocks in /dev/shm."""
-    found: dict[str, list[float]] = {"shared memory": [float(len(list(Path("/dev/shm").glob("slime-weights-*"))))]}
+    found: dict[str, list[float]] = {
+        "shared memory": [float(len(list(Path("/dev/shm").glob("slime-weights-*"))))]
+    }
     for name, words in _LASTING.items():
-        process = psutil.Process(driver.process.pid) if name == "driver" else driver.family(words)[0]
+        process = (
+            psutil.Process(driver.process.pid) if name == "driver" else driver.family(words)[0]
+        )
         memory = process.memory_info()
-        found[name] = [(memory.rss - memory.shared) / 1e6, float(process.num_fds()), float(process.num_threads())]
+        found[name] = [
+            (memory.rss - memory.shared) / 1e6,
+            float(process.num_fds()),
+            float(process.num_threads()),
+        ]
     return found

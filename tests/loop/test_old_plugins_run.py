@@ -1,4 +1,5 @@
-"""A plugin written for the reference system, on the embedded engine, from its prompts to the trainer's advantages."""
+"""A plugin written for the reference system, on the embedded engine, from its prompts to the
+trainer's advantages."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_an_existing_plugin_trains_unmodified(run: Run) -> None:
     }
     flags = [word for flag, name in hooks.items() for word in (flag, f"{PLUGIN}.{name}")]
     size = ["--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8]
-    result = run("old_plugin", *size, *flags, "--colocate", "--num-rollout", 2, "--num-steps-per-rollout", 1)
+    result = run(
+        "old_plugin", *size, *flags, "--colocate", "--num-rollout", 2, "--num-steps-per-rollout", 1
+    )
     assert result.series("rollout/plugin/source_calls")[0] >= 1
     generated = result.series("rollout/plugin/generated")
     assert len(generated) == 2 and generated[1] > generated[0] >= 8

@@ -15,7 +15,8 @@ from tests.support.places import NO_HOME, another_ray, as_user, becomes, clone, 
 
 pytestmark = pytest.mark.full
 
-#: Tests of what depends on the place: paths, processes, users, output, the sandbox, the commands, and two launches.
+#: Tests of what depends on the place: paths, processes, users, output, the sandbox, the commands,
+#: and two launches.
 PARTS = [
     *(
         f"tests/unit/test_{name}.py"
@@ -65,7 +66,9 @@ PARTS = [
 ]
 #: Without an entry in /etc/passwd: a container with ``--user``.
 NAMELESS, NOBODY = 54321, 65534
-ORDINARY = pytest.mark.skipif(not becomes(NOBODY), reason="only root, with mount namespaces, becomes another user")
+ORDINARY = pytest.mark.skipif(
+    not becomes(NOBODY), reason="only root, with mount namespaces, becomes another user"
+)
 
 
 @pytest.fixture
@@ -78,9 +81,21 @@ def folder() -> Iterator[Path]:
 
 def passes(tree: Path, *, uid: int | None = None, **variables: str) -> None:
     """The parts pass in a clone."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("USER", "LOGNAME")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("USER", "LOGNAME")
+    }
     environment |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **variables}
-    words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not full and not gpu", *PARTS]
+    words = [
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not full and not gpu",
+        *PARTS,
+    ]
     command = [sys.executable, *words]
     if uid is not None:
         subprocess.run(["chown", "-R", str(uid), str(tree)], check=True)

@@ -1,4 +1,5 @@
-"""However a run ends: its exit status and folder tell how, and no process, port or shared memory is left."""
+"""However a run ends: its exit status and folder tell how, and no process, port or shared memory is
+left."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def state_of(driver: Driver) -> str:
 
 
 def check_closed(ports: set[int]) -> None:
-    reserved = {port for port in ports if port < 32000}  # of engine and router; others' may take those above meanwhile
+    reserved = {
+        port for port in ports if port < 32000
+    }  # of engine and router; others' may take those above meanwhile
     assert len(reserved) >= 2, "there were ports while it ran"
     for port in reserved:
         with socket.socket() as probe:
@@ -57,10 +60,15 @@ def check_closed(ports: set[int]) -> None:
             probe.bind(("", port))  # raises when somebody still listens
 
 
-@pytest.mark.parametrize("script", ["train.py", pytest.param("train_async.py", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "script", ["train.py", pytest.param("train_async.py", marks=pytest.mark.full)]
+)
 def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, script: str) -> None:
     (hold / "hold-1").touch()
-    name, apart = f"sigterm-{script}", ["--async-save", *(["--no-colocate"] if "async" in script else [])]
+    name, apart = (
+        f"sigterm-{script}",
+        ["--async-save", *(["--no-colocate"] if "async" in script else [])],
+    )
     driver = begin(name, *apart, script=script)
     wait_held(driver, hold, 1)
     ports = driver.ports()
@@ -70,7 +78,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(begin: Start, hold: Path, sc
     driver.leaves_nothing()
     check_closed(ports)
     assert driver.steps() == [1] and state_of(driver) == "stopped"
-    assert (driver.path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
+    assert (
+        driver.path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text().strip() == "0"
     assert (driver.path / "report.html").exists() and not (driver.path / "crash").exists()
 
     (hold / "hold-1").unlink()
@@ -86,18 +96,31 @@ def test_a_mistake_in_user_code_keeps_what_was_saved(begin: Start, hold: Path) -
     """Also what is still being written when it happens."""
     (hold / "raise-1").touch()
     (hold / "hold-save").touch()
-    held = ("--save-interval", 1, "--async-save", "--custom-megatron-init-path", "tests.support.hold.hold_saves")
+    held = (
+        "--save-interval",
+        1,
+        "--async-save",
+        "--custom-megatron-init-path",
+        "tests.support.hold.hold_saves",
+    )
     driver = begin("raises", *held)
     wait_until(
-        lambda: "still being written" in driver.stderr or driver.process.poll() is not None, "it waits for the save"
+        lambda: "still being written" in driver.stderr or driver.process.poll() is not None,
+        "it waits for the save",
     )
-    assert not (driver.path / "checkpoints" / "iter_0000000").exists() and driver.process.poll() is None
+    assert (
+        not (driver.path / "checkpoints" / "iter_0000000").exists()
+        and driver.process.poll() is None
+    )
     (hold / "hold-save").unlink()
     assert driver.end() == 2, driver.stderr
     error = driver.error()
     assert len(error) <= 8 and "Traceback" not in driver.stderr
     assert "2 groups have failed in this rollout of 4" in error[0]
-    assert "'tests.support.hold.reward' failed" in error[1] and "a mistake in the reward function" in error[1]
+    assert (
+        "'tests.support.hold.reward' failed" in error[1]
+        and "a mistake in the reward function" in error[1]
+    )
     assert str(driver.path / "crash") in error[-1]
     assert f"newest whole checkpoint: {driver.path / 'checkpoints' / 'iter_0000000'}" in error[-2]
     driver.leaves_nothing()
@@ -155,7 +178,11 @@ def test_kill_9_of_the_driver_and_resume(begin: Start, hold: Path, tmp_path: Pat
 
     (hold / "hold-1").unlink()
     command = [sys.executable, "-m", "slime", "resume", str(driver.path)]
-    given: dict[str, Any] = {"env": {**os.environ, "SLIME_TEST_HOLD": str(hold)}, "cwd": tmp_path, "timeout": PATIENCE}
+    given: dict[str, Any] = {
+        "env": {**os.environ, "SLIME_TEST_HOLD": str(hold)},
+        "cwd": tmp_path,
+        "timeout": PATIENCE,
+    }
     resumed = subprocess.run(command, capture_output=True, text=True, **given)
     assert resumed.returncode == 0, resumed.stderr
     assert driver.steps() == [1, 2] and state_of(driver) == "finished"
@@ -174,9 +201,16 @@ def test_kill_9_of_the_driver_and_resume(begin: Start, hold: Path, tmp_path: Pat
             id="trainer",
             marks=pytest.mark.full,
         ),
-        pytest.param("train.py", "slime.embedded", "engine-0", "--use-fault-tolerance", id="engine"),
         pytest.param(
-            "train_async.py", "sglang::router", "router", "last lines of its log", id="router", marks=pytest.mark.full
+            "train.py", "slime.embedded", "engine-0", "--use-fault-tolerance", id="engine"
+        ),
+        pytest.param(
+            "train_async.py",
+            "sglang::router",
+            "router",
+            "last lines of its log",
+            id="router",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -184,7 +218,9 @@ def test_a_killed_process_ends_the_run_at_once(
     begin: Start, hold: Path, script: str, victim: str, name: str, told: str
 ) -> None:
     (hold / "hold-0").touch()
-    driver = begin(f"without-{name}", *(["--no-colocate"] if "async" in script else []), script=script)
+    driver = begin(
+        f"without-{name}", *(["--no-colocate"] if "async" in script else []), script=script
+    )
     wait_held(driver, hold, 0)
     driver.kill(victim)
     assert driver.end(30) == 1, driver.stderr

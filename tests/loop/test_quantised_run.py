@@ -1,5 +1,6 @@
-"""Runs whose engines hold INT4 or FP8 weights while the trainer keeps plain ones: every push is compared as a whole,
-the trainer computes what engines compute, and what is learnt with plain engines is learnt with these."""
+"""Runs whose engines hold INT4 or FP8 weights while the trainer keeps plain ones: every push is
+compared as a whole, the trainer computes what engines compute, and what is learnt with plain
+engines is learnt with these."""
 
 from __future__ import annotations
 
@@ -32,19 +33,37 @@ def quantised(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return target
 
 
-def test_engines_hold_int4_and_the_trainer_does_not(run: Run, models: dict[str, Path], quantised: Path) -> None:
-    flags: list[Any] = ["--hf-checkpoint", quantised, "--ref-load", models["glm4_moe"], "--check-weight-update-equal"]
-    flags += ["--colocate", "--num-rollout", 2, "--save-hf", "{run}/exported", "--measure-quantisation"]
+def test_engines_hold_int4_and_the_trainer_does_not(
+    run: Run, models: dict[str, Path], quantised: Path
+) -> None:
+    flags: list[Any] = [
+        "--hf-checkpoint",
+        quantised,
+        "--ref-load",
+        models["glm4_moe"],
+        "--check-weight-update-equal",
+    ]
+    flags += [
+        "--colocate",
+        "--num-rollout",
+        2,
+        "--save-hf",
+        "{run}/exported",
+        "--measure-quantisation",
+    ]
     result = run("quantised", *GRPO, *flags)
     stored = tensors_of(quantised)
     # the first push is before the first rollout, the others after each
     checked = result.series("perf/update_weights/checked_tensors")
     assert checked and set(checked) == {len(stored)}
     assert any(name.endswith(".weight_packed") for name in stored)
-    # all of the difference is the format's: with equal weights there is none, for the canary neither
+    # all of the difference is the format's: with equal weights there is none, for the canary
+    # neither
     left, of_format = (result.series(f"train/{name}") for name in APART)
     assert max(left) <= TOLERANCE < min(of_format)
-    assert result.series("train/train_rollout_logprob_abs_diff") == pytest.approx(of_format, abs=TOLERANCE)
+    assert result.series("train/train_rollout_logprob_abs_diff") == pytest.approx(
+        of_format, abs=TOLERANCE
+    )
     assert max(result.series("train/canary_logprob_abs_diff_max")) <= TOLERANCE
     assert min(result.series("train/canary_quantisation_abs_diff")) > TOLERANCE
     log = "".join(path.read_text() for path in (result.path / "logs").glob("*.log"))
@@ -59,7 +78,13 @@ def test_engines_hold_int4_and_the_trainer_does_not(run: Run, models: dict[str, 
 def test_with_fake_quantisation_trainer_and_engine_agree_on_every_token(
     run: Run, models: dict[str, Path], quantised: Path
 ) -> None:
-    flags: list[Any] = ["--hf-checkpoint", quantised, "--ref-load", models["glm4_moe"], "--colocate"]
+    flags: list[Any] = [
+        "--hf-checkpoint",
+        quantised,
+        "--ref-load",
+        models["glm4_moe"],
+        "--colocate",
+    ]
     flags += ["--fake-quantisation", "experts", "--num-rollout", 2]
     flags += ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3"]
     result = run("fake-quantised", *GRPO, *flags)
@@ -68,7 +93,8 @@ def test_with_fake_quantisation_trainer_and_engine_agree_on_every_token(
     assert result.series("train/kl_loss")[0] == 0.0, "the reference is rounded as the policy is"
 
 
-#: All Linear layers, the output layer that learns too: more than any recommended list leaves to quantise.
+#: All Linear layers, the output layer that learns too: more than any recommended list leaves to
+#: quantise.
 HARDEST = {
     "fp8": Quantisation("fp8", Fp8((16, 16))),
     "int4": Quantisation("compressed-tensors", Int4(16), ("model.embed_tokens.weight",)),
@@ -88,8 +114,17 @@ def test_the_reward_rises_with_quantised_rollouts(
 ) -> None:
     """As much as with plain ones (`test_learning`)."""
     quantise_directory(models["llama"], tmp_path / kind, HARDEST[kind])
-    flags: list[Any] = ["--hf-checkpoint", tmp_path / kind, "--ref-load", models["llama"], "--bf16", "--colocate"]
-    result = run(f"learn-{kind}-{correction}", *GRPO, *flags, "--num-rollout", 14, *CORRECTIONS[correction])
+    flags: list[Any] = [
+        "--hf-checkpoint",
+        tmp_path / kind,
+        "--ref-load",
+        models["llama"],
+        "--bf16",
+        "--colocate",
+    ]
+    result = run(
+        f"learn-{kind}-{correction}", *GRPO, *flags, "--num-rollout", 14, *CORRECTIONS[correction]
+    )
     rewards = result.series("rollout/raw_reward")
     assert len(rewards) == 14
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
@@ -100,7 +135,9 @@ def test_engines_alone_need_no_plain_weights(run: Run, quantised: Path) -> None:
     """--debug-rollout-only tells whether a quantised checkpoint generates by itself."""
     flags: list[Any] = ["--hf-checkpoint", quantised, "--debug-rollout-only", "--num-rollout", 1]
     result = run("quantised-rollout", *GRPO, *flags)
-    assert result.series("rollout/response_len/mean") and not list((result.path / "logs").glob("trainer*"))
+    assert result.series("rollout/response_len/mean") and not list(
+        (result.path / "logs").glob("trainer*")
+    )
 
 
 def test_the_trainer_cannot_start_from_quantised_weights(run: Run, quantised: Path) -> None:

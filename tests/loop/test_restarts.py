@@ -1,5 +1,5 @@
-"""--max-restarts: trainer ranks that are lost start again from the newest checkpoint, and the run ends as if they had
-never been."""
+"""--max-restarts: trainer ranks that are lost start again from the newest checkpoint, and the run
+ends as if they had never been."""
 
 from __future__ import annotations
 
@@ -23,10 +23,19 @@ _DIES = ("--custom-megatron-before-train-step-hook-path", "tests.support.hold.di
 
 @pytest.fixture(scope="module")
 def broken(run: Run, deterministic: Any, outputs: Path) -> RunResult:
-    """The unbroken run's flags. The trainer dies before the first checkpoint, and again after the second one."""
+    """The unbroken run's flags. The trainer dies before the first checkpoint, and again after the
+    second one."""
     for rollout_id in (0, 4):
         (outputs / f"die-{rollout_id}").touch()
-    flags = ["--colocate", "--num-rollout", 6, "--save-interval", 2, "--save", outputs / "broken-checkpoints"]
+    flags = [
+        "--colocate",
+        "--num-rollout",
+        6,
+        "--save-interval",
+        2,
+        "--save",
+        outputs / "broken-checkpoints",
+    ]
     result = run("broken", *deterministic("broken"), *flags, *_DIES, "--max-restarts", 2)
     assert not list(outputs.glob("die-*")), "it died twice"
     return result
@@ -38,7 +47,10 @@ def without_versions(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any
     def compared(name: str) -> bool:
         return "version" not in name and name != "rollout/num_restored_groups"
 
-    return {step: {name: value for name, value in row.items() if compared(name)} for step, row in rows.items()}
+    return {
+        step: {name: value for name, value in row.items() if compared(name)}
+        for step, row in rows.items()
+    }
 
 
 def test_every_step_is_that_of_the_unbroken_run(broken: RunResult, unbroken: RunResult) -> None:
@@ -51,7 +63,9 @@ def test_every_step_is_that_of_the_unbroken_run(broken: RunResult, unbroken: Run
 
 def test_versions_go_on(broken: RunResult) -> None:
     versions = broken.series("perf/weight_version")
-    assert versions == sorted(set(versions)) and versions[-1] == 8 + 1, "6 steps, 1 at the launch, 2 restarts"
+    assert versions == sorted(set(versions)) and versions[-1] == 8 + 1, (
+        "6 steps, 1 at the launch, 2 restarts"
+    )
 
 
 @pytest.mark.full
@@ -68,17 +82,29 @@ def test_once_too_often_is_an_error(run: Run, deterministic: Any, outputs: Path)
 def test_a_rank_that_is_frozen_is_named_and_replaced(
     driver: str, run: Run, deterministic: Any, outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks wait for each other; nobody hears of the frozen one but by the process group's deadline."""
+    """Two ranks wait for each other; nobody hears of the frozen one but by the process group's
+    deadline."""
     name = f"frozen-{driver}"
     (outputs / "stop-2").touch()
-    flags = ["--num-rollout", 4, "--save-interval", 1, "--save", outputs / f"{name}-ckpt", "--max-restarts", 1]
+    flags = [
+        "--num-rollout",
+        4,
+        "--save-interval",
+        1,
+        "--save",
+        outputs / f"{name}-ckpt",
+        "--max-restarts",
+        1,
+    ]
     flags += ["--actor-num-gpus-per-node", 2, "--distributed-timeout-minutes", 0.4]
     result = run(name, *deterministic(name), *flags, *_DIES, driver=driver)
     assert sorted(result.steps()) == [1, 2, 3, 4]
     told = capsys.readouterr().err
     names = (
-        r"training: processes that work together lost each other; no answer from trainer-[01] \(pid",
-        r"pid \d+ \(ray::TrainerActor.*\) is stopped since [\d:]+, and the run does not go on: .*\(training\)",
+        r"training: processes that work together lost each other; no answer from trainer-[01] "
+        r"\(pid",
+        r"pid \d+ \(ray::TrainerActor.*\) is stopped since [\d:]+, and the run does not go on: "
+        r".*\(training\)",
     )
     assert re.search("|".join(names), told), "whoever passes the limit first says it"
     assert stopped_parts() == {}, "the frozen one is gone, and with it what it held"
@@ -86,8 +112,11 @@ def test_a_rank_that_is_frozen_is_named_and_replaced(
 
 @pytest.mark.full
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_users_source_goes_back_with_the_trainer(run: Run, deterministic: Any, outputs: Path, loads: bool) -> None:
-    """Before the first checkpoint to where it began, afterwards to what it has saved; with and without --load."""
+def test_a_users_source_goes_back_with_the_trainer(
+    run: Run, deterministic: Any, outputs: Path, loads: bool
+) -> None:
+    """Before the first checkpoint to where it began, afterwards to what it has saved; with and
+    without --load."""
     name = f"own-source-restarted-{loads}"
     root = outputs / f"{name}-saved" / "checkpoints"
     root.parent.mkdir()
@@ -109,7 +138,8 @@ def test_a_users_source_goes_back_with_the_trainer(run: Run, deterministic: Any,
     assert [sample.index for k in range(4) for sample in result.samples(k)] == list(range(4 * 16))
 
 
-# -- asked to stop meanwhile -----------------------------------------------------------------------------------
+# -- asked to stop meanwhile
+# -----------------------------------------------------------------------------------
 
 
 def stopped(driver: Driver) -> str:
@@ -123,23 +153,37 @@ def stopped(driver: Driver) -> str:
 def test_nothing_is_saved_of_ranks_that_stand_at_an_older_checkpoint(
     start_held: StartHeld, hold: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """SIGTERM while the new trainer has loaded rollout 1 and waits for what is being generated; rollout 2 was trained
-    on by the one that died."""
+    """SIGTERM while the new trainer has loaded rollout 1 and waits for what is being generated;
+    rollout 2 was trained on by the one that died."""
     world = World.create(tmp_path_factory.mktemp("stopped"))
     path = world.outputs / "again"
     path.mkdir(parents=True)
     (hold / "hold-request-4").touch()
     (path / "die-3").touch()
     words = world.resumable(
-        "again", "--deterministic-rollout", "--custom-rm-path", "tests.support.hold.reward_and_count"
+        "again",
+        "--deterministic-rollout",
+        "--custom-rm-path",
+        "tests.support.hold.reward_and_count",
     )
     words = [word for word in words if word != "--colocate"]
-    words += ["--no-colocate", "--num-rollout", "8", "--save-interval", "2", "--max-restarts", "2", *_DIES]
+    words += [
+        "--no-colocate",
+        "--num-rollout",
+        "8",
+        "--save-interval",
+        "2",
+        "--max-restarts",
+        "2",
+        *_DIES,
+    ]
     words += ["--custom-generate-function-path", "tests.support.hold.generate"]
     driver = start_held(words, path, "train_async.py")
     log = path / "logs" / "trainer-0.log"
     wait_while_running(driver, lambda: "is started again" in driver.stderr, "the restart")
-    wait_while_running(driver, lambda: log.read_text().count("iter_0000001") > 0, "the checkpoint is loaded")
+    wait_while_running(
+        driver, lambda: log.read_text().count("iter_0000001") > 0, "the checkpoint is loaded"
+    )
     driver.signal(signal.SIGTERM)
     assert stopped(driver) == "iter_0000001"
     assert "stopped, as the trainer was started again" in driver.stderr, driver.stderr
@@ -153,7 +197,9 @@ def test_a_rank_that_dies_of_what_stops_the_run_is_not_started_again(
     path = world.outputs / "both"
     path.mkdir(parents=True)
     (hold / "hold-2").touch()
-    words = world.resumable("both", "--deterministic-rollout", "--custom-rm-path", "tests.support.hold.reward")
+    words = world.resumable(
+        "both", "--deterministic-rollout", "--custom-rm-path", "tests.support.hold.reward"
+    )
     words += ["--num-rollout", "6", "--save-interval", "2", "--max-restarts", "2", *_DIES]
     driver = start_held(words, path, "train.py")
     wait_while_running(driver, (hold / "held-2").exists, "the third rollout")

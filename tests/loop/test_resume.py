@@ -12,15 +12,20 @@ from tests.support.runs import Run, RunResult
 
 
 @pytest.fixture(scope="module")
-def resumed(run: Run, first_half: RunResult, deterministic: Any, resumable: Any, outputs: Path) -> RunResult:
-    """The second launch, with the same flags but for the goal; also exports every rollout's weights."""
+def resumed(
+    run: Run, first_half: RunResult, deterministic: Any, resumable: Any, outputs: Path
+) -> RunResult:
+    """The second launch, with the same flags but for the goal; also exports every rollout's
+    weights."""
     flags = ["--colocate", "--num-rollout", 6, "--save-interval", 1, "--save-retain", 1]
     flags += ["--save-hf", outputs / "exports" / "{rollout_id}"]
     return run("resumed", *deterministic("resumed"), *resumable("resumed"), *flags)
 
 
 @pytest.fixture(scope="module")
-def from_second(run: Run, unbroken: RunResult, deterministic: Any, resumable: Any, outputs: Path) -> RunResult:
+def from_second(
+    run: Run, unbroken: RunResult, deterministic: Any, resumable: Any, outputs: Path
+) -> RunResult:
     """A copy of the unbroken run, taken up again after its second rollout and led to the fourth."""
     shutil.copytree(unbroken.path, outputs / "from-second")
     flags = ["--colocate", "--num-rollout", 4, "--ckpt-step", 1]
@@ -43,7 +48,9 @@ def test_first_launch_starts_fresh(first_half: RunResult, unbroken: RunResult) -
 @pytest.mark.parametrize("rollout_id", range(6))
 def test_same_samples_as_unbroken(resumed: RunResult, unbroken: RunResult, rollout_id: int) -> None:
     mine, theirs = resumed.samples(rollout_id), unbroken.samples(rollout_id)
-    assert [(s.prompt, s.label, s.group_index) for s in mine] == [(s.prompt, s.label, s.group_index) for s in theirs]
+    assert [(s.prompt, s.label, s.group_index) for s in mine] == [
+        (s.prompt, s.label, s.group_index) for s in theirs
+    ]
     assert resumed.tokens(rollout_id) == unbroken.tokens(rollout_id)
     assert [s.weight_versions for s in mine] == [s.weight_versions for s in theirs]
 
@@ -76,7 +83,8 @@ def test_retention(first_half: RunResult, resumed: RunResult, outputs: Path) -> 
 
 
 def test_export_is_the_trained_model(resumed: RunResult, outputs: Path) -> None:
-    """transformers reads the weights exported after rollout 4 and gives the log-probs of rollout 5's tokens."""
+    """transformers reads the weights exported after rollout 4 and gives the log-probs of rollout
+    5's tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,16 +94,21 @@ def test_export_is_the_trained_model(resumed: RunResult, outputs: Path) -> None:
     means = []
     for sample in resumed.samples(5):
         with torch.no_grad():
-            logits = model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
+            logits = model(torch.tensor([sample.tokens])).logits[
+                0, -sample.response_length - 1 : -1
+            ]
         response = torch.tensor(sample.tokens[-sample.response_length :])
         log_probs = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-        torch.testing.assert_close(log_probs, torch.tensor(sample.rollout_log_probs), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            log_probs, torch.tensor(sample.rollout_log_probs), atol=1e-5, rtol=0
+        )
         means.append(log_probs.mean().item())
     trainers = resumed.steps()[6]["rollout/log_probs"]
     assert sum(means) / len(means) == pytest.approx(trainers, abs=1e-5)
 
 
-# -- one batch ahead ---------------------------------------------------------------------------------------------------
+# -- one batch ahead
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +119,9 @@ def ahead(run: Run, deterministic: Any, resumable: Any) -> RunResult:
 
 
 @pytest.fixture(scope="module")
-def ahead_resumed(run: Run, ahead: RunResult, deterministic: Any, resumable: Any, outputs: Path) -> RunResult:
+def ahead_resumed(
+    run: Run, ahead: RunResult, deterministic: Any, resumable: Any, outputs: Path
+) -> RunResult:
     """A copy of that run, taken up at that checkpoint."""
     shutil.copytree(ahead.path, outputs / "ahead-resumed")
     shutil.rmtree(outputs / "ahead-resumed" / "dumps")
@@ -117,7 +132,11 @@ def ahead_resumed(run: Run, ahead: RunResult, deterministic: Any, resumable: Any
 
 def test_no_prompt_is_skipped_or_used_twice(ahead: RunResult, ahead_resumed: RunResult) -> None:
     """The position that is saved is what training consumed, not what was drawn."""
-    assert sorted(entry.name for entry in (ahead_resumed.path / "dumps").iterdir()) == ["3.pt", "4.pt", "5.pt"]
+    assert sorted(entry.name for entry in (ahead_resumed.path / "dumps").iterdir()) == [
+        "3.pt",
+        "4.pt",
+        "5.pt",
+    ]
     for rollout_id in (3, 4, 5):
         before, after = ahead.samples(rollout_id), ahead_resumed.samples(rollout_id)
         assert [(s.index, s.prompt) for s in after] == [(s.index, s.prompt) for s in before]
@@ -133,19 +152,39 @@ def test_staleness_after_a_resume(ahead: RunResult, ahead_resumed: RunResult) ->
     assert ahead_resumed.series("rollout/weight_version/min") == [1, 1, 2, 4, 4, 5]
 
 
-# -- a data source of the user's own -----------------------------------------------------------------------------------
+# -- a data source of the user's own
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_a_users_source_resumes_where_training_was(run: Run, outputs: Path, deterministic: Any) -> None:
-    """Its `save` is called with the checkpoint after rollout 1, while rollout 2, drawn already, is being generated."""
+def test_a_users_source_resumes_where_training_was(
+    run: Run, outputs: Path, deterministic: Any
+) -> None:
+    """Its `save` is called with the checkpoint after rollout 1, while rollout 2, drawn already, is
+    being generated."""
     source = ["--data-source-path", "tests.support.toy.SumSource"]
-    first, second = outputs / "own-source" / "checkpoints", outputs / "own-source-resumed" / "checkpoints"
-    flags = [*deterministic("own-source"), *source, "--num-rollout", 3, "--save-interval", 2, "--save", first]
+    first, second = (
+        outputs / "own-source" / "checkpoints",
+        outputs / "own-source-resumed" / "checkpoints",
+    )
+    flags = [
+        *deterministic("own-source"),
+        *source,
+        "--num-rollout",
+        3,
+        "--save-interval",
+        2,
+        "--save",
+        first,
+    ]
     before = run("own-source", *flags, driver="train_async")
     assert sorted(path.name for path in (first / "rollout").iterdir()) == ["sums_1", "sums_2"]
     flags = [*deterministic("own-source-resumed"), *source, "--num-rollout", 3, "--save", second]
-    after = run("own-source-resumed", *flags, "--load", first, "--ckpt-step", 1, driver="train_async")
+    after = run(
+        "own-source-resumed", *flags, "--load", first, "--ckpt-step", 1, driver="train_async"
+    )
     assert [row["step"] for row in after.rows] == [3]
-    assert [(s.index, s.prompt) for s in after.samples(2)] == [(s.index, s.prompt) for s in before.samples(2)]
+    assert [(s.index, s.prompt) for s in after.samples(2)] == [
+        (s.index, s.prompt) for s in before.samples(2)
+    ]
     assert [s.index for s in after.samples(2)] == list(range(32, 48))

@@ -39,14 +39,39 @@ def rewards(args, samples, **kwargs):
 def test_no_secret_is_in_what_a_run_leaves(tmp_path: Path) -> None:
     world = World.create(tmp_path / "world")
     (world.inputs / "telling.py").write_text(HOOKS)
-    (world.inputs / "hooks.yaml").write_text(yaml.safe_dump({**planted.hooks(), "marker": str(tmp_path / "failed")}))
+    (world.inputs / "hooks.yaml").write_text(
+        yaml.safe_dump({**planted.hooks(), "marker": str(tmp_path / "failed")})
+    )
     folder, save = world.outputs / "told", world.outputs / "told" / "checkpoints"
-    given = ["--custom-config-path", world.inputs / "hooks.yaml", "--rm-url", planted.url(), "--save", save]
-    given += ["--train-env-vars", json.dumps(planted.variables()), "--custom-rm-path", "telling.reward"]
-    given += ["--custom-reward-post-process-path", "telling.rewards", "--dump-details", folder / "dumps"]
+    given = [
+        "--custom-config-path",
+        world.inputs / "hooks.yaml",
+        "--rm-url",
+        planted.url(),
+        "--save",
+        save,
+    ]
+    given += [
+        "--train-env-vars",
+        json.dumps(planted.variables()),
+        "--custom-rm-path",
+        "telling.reward",
+    ]
+    given += [
+        "--custom-reward-post-process-path",
+        "telling.rewards",
+        "--dump-details",
+        folder / "dumps",
+    ]
     given += ["--use-wandb", "--wandb-mode", "offline", "--wandb-key", planted.SECRETS["flag"]]
     path = f"{world.inputs}{os.pathsep}{ROOT}"
-    driver = start(["train", *world.flags("told", *given)], folder, "slime", PYTHONPATH=path, **planted.environment())
+    driver = start(
+        ["train", *world.flags("told", *given)],
+        folder,
+        "slime",
+        PYTHONPATH=path,
+        **planted.environment(),
+    )
     assert driver.process.wait(300) == 1
     said = tmp_path / "said"
     said.mkdir()
@@ -56,7 +81,9 @@ def test_no_secret_is_in_what_a_run_leaves(tmp_path: Path) -> None:
     def slime(name: str, *words: object, **environ: str) -> int:
         env = {**os.environ, "PYTHONPATH": path, **environ}
         command = [sys.executable, "-m", "slime", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        )
         (said / name).write_text(done.stdout + done.stderr)
         return done.returncode
 
@@ -68,10 +95,22 @@ def test_no_secret_is_in_what_a_run_leaves(tmp_path: Path) -> None:
     assert slime("unnamed", "resume", folder) == 2
     asked = (said / "unnamed").read_text()
     names = [word.removesuffix("=…") for word in asked.split() if word.endswith("=…")]
-    assert {"MY_TOKEN", "JUDGE_API_KEY", "SLIME_RM_URL", "WANDB_API_KEY", "MIRRORS_0_PASSWORD"} <= set(names)
+    assert {
+        "MY_TOKEN",
+        "JUDGE_API_KEY",
+        "SLIME_RM_URL",
+        "WANDB_API_KEY",
+        "MIRRORS_0_PASSWORD",
+    } <= set(names)
     again = ["--rm-url", planted.url(), "--custom-config-path", world.inputs / "hooks.yaml"]
-    environ = {**planted.variables(), **planted.environment(), "WANDB_API_KEY": planted.SECRETS["flag"]}
-    assert slime("resumed", "resume", folder, *again, **environ) == 0, (said / "resumed").read_text()[-3000:]
+    environ = {
+        **planted.variables(),
+        **planted.environment(),
+        "WANDB_API_KEY": planted.SECRETS["flag"],
+    }
+    assert slime("resumed", "resume", folder, *again, **environ) == 0, (
+        said / "resumed"
+    ).read_text()[-3000:]
     assert slime("rebundle", "bundle", folder, "--samples", "--output", said / "again.tar.gz") == 0
     assert planted.search(folder, said) == {}
     rollout = (folder / "logs" / "rollout.log").read_text()

@@ -1,4 +1,5 @@
-"""The whole loop through the code paths of SGLang engines, with the stand-in of `tests/support/fake_sglang`."""
+"""The whole loop through the code paths of SGLang engines, with the stand-in of
+`tests/support/fake_sglang`."""
 
 from __future__ import annotations
 
@@ -52,41 +53,77 @@ def phases(calls: list[dict[str, Any]]) -> list[str]:
 
 
 def test_colocated_engines_and_trainers_take_turns(world: World, tmp_path: Path) -> None:
-    """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over and back.
+    """Two trainer ranks, an engine on the slot of each: weights through handles, memory handed over
+    and back.
 
-    The router asks all the time, also engines that sleep, and would end them if they generated to answer."""
+    The router asks all the time, also engines that sleep, and would end them if they generated to
+    answer."""
     calls = tmp_path / "calls.jsonl"
-    flags = world.flags("turns", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", 2, "--num-gpus-per-node", 8)
+    flags = world.flags(
+        "turns",
+        "--rollout-engine",
+        "sglang",
+        "--actor-num-gpus-per-node",
+        2,
+        "--num-gpus-per-node",
+        8,
+    )
     flags += ["--router-health-check-interval-secs", "1"]
     with start(flags, world.outputs / "turns", **fake_environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
         assert len(engines) == 2
-        push = ["resume weights", "pause", "bucket {}", "continue", "resume cuda_graph kv_cache", "generate"]
+        push = [
+            "resume weights",
+            "pause",
+            "bucket {}",
+            "continue",
+            "resume cuda_graph kv_cache",
+            "generate",
+        ]
         release = "release cuda_graph kv_cache weights"
-        expected = [*[release, *push] * 3, release]  # the last "generate" is the canary's; then the model is written
+        expected = [
+            *[release, *push] * 3,
+            release,
+        ]  # the last "generate" is the canary's; then the model is written
         versions = iter("123")
         expected = [word.format(next(versions)) if "{}" in word else word for word in expected]
         for engine in engines:
             assert phases(engine) == expected
-            assert "/health" in [call["path"] for call in engine], "the router has asked a sleeping engine"
+            assert "/health" in [call["path"] for call in engine], (
+                "the router has asked a sleeping engine"
+            )
         steps = [row for row in driver.rows() if "rollout/raw_reward" in row]
-        turns = [f"perf/{what}_time" for what in ("wake", "sleep", "release_engines", "resume_engines")]
+        turns = [
+            f"perf/{what}_time" for what in ("wake", "sleep", "release_engines", "resume_engines")
+        ]
         assert len(steps) == 2 and all(row[name] >= 0 for row in steps for name in turns)
-        assert "IPC handles" in "".join(log.read_text() for log in (driver.path / "logs").glob("trainer-0*"))
+        assert "IPC handles" in "".join(
+            log.read_text() for log in (driver.path / "logs").glob("trainer-0*")
+        )
         driver.leaves_nothing()
 
 
 @pytest.mark.full
-def test_an_engine_that_dies_while_it_is_talked_to_is_named_with_its_exception(world: World, tmp_path: Path) -> None:
+def test_an_engine_that_dies_while_it_is_talked_to_is_named_with_its_exception(
+    world: World, tmp_path: Path
+) -> None:
     """At the first push, when it takes memory back."""
     env = fake_environment(tmp_path / "calls", FAKE_SGLANG_DIES_AT="/resume_memory_occupation")
-    with start(world.flags("dies", "--rollout-engine", "sglang"), world.outputs / "dies", **env) as driver:
+    with start(
+        world.flags("dies", "--rollout-engine", "sglang"), world.outputs / "dies", **env
+    ) as driver:
         assert driver.end() == 1, driver.stderr
         error = driver.error()
-        assert re.fullmatch(r"error: taking memory back: engine-0 \(pid \d+\) was killed \(SIGKILL\)", error[0])
-        assert error[1] == "  why: ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
+        assert re.fullmatch(
+            r"error: taking memory back: engine-0 \(pid \d+\) was killed \(SIGKILL\)", error[0]
+        )
+        assert (
+            error[1]
+            == "  why: ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu "
+            "tensor?)"
+        )
         assert "SIGQUIT received" in "".join(error) and "mem-fraction" not in "".join(error)
         driver.leaves_nothing()
 
@@ -101,8 +138,17 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
         "      - {worker_type: regular, num_gpus: 1, overrides: {max_running_requests: 3}}\n"
     )
     flags = [flag for flag in world.flags("apart") if flag != "--colocate"]
-    flags += ["--rollout-engine", "sglang", "--rollout-num-gpus", "3", "--sglang-config", str(groups)]
-    with start(flags, world.outputs / "apart", script="train_async.py", **fake_environment(calls)) as driver:
+    flags += [
+        "--rollout-engine",
+        "sglang",
+        "--rollout-num-gpus",
+        "3",
+        "--sglang-config",
+        str(groups),
+    ]
+    with start(
+        flags, world.outputs / "apart", script="train_async.py", **fake_environment(calls)
+    ) as driver:
         assert driver.end() == 0, driver.stderr
         assert driver.steps() == [1, 2]
         engines = calls_by_engine(calls)
@@ -114,7 +160,8 @@ def test_engines_of_their_own_get_broadcasts(world: World, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> None:
-    """Policy and judge on a GPU each, which two trainer ranks share with them; the reward asks the judge."""
+    """Policy and judge on a GPU each, which two trainer ranks share with them; the reward asks the
+    judge."""
     calls, models = tmp_path / "calls.jsonl", tmp_path / "models.yaml"
     models.write_text(
         "sglang:\n  - {name: policy, server_groups: [{num_gpus: 1}]}\n"
@@ -134,9 +181,17 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
     flags += ["--custom-rm-path", f"{tmp_path / 'judging.py'}:reward"]
     with start(flags, world.outputs / "judged", **fake_environment(calls)) as driver:
         assert driver.end() == 0, driver.stderr
-        assert [row["rollout/raw_reward"] for row in driver.rows() if "rollout/raw_reward" in row] == [1.0, 1.0]
-        policy, judge = sorted(map(phases, calls_by_engine(calls)), key=lambda words: "bucket 1" not in words)
-        turns = ["release cuda_graph kv_cache weights", "resume cuda_graph kv_cache weights", "generate"] * 3
+        assert [
+            row["rollout/raw_reward"] for row in driver.rows() if "rollout/raw_reward" in row
+        ] == [1.0, 1.0]
+        policy, judge = sorted(
+            map(phases, calls_by_engine(calls)), key=lambda words: "bucket 1" not in words
+        )
+        turns = [
+            "release cuda_graph kv_cache weights",
+            "resume cuda_graph kv_cache weights",
+            "generate",
+        ] * 3
         assert judge == turns[:-1], "it is asked in two rollouts, and never gets weights"
         assert "bucket 3" in policy
         driver.leaves_nothing()
@@ -146,7 +201,11 @@ def test_a_model_that_judges_keeps_its_weights(world: World, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
-        ((), {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"}, "CUDA out of memory"),
+        (
+            (),
+            {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"},
+            "CUDA out of memory",
+        ),
         (("--sglang-dtype", "half"), {"FAKE_SGLANG_CRASH": "no"}, "engine-0 ended"),
     ],
 )
@@ -164,7 +223,9 @@ def test_an_engine_that_does_not_start_ends_the_run_with_its_words(
         assert "--sglang-mem-fraction-static" in text
 
 
-def test_without_sglang_the_run_is_refused_before_anything_starts(world: World, tmp_path: Path) -> None:
+def test_without_sglang_the_run_is_refused_before_anything_starts(
+    world: World, tmp_path: Path
+) -> None:
     with start(
         world.flags("none", "--rollout-engine", "sglang", "--output-dir", tmp_path),
         tmp_path / "none",

@@ -1,4 +1,5 @@
-"""Weights reach the engines by every way of transfer, and what they generate is the same, bit for bit."""
+"""Weights reach the engines by every way of transfer, and what they generate is the same, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -20,14 +21,26 @@ def by_memory(unbroken: RunResult) -> RunResult:
 
 @pytest.fixture(scope="module")
 def by_broadcast(run: Run, deterministic: Any) -> RunResult:
-    """Engines with slots of their own, that pass for those of another host; two of them behind the router."""
-    flags = ["--rollout-num-gpus", 2, "--custom-megatron-init-path", "tests.support.toy.engines_look_remote"]
+    """Engines with slots of their own, that pass for those of another host; two of them behind the
+    router."""
+    flags = [
+        "--rollout-num-gpus",
+        2,
+        "--custom-megatron-init-path",
+        "tests.support.toy.engines_look_remote",
+    ]
     return run("by-broadcast", *deterministic("by-broadcast"), *flags, "--num-rollout", ROLLOUTS)
 
 
 @pytest.fixture(scope="module")
 def by_disk(run: Run, deterministic: Any, outputs: Path) -> RunResult:
-    flags = ["--colocate", "--update-weight-transport", "disk", "--update-weight-disk-dir", outputs / "weights"]
+    flags = [
+        "--colocate",
+        "--update-weight-transport",
+        "disk",
+        "--update-weight-disk-dir",
+        outputs / "weights",
+    ]
     flags += ["--check-weight-update-equal"]
     return run("by-disk", *deterministic("by-disk"), *flags, "--num-rollout", ROLLOUTS)
 
@@ -55,8 +68,14 @@ def transport(result: RunResult) -> str:
     return found.group(1)
 
 
-def test_each_run_took_its_way(by_memory: RunResult, by_broadcast: RunResult, by_disk: RunResult) -> None:
-    assert [transport(r) for r in (by_memory, by_broadcast, by_disk)] == ["shared memory", "gloo broadcast", "disk"]
+def test_each_run_took_its_way(
+    by_memory: RunResult, by_broadcast: RunResult, by_disk: RunResult
+) -> None:
+    assert [transport(r) for r in (by_memory, by_broadcast, by_disk)] == [
+        "shared memory",
+        "gloo broadcast",
+        "disk",
+    ]
 
 
 @pytest.mark.parametrize("rollout_id", range(ROLLOUTS))
@@ -68,7 +87,9 @@ def test_same_generation_by_every_way(
     assert by_disk.tokens(rollout_id) == expected
 
 
-def test_same_metrics_by_every_way(by_memory: RunResult, by_broadcast: RunResult, by_disk: RunResult) -> None:
+def test_same_metrics_by_every_way(
+    by_memory: RunResult, by_broadcast: RunResult, by_disk: RunResult
+) -> None:
     for step in range(1, ROLLOUTS + 1):
         assert by_broadcast.steps()[step] == by_disk.steps()[step] == by_memory.steps()[step]
 
@@ -94,25 +115,35 @@ def test_a_full_check_covers_every_tensor(by_disk: RunResult) -> None:
     [newest] = (by_disk.path.parent / "weights").iterdir()
     with safe_open(next(newest.glob("*.safetensors")), "pt") as weights:
         num_tensors = len(weights.keys())
-    assert newest.name == f"weight_v{ROLLOUTS + 1:06d}"  # one before the first rollout, one after each
+    assert (
+        newest.name == f"weight_v{ROLLOUTS + 1:06d}"
+    )  # one before the first rollout, one after each
     assert by_disk.series("perf/update_weights/checked_tensors") == [num_tensors] * ROLLOUTS
 
 
 @pytest.mark.parametrize("which", ["by_memory", "by_broadcast", "by_disk", "data_parallel"])
-def test_engines_agree_with_the_trainer_after_every_push(which: str, request: pytest.FixtureRequest) -> None:
+def test_engines_agree_with_the_trainer_after_every_push(
+    which: str, request: pytest.FixtureRequest
+) -> None:
     result: RunResult = request.getfixturevalue(which)
     for name in ("train/canary_logprob_abs_diff", "train/canary_logprob_abs_diff_max"):
         values = result.series(name)
         assert len(values) == len(result.steps()) and all(0 <= value <= 1e-4 for value in values)
 
 
-def test_every_sample_says_which_weights_made_it(by_memory: RunResult, by_broadcast: RunResult) -> None:
+def test_every_sample_says_which_weights_made_it(
+    by_memory: RunResult, by_broadcast: RunResult
+) -> None:
     for result in (by_memory, by_broadcast):
         for rollout_id in range(ROLLOUTS):
             for sample in result.samples(rollout_id):
                 assert sample.weight_versions == [str(rollout_id + 1)]
                 [span] = sample.token_spans
-                assert (span.start, span.end, span.weight_version) == (0, sample.response_length, rollout_id + 1)
+                assert (span.start, span.end, span.weight_version) == (
+                    0,
+                    sample.response_length,
+                    rollout_id + 1,
+                )
     assert by_memory.series("perf/weight_version") == [2, 3, 4, 5, 6, 7]
 
 

@@ -1,5 +1,5 @@
-"""Who can reach a run: what listens is what docs/security.md lists, on loopback; only whoever has the run's key is
-answered by its engines and its router; and nobody can read the key anywhere."""
+"""Who can reach a run: what listens is what docs/security.md lists, on loopback; only whoever has
+the run's key is answered by its engines and its router; and nobody can read the key anywhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,19 @@ _NOT_HERE = {"SGLang"}
 
 #: What steers an engine, generates with it or tells of it.
 _OF_ENGINE = (
-    *("/generate", "/v1/chat/completions", "/abort_request", "/pause_generation", "/continue_generation"),
-    *("/flush_cache", "/update_weights_from_tensor", "/update_weights_from_disk", "/init_weights_update_group"),
+    *(
+        "/generate",
+        "/v1/chat/completions",
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+    ),
+    *(
+        "/flush_cache",
+        "/update_weights_from_tensor",
+        "/update_weights_from_disk",
+        "/init_weights_update_group",
+    ),
     *("/update_weights_from_distributed", "/weights_checker", "/release_memory_occupation"),
 )
 _OF_ROUTER = ("/generate", "/v1/chat/completions", "/workers", "/flush_cache")
@@ -50,7 +61,9 @@ class Held:
 def held(folder: Path, engine: str, *flags: object) -> Iterator[Held]:
     world, hold = World.create(folder), folder
     (hold / "hold-1").touch()
-    words = world.flags("run", "--custom-rm-path", "tests.support.hold.reward", "--rollout-engine", engine, *flags)
+    words = world.flags(
+        "run", "--custom-rm-path", "tests.support.hold.reward", "--rollout-engine", engine, *flags
+    )
     words = [word for word in words if word != "--colocate" or "--no-colocate" not in flags]
     environment = fake_environment(hold / "calls.jsonl") if engine == "sglang" else {}
     with start(words, world.outputs / "run", SLIME_TEST_HOLD=str(hold), **environment) as driver:
@@ -71,12 +84,17 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield from held(tmp_path_factory.mktemp("run"), request.param, *flags)
 
 
-# -- ports -------------------------------------------------------------------------------------------------------------
+# -- ports
+# -------------------------------------------------------------------------------------------------------------
 
 
 def documented() -> set[str]:
     """The names of processes in the table."""
-    rows = [line for line in (ROOT / "docs" / "security.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line
+        for line in (ROOT / "docs" / "security.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     return {name.strip("` ") for row in rows for name in row.split("|")[1].split(",")} - _NOT_HERE
 
 
@@ -112,7 +130,9 @@ def test_every_port_is_listed_and_on_loopback(run: Held) -> None:
     unknown = [words for words, _ in found if not any(name in words for name in names)]
     assert not unknown, "a row of docs/security.md is missing"
     reachable = [
-        (words[:80], ip) for words, ip in found if not ipaddress.ip_address(re.sub("^::ffff:", "", ip)).is_loopback
+        (words[:80], ip)
+        for words, ip in found
+        if not ipaddress.ip_address(re.sub("^::ffff:", "", ip)).is_loopback
     ]
     assert not reachable
 
@@ -125,7 +145,8 @@ def test_agents_elsewhere_reach_the_router_where_it_is_asked_for(tmp_path: Path)
     assert any(not ipaddress.ip_address(ip).is_loopback for ip in addresses)
 
 
-# -- the key -----------------------------------------------------------------------------------------------------------
+# -- the key
+# -----------------------------------------------------------------------------------------------------------
 
 
 def status(url: str, key: str = "", method: str = "POST") -> int:
@@ -147,11 +168,15 @@ def engine_url(driver: Driver) -> str:
 
 
 def router_url(driver: Driver) -> str:
-    """Its title hides its command line, and its metrics have a port of their own, which answers at any path."""
+    """Its title hides its command line, and its metrics have a port of their own, which answers at
+    any path."""
     for process in driver.family("sglang::router"):
         for connection in process.net_connections("inet"):
             url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
-            if connection.status != psutil.CONN_LISTEN or status(f"{url}/liveness", method="GET") != 200:
+            if (
+                connection.status != psutil.CONN_LISTEN
+                or status(f"{url}/liveness", method="GET") != 200
+            ):
                 continue
             if status(f"{url}/nowhere", method="GET") != 200:
                 return url
@@ -176,7 +201,9 @@ def test_the_key_is_nowhere_to_be_read(run: Held) -> None:
     run.go_on()
     assert driver.steps() == [1, 2]
     log = (driver.path / "logs" / "engine-0.log").read_text()
-    assert "api_key='•••'" in log or run.engine != "sglang", "what SGLang logs of its arguments is looked through"
+    assert "api_key='•••'" in log or run.engine != "sglang", (
+        "what SGLang logs of its arguments is looked through"
+    )
     written = [path for path in driver.path.rglob("*") if path.is_file()]
     told = [str(path) for path in written if key.encode() in path.read_bytes()]
     assert told == [] and key not in driver.stderr

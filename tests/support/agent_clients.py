@@ -1,4 +1,5 @@
-"""The clients that agents use, the packages openai and anthropic, in front of a sample's endpoint."""
+"""The clients that agents use, the packages openai and anthropic, in front of a sample's
+endpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ async def openai_of(endpoint: AgentEndpoint, **options: Any) -> AsyncIterator[op
 
 
 @asynccontextmanager
-async def anthropic_of(endpoint: AgentEndpoint, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def anthropic_of(
+    endpoint: AgentEndpoint, **options: Any
+) -> AsyncIterator[anthropic.AsyncAnthropic]:
     given = {"base_url": endpoint.anthropic_base_url, "api_key": endpoint.api_key} | options
     async with anthropic.AsyncAnthropic(**given) as client:
         yield client
 
 
 async def vanish(endpoint: AgentEndpoint, engine: str) -> float:
-    """A client asks, and is gone while the engine at that URL answers; seconds from its end to that of its request."""
+    """A client asks, and is gone while the engine at that URL answers; seconds from its end to that
+    of its request."""
 
     async with EngineClient(engine) as asked, openai_of(endpoint, max_retries=0) as client:
 

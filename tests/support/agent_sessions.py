@@ -24,7 +24,9 @@ def session_of(play: Play, **options: Any) -> AgentSession:
 
     def in_a_rollout() -> AgentSession:
         bind_state(play.state)
-        return AgentSession(play.state, play.sample, play.state.params_for(play.sample), speech, **options)
+        return AgentSession(
+            play.state, play.sample, play.state.params_for(play.sample), speech, **options
+        )
 
     return contextvars.copy_context().run(in_a_rollout)
 
@@ -37,7 +39,10 @@ def talk(play: Play, *conversations: Messages | Ask, **options: Any) -> AgentSes
         for asked in conversations:
             ask = asked if isinstance(asked, Ask) else Ask([])
             messages = ask.messages if isinstance(asked, Ask) else asked
-            said = [session.book.turns[m].reading.message() if isinstance(m, int) else m for m in messages]
+            said = [
+                session.book.turns[m].reading.message() if isinstance(m, int) else m
+                for m in messages
+            ]
             await session.answer(Ask(**{**vars(ask), "messages": clean(said)}))
 
     asyncio.run(run())
@@ -52,7 +57,9 @@ def samples(session: AgentSession) -> list[Sample]:
 def check(play: Play, session: AgentSession) -> list[Sample]:
     """What holds for any tree; its samples."""
     found = samples(session)
-    for turn, asked, said in zip(session.book.turns, play.model.asked, play.model.said, strict=True):
+    for turn, asked, said in zip(
+        session.book.turns, play.model.asked, play.model.said, strict=True
+    ):
         assert turn.tokens() == asked + said
     for end, sample in zip(session.book.branches(), found, strict=True):
         sample.validate()
@@ -60,8 +67,12 @@ def check(play: Play, session: AgentSession) -> list[Sample]:
     trained = [
         log_prob
         for sample in found
-        for log_prob, counts in zip(sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
+        for log_prob, counts in zip(
+            sample.rollout_log_probs or [], sample.loss_mask or [], strict=True
+        )
         if counts
     ]
-    assert sorted(trained, reverse=True) == [-1.0 - i for i in range(sum(map(len, play.model.said)))]
+    assert sorted(trained, reverse=True) == [
+        -1.0 - i for i in range(sum(map(len, play.model.said)))
+    ]
     return found

@@ -1,7 +1,8 @@
 """A model that plays its part, and a generate function around it, for tests of agents' endpoints.
 
 play = Play(["Hello<|im_end|>", "Bye<|im_end|>"])
-play.run(agent)            # `agent(endpoint)` talks to the endpoint; play.asked: prompts that the engine saw
+play.run(agent)            # `agent(endpoint)` talks to the endpoint; play.asked: prompts that the
+engine saw
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tests.support.bpe_tokenizers import bpe_tokenizer
 from tests.support.embedded_models import byte_tokenizer
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 
-#: As Qwen3's: tools, answers of tools joined in a user's turn, and reasoning, which past turns lose.
+#: As Qwen3's: tools, answers of tools joined in a user's turn, and reasoning, which past turns
+#: lose.
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 Tools, to be called as <tool_call>{"name", "arguments"}</tool_call>:{% for tool in tools %}
@@ -81,7 +83,9 @@ class Model(FakeClient):
         self.held: asyncio.Event | None = None
         self.cancelled = 0
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         line = next(self._lines)
         self.asked.append(input_ids)
         if self.held is not None:
@@ -93,7 +97,9 @@ class Model(FakeClient):
         tokens = self.tokenizer.encode(line) if isinstance(line, str) else line
         tokens = tokens[: params["max_new_tokens"]]
         self.said.append(tokens)
-        reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id or params.get("stop") else "length"
+        reason = (
+            "stop" if tokens[-1] == self.tokenizer.eos_token_id or params.get("stop") else "length"
+        )
         meta = {"finish_reason": {"type": reason}, "weight_version": str(number // 2 + 1)}
         meta |= {
             "prompt_tokens": len(input_ids),
@@ -102,7 +108,9 @@ class Model(FakeClient):
         }
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         first = sum(map(len, self.said[:-1]))
-        return GenerateResult(tokens, [-1.0 - first - i for i in range(len(tokens))], text, reason, meta)
+        return GenerateResult(
+            tokens, [-1.0 - first - i for i in range(len(tokens))], text, reason, meta
+        )
 
 
 Agent = Callable[[AgentEndpoint], Awaitable[Any]]
@@ -112,14 +120,21 @@ class Play:
     """A sample, a model with its lines, and an endpoint between them."""
 
     def __init__(
-        self, lines: Iterable[str | list[int]], *, max_new_tokens: int = 400, merges: bool = False, **state: Any
+        self,
+        lines: Iterable[str | list[int]],
+        *,
+        max_new_tokens: int = 400,
+        merges: bool = False,
+        **state: Any,
     ) -> None:
         self.model = Model(lines, merges=merges)
         args = hook_args(apply_chat_template_kwargs={}, **state.pop("args", {}))
         self.state = make_state(self.model, max_new_tokens=max_new_tokens, args=args, **state)
         self.state.tokenizer = self.model.tokenizer
         self.state.end_tokens = frozenset({self.model.tokenizer.eos_token_id})
-        self.sample = Sample(index=3, group_index=1, prompt="How high is the Zugspitze?", label="2962")
+        self.sample = Sample(
+            index=3, group_index=1, prompt="How high is the Zugspitze?", label="2962"
+        )
 
     def run(self, agent: Agent, **options: Any) -> AgentEndpoint:
         """Let the agent do its work; the endpoint, which is closed then."""
@@ -128,7 +143,9 @@ class Play:
             bind_state(self.state)
             try:
                 params = self.state.params_for(self.sample)
-                async with agent_endpoint(self.state.args, self.sample, params, **options) as endpoint:
+                async with agent_endpoint(
+                    self.state.args, self.sample, params, **options
+                ) as endpoint:
                     await agent(endpoint)
                 return endpoint
             finally:

@@ -1,4 +1,5 @@
-"""A real Chromium without a window, driven over its debugging protocol: open, look, click, type, take pictures."""
+"""A real Chromium without a window, driven over its debugging protocol: open, look, click, type,
+take pictures."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page. ``errors`` are what its console and its scripts complained about, requests that failed included;
-    ``requested`` are the addresses that it asked for."""
+    """One page. ``errors`` are what its console and its scripts complained about, requests that
+    failed included; ``requested`` are the addresses that it asked for."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -65,7 +66,9 @@ class Tab:
         assert "error" not in answer, answer["error"]
         return dict(answer["result"])
 
-    async def open(self, address: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    async def open(
+        self, address: str, width: int = 1280, height: int = 900, dark: bool = False
+    ) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.send(f"{domain}.enable")
         await self.resize(width, height, dark)
@@ -73,14 +76,20 @@ class Tab:
 
     async def resize(self, width: int, height: int, dark: bool = False) -> None:
         await self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     async def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        told = await self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        told = await self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
@@ -96,23 +105,35 @@ class Tab:
             if value:
                 return value
             await asyncio.sleep(0.03)
-        raise AssertionError(f"never: {script}\n{self.errors}\n{await self.run('document.body.innerText')}")
+        raise AssertionError(
+            f"never: {script}\n{self.errors}\n{await self.run('document.body.innerText')}"
+        )
 
     async def click(self, selector: str, text: str = "") -> None:
-        """A click in the middle of the first element that matches, and has ``text`` in it; once more where the page
-        drew that element anew between pressing and releasing, or moved it."""
+        """A click in the middle of the first element that matches, and has ``text`` in it; once
+        more where the page drew that element anew between pressing and releasing, or moved it."""
         for _ in range(20):
             place = await self.until(
                 f"(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})]"
-                f".find((e) => e.textContent.includes({json.dumps(text)}) && e.getClientRects().length);"
-                " if (!found) return null; found.scrollIntoView({block: 'center'}); window.notClicked = true;"
+                f".find((e) => e.textContent.includes({json.dumps(text)}) && "
+                "e.getClientRects().length);"
+                " if (!found) return null; found.scrollIntoView({block: 'center'}); "
+                "window.notClicked = true;"
                 " document.addEventListener('click', (event) => {"
-                f" window.notClicked &&= !event.target.closest({json.dumps(selector)}); }}, {{capture: true}});"
+                f" window.notClicked &&= !event.target.closest({json.dumps(selector)}); }}, "
+                f"{{capture: true}});"
                 " const box = found.getBoundingClientRect();"
                 " return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
             )
             for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-                await self.send("Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1)
+                await self.send(
+                    "Input.dispatchMouseEvent",
+                    type=kind,
+                    **place,
+                    button="left",
+                    buttons=1,
+                    clickCount=1,
+                )
             if not await self.run("window.notClicked === true"):
                 return
         raise AssertionError(f"never clicked: {selector} {text}")
@@ -128,7 +149,8 @@ class Tab:
     async def choose(self, selector: str, value: str) -> None:
         """One of a list."""
         await self.until(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return false;"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return "
+            "false;"
             f" e.value = {json.dumps(value)};"
             " e.dispatchEvent(new Event('change', {bubbles: true})); return true; })()"
         )
@@ -145,7 +167,13 @@ async def tab() -> AsyncIterator[Tab]:
     browser = chromium()
     assert browser is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--disable-dev-shm-usage",
+        ]
         options += ["--no-first-run", "--remote-debugging-port=0", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
             [browser, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -154,7 +182,11 @@ async def tab() -> AsyncIterator[Tab]:
             port = await _port(Path(profile) / "DevToolsActivePort", process)
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    pages = [page for page in await answer.json(content_type=None) if page["type"] == "page"]
+                    pages = [
+                        page
+                        for page in await answer.json(content_type=None)
+                        if page["type"] == "page"
+                    ]
                 address = pages[0]["webSocketDebuggerUrl"]
                 async with session.ws_connect(address, max_msg_size=0) as socket:
                     page = Tab(socket)
@@ -177,4 +209,6 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
 
 async def texts(page: Tab, selector: str) -> list[str]:
     """Of all elements that match."""
-    return list(await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"))
+    return list(
+        await page.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
+    )

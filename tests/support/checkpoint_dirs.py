@@ -15,7 +15,8 @@ def complete(root: Path, iteration: int, content: str = "x", track: bool = True)
     for name in ("data.distcp", ".metadata", "metadata.json", "common.pt", ckpt.EXTRA_STATE):
         (partial / name).write_text(content)
     records = [
-        FileRecord(path.name, path.stat().st_size, ckpt.file_fingerprint(path)) for path in sorted(partial.iterdir())
+        FileRecord(path.name, path.stat().st_size, ckpt.file_fingerprint(path))
+        for path in sorted(partial.iterdir())
     ]
     ckpt.write_manifest(partial, records)
     ckpt.publish(partial, final)

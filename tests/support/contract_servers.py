@@ -68,7 +68,10 @@ class Server:
         return answer.json if answer.raw.startswith((b"{", b"[")) else None
 
     def generate(self, input_ids: list[int], **params: Any) -> Any:
-        body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, **params}}
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, **params},
+        }
         return self.ok("/generate", body | {"return_logprob": True})
 
 
@@ -109,7 +112,16 @@ def embedded_argv(model: Path, port: int, *flags: str) -> list[str]:
 
 def start_embedded(model: Path, log: Path) -> Any:
     port = free_port()
-    flags = ["--dtype", "float32", "--max-context-len", str(CONTEXT), "--max-slots", "8", "--device", "cpu"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--max-context-len",
+        str(CONTEXT),
+        "--max-slots",
+        "8",
+        "--device",
+        "cpu",
+    ]
     flags += ["--prefill-tokens", "64"]  # longer prompts are prefilled in pieces
     return running(embedded_argv(model, port, *flags), port, log)
 
@@ -123,7 +135,12 @@ def logprobs_of(directory: Path, tokens: list[int]) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+    return (
+        torch.log_softmax(logits, -1)
+        .gather(1, torch.tensor(tokens[1:])[:, None])
+        .squeeze(1)
+        .tolist()
+    )
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -158,7 +175,9 @@ def num_running(engine: Server) -> int:
     return int(engine.get("/v1/loads").json["loads"][0]["num_running_reqs"])
 
 
-def long_generation(engine: Server, rid: str, seed: int = 1, count: int = 240, **fields: Any) -> Background:
+def long_generation(
+    engine: Server, rid: str, seed: int = 1, count: int = 240, **fields: Any
+) -> Background:
     body = {
         "input_ids": PROMPT,
         "rid": rid,

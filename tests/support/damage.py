@@ -1,4 +1,5 @@
-"""Damages of run folders: what file managers, disks, editors and people leave in one. Drawn by a seed."""
+"""Damages of run folders: what file managers, disks, editors and people leave in one. Drawn by a
+seed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def damage(folder: Path, dice: random.Random) -> str:
 
 def _likely(files: list[Path], dice: random.Random) -> list[Path]:
     """The few files that decide how a run goes on are hit as often as all others together."""
-    deciding = [path for path in files if path.suffix in (".json", ".txt") or path.parent.name == "journal"]
+    deciding = [
+        path for path in files if path.suffix in (".json", ".txt") or path.parent.name == "journal"
+    ]
     return deciding if dice.random() < 0.5 else files
 
 
@@ -107,7 +110,9 @@ def _empty(path: Path, dice: random.Random) -> str:
 
 def _flip(path: Path, dice: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    places = [dice.randrange(len(content)) for _ in range(dice.choice((1, 1, 1, 5)))] if content else []
+    places = (
+        [dice.randrange(len(content)) for _ in range(dice.choice((1, 1, 1, 5)))] if content else []
+    )
     for place in places:
         content[place] ^= 1 << dice.randrange(8)
     path.write_bytes(content)
@@ -129,7 +134,9 @@ def _link(path: Path, dice: random.Random) -> str:
         path.rename(elsewhere)
     else:
         _remove(path, dice)
-    path.symlink_to({"nothing": Path("/nowhere/at/all"), "itself": path, "elsewhere": elsewhere}[to])
+    path.symlink_to(
+        {"nothing": Path("/nowhere/at/all"), "itself": path, "elsewhere": elsewhere}[to]
+    )
     return f"to {to}"
 
 
@@ -155,7 +162,15 @@ def _remove(path: Path, dice: random.Random) -> str:
 
 def _rename_iteration(path: Path, dice: random.Random) -> str:
     """Another number, spelt rightly or not; where there is one of the name already it goes."""
-    names = ("iter_0000009", "iter_0000001", "iter_3", "iter_00000003", "iter_٠٠٠٠٠٠٣", f"iter_{'9' * 200}", "release")
+    names = (
+        "iter_0000009",
+        "iter_0000001",
+        "iter_3",
+        "iter_00000003",
+        "iter_٠٠٠٠٠٠٣",
+        f"iter_{'9' * 200}",
+        "release",
+    )
     target = path.with_name(dice.choice(names))
     if target.exists() and target != path:
         shutil.rmtree(target)
@@ -164,7 +179,15 @@ def _rename_iteration(path: Path, dice: random.Random) -> str:
 
 
 def _double_iteration(path: Path, dice: random.Random) -> str:
-    names = ("iter_0000009", "iter_0000004", "iter_3", "{} - Copy", "{} (copy)", "{}.damaged", ".{}.replaced")
+    names = (
+        "iter_0000009",
+        "iter_0000004",
+        "iter_3",
+        "{} - Copy",
+        "{} (copy)",
+        "{}.damaged",
+        ".{}.replaced",
+    )
     target = path.with_name(dice.choice(names).format(path.name))
     shutil.copytree(path, target, dirs_exist_ok=True)
     return f"as {target.name}"
@@ -178,7 +201,20 @@ def _lose_manifest(path: Path, dice: random.Random) -> str:
 
 
 _KINDS: tuple[Callable[[Path, random.Random], str], ...] = (
-    *(_copy, _junk, _become_a_folder, _become_a_file, _cut, _empty, _flip, _flip, _flip, _encode, _link, _pipe),
+    *(
+        _copy,
+        _junk,
+        _become_a_folder,
+        _become_a_file,
+        _cut,
+        _empty,
+        _flip,
+        _flip,
+        _flip,
+        _encode,
+        _link,
+        _pipe,
+    ),
     *(_reshape, _reshape, _remove, _rename_iteration, _double_iteration, _lose_manifest),
 )
 _OF_ITERATIONS = (_rename_iteration, _double_iteration, _lose_manifest)

@@ -1,5 +1,5 @@
-"""What the declarations of flags are held against: the files that read each flag (by their syntax trees), the parts of
-a run for which they do, and values to try a flag with."""
+"""What the declarations of flags are held against: the files that read each flag (by their syntax
+trees), the parts of a run for which they do, and values to try a flag with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slime.config.flags import GROUPS, all_flags, own_flags
 
 ROOT = Path(__file__).parents[2] / "slime"
 
-#: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where several are named, it
-#: reads a flag for one of them at least.
+#: For whom the code in each place reads flags, below slime/; the longest that fits says it. Where
+#: several are named, it reads a flag for one of them at least.
 PLACES: dict[str, tuple[Part, ...]] = {
     "checkpoints": ("trainer",),
     "checkpoints/load_plan.py": ("trainer", "training"),
@@ -25,7 +25,12 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "cluster/engine_actor.py": ("engine",),
     "cluster/engines.py": ("engine",),
     "cluster/external_engines.py": ("engine",),
-    "cluster/rollout_actor.py": ("collection", "generation", "samples", "training"),  # told of the trainer's saves
+    "cluster/rollout_actor.py": (
+        "collection",
+        "generation",
+        "samples",
+        "training",
+    ),  # told of the trainer's saves
     "cluster/routers.py": ("engine", "router"),
     "cluster/trainer_group.py": ("trainer",),
     "cluster/weight_push.py": ("push",),
@@ -56,8 +61,16 @@ PLACES: dict[str, tuple[Part, ...]] = {
     "weights/canary.py": ("push", "engine"),  # names what the engines' flags exclude
 }
 #: The driver drives all parts by these; a flag that these alone read serves any.
-DRIVES = ("cluster/run_cluster.py", "loop.py", "placement.py", "saving.py", "schedule.py", "session.py")
-#: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no part acts by it.
+DRIVES = (
+    "cluster/run_cluster.py",
+    "loop.py",
+    "placement.py",
+    "saving.py",
+    "schedule.py",
+    "session.py",
+)
+#: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no
+#: part acts by it.
 LOOKS_AHEAD = (
     "changed_inputs.py", "cli", "cluster/engine_fit.py", "diagnosis", "hooks.py", "legacy_paths.py", "memory",
     "preflight.py", "pushes.py",
@@ -72,9 +85,14 @@ WORKING = {
     if not (spec.meta.refused or spec.meta.no_effect)
     and len(set(spec.choices) - {*spec.meta.refused_values, *spec.meta.instead}) != 1
 }
-ALL_WORKING = {dest: spec for dest, spec in all_flags().items() if not spec.meta.refused and not spec.meta.no_effect}
+ALL_WORKING = {
+    dest: spec
+    for dest, spec in all_flags().items()
+    if not spec.meta.refused and not spec.meta.no_effect
+}
 
-# -- who reads a flag ----------------------------------------------------------------------------------------
+# -- who reads a flag
+# ----------------------------------------------------------------------------------------
 
 
 def words_of(node: ast.AST) -> str:
@@ -87,8 +105,9 @@ def words_of(node: ast.AST) -> str:
 
 
 def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(group, field) of every ``config.group.field`` that a module reads, also through a name for ``config.group`` or
-    for that name, and ("args", name) of what it reads of a hook's ``args`` or of flags by name."""
+    """(group, field) of every ``config.group.field`` that a module reads, also through a name for
+    ``config.group`` or for that name, and ("args", name) of what it reads of a hook's ``args`` or
+    of flags by name."""
     groups_of: dict[str, set[str]] = {}
     names: list[tuple[str, str]] = []
     for node in ast.walk(tree):
@@ -121,7 +140,9 @@ def reads_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             if words_of(node.value) in ("draft", "draft.values"):
                 yield "args", str(node.slice.value)
-        elif isinstance(node, ast.Call) and words_of(node.func).endswith(("draft.copy", ".values.get", "getattr")):
+        elif isinstance(node, ast.Call) and words_of(node.func).endswith(
+            ("draft.copy", ".values.get", "getattr")
+        ):
             yield from (("args", arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
 
@@ -158,12 +179,17 @@ def readers() -> dict[tuple[str, str], set[str]]:
 
 
 def fields_of(owner: str, name: str) -> set[tuple[str, str]]:
-    """Of a group's property the fields that it reads, for who reads the property; else the attribute itself."""
+    """Of a group's property the fields that it reads, for who reads the property; else the
+    attribute itself."""
     function = getattr(vars(GROUPS.get(owner, object)).get(name), "fget", None)
     if function is None:
         return {(owner, name)}
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    names = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+    names = [
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"
+    ]
     return set().union(*(fields_of(owner, name) for name in names))
 
 
@@ -180,11 +206,16 @@ def names_of(spec: FlagSpec) -> set[tuple[str, str]]:
 @cache
 def worked_into_others() -> frozenset[tuple[str, str]]:
     """What the configuration itself reads."""
-    files = [ROOT / "config" / name for name in ("resolve.py", "checks.py", "checks_train.py", "make.py")]
-    return frozenset(read for file in files for read in reads_of(ast.parse(file.read_text(encoding="utf-8"))))
+    files = [
+        ROOT / "config" / name for name in ("resolve.py", "checks.py", "checks_train.py", "make.py")
+    ]
+    return frozenset(
+        read for file in files for read in reads_of(ast.parse(file.read_text(encoding="utf-8")))
+    )
 
 
-# -- values --------------------------------------------------------------------------------------------------
+# -- values
+# --------------------------------------------------------------------------------------------------
 
 
 def not_taken(spec: FlagSpec) -> set[Any]:
@@ -206,11 +237,17 @@ def other_than_default(spec: FlagSpec) -> Any:
     if spec.kind in ("str", "json"):
         return ("x",) if spec.many else {"a": 1} if spec.kind == "json" else "x_{rollout_id}"
     numbers = [n for n in (1.5, 7, 0.5) if n == 7 or spec.kind == "float"]
-    number = next(n for n in numbers if n != spec.default and (spec.meta.range is None or n in spec.meta.range))
+    number = next(
+        n
+        for n in numbers
+        if n != spec.default and (spec.meta.range is None or n in spec.meta.range)
+    )
     return (number,) if spec.many else number
 
 
 def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration of these settings holds, as far as needs look at it."""
-    plain = {name: spec.default for name, spec in all_flags().items()} | {"rollout_engine": "embedded"}
+    plain = {name: spec.default for name, spec in all_flags().items()} | {
+        "rollout_engine": "embedded"
+    }
     return plain | dict(settings)

@@ -1,4 +1,5 @@
-"""Tiny random models with a byte tokenizer, as Hugging Face directories: what the embedded engine's tests run on."""
+"""Tiny random models with a byte tokenizer, as Hugging Face directories: what the embedded engine's
+tests run on."""
 
 from __future__ import annotations
 
@@ -39,9 +40,19 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "mistral": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": None},
+    "mistral": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": None,
+    },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+    "qwen3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+    },
     "qwen3_moe": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -101,7 +112,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -111,7 +124,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(shape: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A float32 model of two layers whose logits are far from flat; ``changes`` are fields of its config."""
+    """A float32 model of two layers whose logits are far from flat; ``changes`` are fields of its
+    config."""
     fields = {"eos_token_id": EOS, "pad_token_id": EOS} | SHAPES[shape] | changes
     config = AutoConfig.for_model(
         fields.pop("model_type", shape),
@@ -162,10 +176,16 @@ def make_scheduler(
 
 
 def make_sequence(
-    prompt: list[int], rid: str = "r", logprob_start: int | None = None, tops: int = 0, **params: Any
+    prompt: list[int],
+    rid: str = "r",
+    logprob_start: int | None = None,
+    tops: int = 0,
+    **params: Any,
 ) -> Sequence:
     """A sequence that runs to ``max_new_tokens`` unless ``ignore_eos=False`` is given."""
-    parsed = parse_params({"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB)
+    parsed = parse_params(
+        {"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 1, **params}, VOCAB
+    )
     stops = frozenset() if parsed.ignore_eos else frozenset({EOS}) | parsed.stop_token_ids
     tokenizer: Any = byte_tokenizer()
     text = TextStream(tokenizer, True, True) if parsed.stop else None
@@ -205,12 +225,15 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def router_choices(directory: Path, tokens: list[int]) -> np.ndarray:
-    """The experts that transformers' routers choose, int64 [tokens, layers, k], sorted; zeros in dense layers."""
+    """The experts that transformers' routers choose, int64 [tokens, layers, k], sorted; zeros in
+    dense layers."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     seen: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _, inputs, output, at=number: seen.update({at: output[-1]}))
+            layer.mlp.gate.register_forward_hook(
+                lambda _, inputs, output, at=number: seen.update({at: output[-1]})
+            )
     with torch.no_grad():
         model(torch.tensor([tokens]))
     dense = torch.zeros_like(next(iter(seen.values())))
@@ -224,4 +247,6 @@ def experts_of(sequence: Sequence) -> np.ndarray:
     payload = sequence.experts.encoded(0, sequence.length - 1)
     rows = np.frombuffer(base64.b64decode(payload), np.int32)
     experts = sequence.experts
-    return np.sort(rows.reshape(sequence.length - 1, len(experts.in_layer), experts.chosen), axis=-1)
+    return np.sort(
+        rows.reshape(sequence.length - 1, len(experts.in_layer), experts.chosen), axis=-1
+    )

@@ -1,4 +1,5 @@
-"""Every hook, as simple as it can be: each notes in a file of the run that it was called, and does its work."""
+"""Every hook, as simple as it can be: each notes in a file of the run that it was called, and does
+its work."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def called(folder: Path) -> set[str]:
     return set((folder / "called").read_text().split())
 
 
-# -- rollout -------------------------------------------------------------------------------------------------------
+# -- rollout
+# -------------------------------------------------------------------------------------------------------
 
 
 class Source(SumSource):
@@ -67,7 +69,9 @@ def dynamic_filter(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFi
     return DynamicFilterOutput(keep=True)
 
 
-def buffer_filter(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> Any:
+def buffer_filter(
+    args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
+) -> Any:
     note("buffer_filter_path", args)
     return [buffer.pop(0) for _ in range(min(num_samples, len(buffer)))]
 
@@ -80,7 +84,9 @@ def all_samples(args: Any, all_groups: list[list[Sample]], data_source: Any) -> 
     note("rollout_all_samples_process_path", args)
 
 
-def rollout_log(rollout_id: int, args: Any, samples: list[Sample], extra_metrics: Any, rollout_time: float) -> bool:
+def rollout_log(
+    rollout_id: int, args: Any, samples: list[Sample], extra_metrics: Any, rollout_time: float
+) -> bool:
     note("custom_rollout_log_function_path", args)
     return False
 
@@ -90,7 +96,8 @@ def eval_log(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: An
     return False
 
 
-# -- samples -------------------------------------------------------------------------------------------------------
+# -- samples
+# -------------------------------------------------------------------------------------------------------
 
 
 def post_process(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
@@ -109,7 +116,8 @@ def convert(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     }
 
 
-# -- training ------------------------------------------------------------------------------------------------------
+# -- training
+# ------------------------------------------------------------------------------------------------------
 
 
 def megatron_init(args: Any) -> None:
@@ -148,7 +156,9 @@ def tis(args: Any, *, pg_loss: Any, loss_masks: Any, **kwargs: Any) -> Any:
     return pg_loss, loss_masks, {}
 
 
-def reducer(total_lengths: Any, response_lengths: Any, loss_masks: Any, calculate_per_token_loss: bool) -> Any:
+def reducer(
+    total_lengths: Any, response_lengths: Any, loss_masks: Any, calculate_per_token_loss: bool
+) -> Any:
     note("custom_pg_loss_reducer_function_path")
 
     def reduce(loss: Any) -> Any:

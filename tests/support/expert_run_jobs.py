@@ -47,13 +47,20 @@ def compare_with_singles(info: Any, model: Path, layout: dict[str, Any]) -> dict
         if name not in wanted or name not in found or not torch.equal(wanted[name], found[name])
     ]
     result = {"different": different, "several_in_a_run": max(lengths) > 1}
-    return result | {"fewer": len(runs.names()) < len(singles.names()) and sum(lengths) == len(wanted)}
+    return result | {
+        "fewer": len(runs.names()) < len(singles.names()) and sum(lengths) == len(wanted)
+    }
 
 
-def push_in_runs(info: Any, model: Path, engines: Sequence[EngineSlots]) -> tuple[Any, list[str], list[str]]:
-    """Two receipts of pushes in runs, their names; and the names when the engines' runs are of no known form."""
+def push_in_runs(
+    info: Any, model: Path, engines: Sequence[EngineSlots]
+) -> tuple[Any, list[str], list[str]]:
+    """Two receipts of pushes in runs, their names; and the names when the engines' runs are of no
+    known form."""
     flags = {"expert_model_parallel_size": 2, "colocate": True, "check_weight_update_equal": True}
-    backend = backend_of(info, model, rollout_engine="sglang", update_weight_buffer_size=20_000, **flags)
+    backend = backend_of(
+        info, model, rollout_engine="sglang", update_weight_buffer_size=20_000, **flags
+    )
     parts = backend.config, backend.model_chunks, backend.hf_config
     with torch.no_grad():
         for chunk in backend.model_chunks:

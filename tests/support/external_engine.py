@@ -1,4 +1,5 @@
-"""An embedded engine that the test starts and ends, as a user does whose engine joins a run. It asks for a key."""
+"""An embedded engine that the test starts and ends, as a user does whose engine joins a run. It
+asks for a key."""
 
 from __future__ import annotations
 
@@ -39,16 +40,28 @@ class ExternalEngine:
 
 @contextmanager
 def external_engine(model: Path, log: Path, *words: str) -> Iterator[ExternalEngine]:
-    """One that answers; in float32, with a seed of its own and another name than the run's engines."""
+    """One that answers; in float32, with a seed of its own and another name than the run's
+    engines."""
     port = free_port()
     argv = [sys.executable, "-m", "slime.embedded", "--model-path", str(model), "--port", str(port)]
-    argv += ["--dtype", "float32", "--random-seed", "7", "--served-model-name", "somebody's", *words]
+    argv += [
+        "--dtype",
+        "float32",
+        "--random-seed",
+        "7",
+        "--served-model-name",
+        "somebody's",
+        *words,
+    ]
     with open(log, "wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **ITS_KEY}
         process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
     engine = ExternalEngine(process, f"http://127.0.0.1:{port}", log)
     try:
-        wait_until(lambda: is_ready(f"{engine.url}/health", 5) or process.poll() is not None, "the engine answers")
+        wait_until(
+            lambda: is_ready(f"{engine.url}/health", 5) or process.poll() is not None,
+            "the engine answers",
+        )
         assert process.poll() is None, log.read_text()
         yield engine
     finally:

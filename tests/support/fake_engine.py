@@ -1,7 +1,9 @@
-"""An engine that speaks the protocol of `slime.engines.api` without a model, for tests of its clients.
+"""An engine that speaks the protocol of `slime.engines.api` without a model, for tests of its
+clients.
 
-Its tokens are a function of (sampling_seed, first prompt token, absolute position) alone, so that any scheduling,
-any retry and any resume of a partial response gives the same tokens, as an engine in deterministic mode does.
+Its tokens are a function of (sampling_seed, first prompt token, absolute position) alone, so that
+any scheduling, any retry and any resume of a partial response gives the same tokens, as an engine
+in deterministic mode does.
 
     async with FakeEngine() as engine:
         result = await client.generate([5, 6], {"max_new_tokens": 8, "sampling_seed": 1})
@@ -42,7 +44,8 @@ class FakeEngine:
 
     Attributes:
         delay: seconds per answered request, or a function of the request body.
-        failures: the next so many /generate requests answer ``failure_status`` (0: drop the connection).
+        failures: the next so many /generate requests answer ``failure_status`` (0: drop the
+            connection).
         refuse: when set, /generate answers 400 with this message.
         hold: while set, requests wait (and can be aborted) instead of being answered.
         num_tokens: what it reports as its load to a router, ``num_load_reports`` times so far.
@@ -71,7 +74,12 @@ class FakeEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_get("/get_load", self._former_load)
-        info = {"model_path": "fake", "tokenizer_path": "fake", "is_generation": True, "weight_version": "1"}
+        info = {
+            "model_path": "fake",
+            "tokenizer_path": "fake",
+            "is_generation": True,
+            "weight_version": "1",
+        }
         server = {
             **info,
             "dp_size": 1,
@@ -107,7 +115,9 @@ class FakeEngine:
             if self.failure_status == 0:
                 assert request.transport is not None
                 request.transport.abort()
-            return web.json_response({"error": {"message": "engine is down"}}, status=self.failure_status or 500)
+            return web.json_response(
+                {"error": {"message": "engine is down"}}, status=self.failure_status or 500
+            )
         if self.refuse:
             return web.json_response({"error": {"message": self.refuse}}, status=400)
         self.in_flight += 1
@@ -165,12 +175,19 @@ class FakeEngine:
         return web.Response()
 
     async def _loads(self, _request: web.Request) -> web.Response:
-        load = {"dp_rank": 0, "num_running_reqs": self.in_flight, "num_waiting_reqs": 0, "num_used_tokens": 0}
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self.in_flight,
+            "num_waiting_reqs": 0,
+            "num_used_tokens": 0,
+        }
         return web.json_response({"loads": [load]})
 
     async def _former_load(self, _request: web.Request) -> web.Response:
         self.num_load_reports += 1
-        return web.json_response([{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": self.num_tokens}])
+        return web.json_response(
+            [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": self.num_tokens}]
+        )
 
 
 def _answering(body: dict[str, Any]) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -1,7 +1,7 @@
 """An engine client, a data source and rewards that live in the test's own event loop.
 
-Time is counted in turns of the event loop, so hypothesis can choose any order in which things finish, and a test is
-over in milliseconds.
+Time is counted in turns of the event loop, so hypothesis can choose any order in which things
+finish, and a test is over in milliseconds.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ class FakeTokenizer:
 
 
 class FakeClient(RolloutClient):
-    """Answers the i-th request after ``turns[i % len(turns)]`` turns of the event loop, or fails it.
+    """Answers the i-th request after ``turns[i % len(turns)]`` turns of the event loop, or fails
+    it.
 
     The tokens come evenly over these turns; an abort cuts a request where it stands.
     """
 
-    def __init__(self, turns: Sequence[int] = (0,), fail: Iterable[int] = (), max_concurrency: int = 64) -> None:
+    def __init__(
+        self, turns: Sequence[int] = (0,), fail: Iterable[int] = (), max_concurrency: int = 64
+    ) -> None:
         super().__init__("http://fake", max_concurrency=max_concurrency)
         self.turns, self.fail = list(turns), set(fail)
         self.calls: list[dict[str, Any]] = []
@@ -80,7 +83,9 @@ class FakeClient(RolloutClient):
             self.running -= 1
             self.last_progress = time.monotonic()
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         tokens, reason = answer(input_ids, params.get("sampling_seed", 0), params["max_new_tokens"])
         turns = self.turns[number % len(self.turns)]
         for turn in range(turns):
@@ -91,7 +96,11 @@ class FakeClient(RolloutClient):
         if number in self.fail and reason != "abort":
             raise EngineError("http://engine-0", "engine is down", 503)
         meta = {"finish_reason": {"type": reason}, "weight_version": str(self.weight_version)}
-        meta |= {"prompt_tokens": len(input_ids), "cached_tokens": 1, "completion_tokens": len(tokens)}
+        meta |= {
+            "prompt_tokens": len(input_ids),
+            "cached_tokens": 1,
+            "completion_tokens": len(tokens),
+        }
         text = FakeTokenizer().decode(tokens)
         return GenerateResult(tokens, [-0.5] * len(tokens), text, reason, meta)
 
@@ -110,7 +119,12 @@ class FakeSource(DataSource):
             first, self.drawn = self.drawn * self.group_size, self.drawn + 1
             groups.append(
                 [
-                    Sample(group_index=self.drawn - 1, index=first + j, tokens=[self.drawn, 7], prompt="p")
+                    Sample(
+                        group_index=self.drawn - 1,
+                        index=first + j,
+                        tokens=[self.drawn, 7],
+                        prompt="p",
+                    )
                     for j in range(self.group_size)
                 ]
             )
@@ -125,7 +139,8 @@ class FakeSource(DataSource):
 
 
 class FakeRewards:
-    """Reward 1 for an even number of response tokens, after ``turns[i]`` turns of the event loop."""
+    """Reward 1 for an even number of response tokens, after ``turns[i]`` turns of the event
+    loop."""
 
     def __init__(self, turns: Sequence[int] = (0,)) -> None:
         self.turns = list(turns)
@@ -163,7 +178,9 @@ def hook_args(**flags: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, **flags})
 
 
-def make_state(client: Any, *, max_new_tokens: int = 8, deterministic: bool = True, **kwargs: Any) -> GenerateState:
+def make_state(
+    client: Any, *, max_new_tokens: int = 8, deterministic: bool = True, **kwargs: Any
+) -> GenerateState:
     return GenerateState(
         args=kwargs.pop("args", None) or hook_args(),
         tokenizer=kwargs.pop("tokenizer", None) or FakeTokenizer(),

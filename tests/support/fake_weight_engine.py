@@ -1,4 +1,5 @@
-"""An engine that holds tensors and nothing else, for tests of weight sync; runs in a thread, on a free port.
+"""An engine that holds tensors and nothing else, for tests of weight sync; runs in a thread, on a
+free port.
 
 with FakeWeightEngine({"a": torch.zeros(4)}) as engine:
     sync.connect([engine.url]); sync.push()
@@ -30,7 +31,8 @@ class FakeWeightEngine:
     Attributes:
         tensors: what the engine holds.
         calls: paths of the POST requests, in order; versions: weight versions that updates carried.
-        senders: last part of the group's name, of each broadcast; updating: the group that broadcasts right now.
+        senders: last part of the group's name, of each broadcast; updating: the group that
+            broadcasts right now.
         corrupt: applied to the tensors after each push, before anything is compared.
         refuse_from: do not take part in the next broadcast of a group whose name ends so.
         fail: path → message: answer it with success=false.
@@ -38,8 +40,12 @@ class FakeWeightEngine:
         loads: names that each load call brought.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
-        self.tensors = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.tensors = {
+            name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()
+        }
         self.dtype = dtype
         self.calls: list[str] = []
         self.versions: list[str] = []
@@ -105,7 +111,10 @@ class FakeWeightEngine:
         elif path == "/update_weights_from_tensor":
             for segment in body["segments"]:
                 buffer = attach(segment["shm"], segment["nbytes"])
-                self._load(unpack(buffer, [TensorEntry.from_json(entry) for entry in segment["tensors"]]), body)
+                self._load(
+                    unpack(buffer, [TensorEntry.from_json(entry) for entry in segment["tensors"]]),
+                    body,
+                )
         elif path == "/init_weights_update_group":
             self._groups[body["group_name"]] = ExternalGroup.join(
                 body["master_address"], body["master_port"], body["group_name"], body["backend"],
@@ -139,7 +148,10 @@ class FakeWeightEngine:
         self.loads.append({name for name, _ in pairs})
         self._brought |= self.loads[-1]
         for name, tensor in pairs:
-            assert self.tensors[name].shape == tensor.shape and self.tensors[name].dtype == tensor.dtype, name
+            assert (
+                self.tensors[name].shape == tensor.shape
+                and self.tensors[name].dtype == tensor.dtype
+            ), name
             self.tensors[name].copy_(tensor)
         self.versions.append(body["weight_version"])
 
@@ -154,7 +166,9 @@ class FakeWeightEngine:
             if self.corrupt is not None:
                 self.corrupt(self.tensors)
             names = list(self.tensors) if body["names"] is None else body["names"]
-            found = {name: fingerprint(self.tensors[name]) for name in names if name in self.tensors}
+            found = {
+                name: fingerprint(self.tensors[name]) for name in names if name in self.tensors
+            }
             missing = sorted(set(self.tensors) - self._brought)
             return {"fingerprints": found, "loaded": len(self._brought), "missing": missing}
         return {}

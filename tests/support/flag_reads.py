@@ -1,4 +1,5 @@
-"""Launches in which every process writes down which flags it reads, and what must be read there by the declarations."""
+"""Launches in which every process writes down which flags it reads, and what must be read there by
+the declarations."""
 
 from __future__ import annotations
 
@@ -41,12 +42,14 @@ PARTS: dict[str, tuple[Part, ...]] = {
 }
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
+# -- launches
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A toy run: its flags beside those of `World`, less one; after ``after``, whose files it goes on with.
+    """A toy run: its flags beside those of `World`, less one; after ``after``, whose files it goes
+    on with.
 
     In ``flags``, {inputs} is the folder of model and data, {outputs} that of run folders.
     """
@@ -69,36 +72,51 @@ class Launch:
 
 LAUNCHES = {
     "sync": Launch(
-        "--eval-prompt-data held {inputs}/test.jsonl@[0:2] --eval-interval 1 --save {outputs}/sync/checkpoints"
-        " --save-debug-rollout-data {outputs}/sync/dumps/{rollout_id}.pt --balance-by-flops --rollout-max-prompt-len 40"
+        "--eval-prompt-data held {inputs}/test.jsonl@[0:2] --eval-interval 1 --save "
+        "{outputs}/sync/checkpoints"
+        " --save-debug-rollout-data {outputs}/sync/dumps/{rollout_id}.pt --balance-by-flops "
+        "--rollout-max-prompt-len 40"
         " --custom-generate-function-path tests.support.flag_reads.before_agents"
-        " --custom-rm-path tests.support.flag_reads.reward --reward-key share --log-passrate --log-multi-turn"
-        " --rollout-data-postprocess-path tests.support.flag_reads.poison --no-check-for-nan-in-loss-and-grad"
-        " --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2 --ref-load {inputs}/model --use-tis --tis-clip 3"
-        " --use-opsm --entropy-coef 0.01 --eps-clip 0.3 --rollout-temperature 0.9 --rollout-top-k 8 --eval-top-p 0.9"
-        " --lr 1e-4 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 1 --weight-decay 0.1 --seed 7",
+        " --custom-rm-path tests.support.flag_reads.reward --reward-key share --log-passrate "
+        "--log-multi-turn"
+        " --rollout-data-postprocess-path tests.support.flag_reads.poison "
+        "--no-check-for-nan-in-loss-and-grad"
+        " --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k2 --ref-load {inputs}/model --use-tis "
+        "--tis-clip 3"
+        " --use-opsm --entropy-coef 0.01 --eps-clip 0.3 --rollout-temperature 0.9 --rollout-top-k "
+        "8 --eval-top-p 0.9"
+        " --lr 1e-4 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 1 --weight-decay 0.1 "
+        "--seed 7",
         without="--rollout-max-context-len",
     ),
     "async": Launch(
-        "--no-colocate --load {outputs}/sync/checkpoints --finetune --save {outputs}/async/checkpoints --async-save"
-        " --max-restarts 1 --update-weight-transport disk --update-weight-disk-dir {outputs}/async/push"
-        " --update-weights-in-flight --max-staleness 1 --stale-samples drop --use-fault-tolerance --partial-rollout"
+        "--no-colocate --load {outputs}/sync/checkpoints --finetune --save "
+        "{outputs}/async/checkpoints --async-save"
+        " --max-restarts 1 --update-weight-transport disk --update-weight-disk-dir "
+        "{outputs}/async/push"
+        " --update-weights-in-flight --max-staleness 1 --stale-samples drop --use-fault-tolerance "
+        "--partial-rollout"
         " --use-tis --custom-tis-function-path tests.support.every_hook.tis --tis-clip-low 0.1"
-        " --dynamic-sampling-filter-path tests.support.every_hook.dynamic_filter --over-sampling-batch-size 4"
+        " --dynamic-sampling-filter-path tests.support.every_hook.dynamic_filter "
+        "--over-sampling-batch-size 4"
         " --use-wandb --wandb-mode offline --wandb-group reads",
         entry="train_async",
         after="sync",
     ),
     "turns": Launch(
-        "--rollout-engine sglang --no-fp32 --load {outputs}/sync/checkpoints --ckpt-step 0 --no-load-optim"
-        " --no-use-dynamic-batch-size --rm-type random --n-samples-per-prompt 4 --global-batch-size 8",
+        "--rollout-engine sglang --no-fp32 --load {outputs}/sync/checkpoints --ckpt-step 0 "
+        "--no-load-optim"
+        " --no-use-dynamic-batch-size --rm-type random --n-samples-per-prompt 4 "
+        "--global-batch-size 8",
         without="--max-tokens-per-gpu",
         after="sync",
     ),
     "samples": Launch(
-        "--no-colocate --load-debug-rollout-data {outputs}/sync/dumps/{rollout_id}.pt --optimizer sgd"
+        "--no-colocate --load-debug-rollout-data {outputs}/sync/dumps/{rollout_id}.pt --optimizer "
+        "sgd"
         " --reward-key share --rollout-temperature 0.9 --log-passrate"
-        " --load-debug-rollout-data-subsample 0.5 --advantage-estimator reinforce_plus_plus --normalize-advantages",
+        " --load-debug-rollout-data-subsample 0.5 --advantage-estimator reinforce_plus_plus "
+        "--normalize-advantages",
         after="sync",
     ),
 }
@@ -123,7 +141,8 @@ def poison(args: Any, rollout_id: int, rollout_data: Any) -> None:
         values.fill_(3e38)
 
 
-# -- what was read -----------------------------------------------------------------------------------------------------
+# -- what was read
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,7 +163,9 @@ class Read:
 
     @property
     def spec(self) -> FlagSpec | None:
-        return next((spec for spec in WORKING.values() if (self.owner, self.name) in names_of(spec)), None)
+        return next(
+            (spec for spec in WORKING.values() if (self.owner, self.name) in names_of(spec)), None
+        )
 
 
 def recorded(world: World, name: str) -> list[Read]:
@@ -154,7 +175,9 @@ def recorded(world: World, name: str) -> list[Read]:
     path = os.pathsep.join(map(str, (RECORDER, FAKE, ROOT)))
     environment = {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(reads.with_suffix(".calls"))}
     words, script = launch.words(world, name), f"{launch.entry}.py"
-    with start(words, world.outputs / name, script, SLIME_TEST_READS=str(reads), **environment) as driver:
+    with start(
+        words, world.outputs / name, script, SLIME_TEST_READS=str(reads), **environment
+    ) as driver:
         assert driver.end() == 0, driver.stderr
     return [
         Read(
@@ -198,22 +221,33 @@ def unclaimed(reads: list[Read]) -> set[str]:
     return {
         f"{read.spec.dest}: {read.file}"
         for read in reads
-        if read.spec is not None and not read.by_name and read.file not in files_that_read(read.spec)
+        if read.spec is not None
+        and not read.by_name
+        and read.file not in files_that_read(read.spec)
     }
 
 
-# -- what must be read -------------------------------------------------------------------------------------------------
+# -- what must be read
+# -------------------------------------------------------------------------------------------------
 
 
 def must_serve(config: Config) -> Iterator[tuple[str, Part]]:
-    """(flag, part) of what a run of this configuration must read: what the flag needs holds, the part is there, and a
-    file that reads the flag for the part is not of the other engine."""
+    """(flag, part) of what a run of this configuration must read: what the flag needs holds, the
+    part is there, and a file that reads the flag for the part is not of the other engine."""
     values = values_of(config.values())
-    others = [f"engines/{engine}" for engine in ("embedded", "sglang") if engine != config.engine.rollout_engine]
+    others = [
+        f"engines/{engine}"
+        for engine in ("embedded", "sglang")
+        if engine != config.engine.rollout_engine
+    ]
     for dest, spec in WORKING.items():
         if "config" in spec.meta.serves or not all(need.holds(values) for need in spec.meta.needs):
             continue
-        files = [file for file in files_that_read(spec) if not any(is_within(file, other) for other in others)]
+        files = [
+            file
+            for file in files_that_read(spec)
+            if not any(is_within(file, other) for other in others)
+        ]
         for part in set(spec.meta.serves) - set(absent(values)):
             if any(acts_for(file, part) for file in files):
                 yield dest, part
@@ -221,7 +255,9 @@ def must_serve(config: Config) -> Iterator[tuple[str, Part]]:
 
 def left_out(config: Config) -> set[str]:
     """The flags that were given and, as the configuration says, do nothing in this run."""
-    said = [warning.split("; left out: ")[1] for warning in config.warnings if "; left out: " in warning]
+    said = [
+        warning.split("; left out: ")[1] for warning in config.warnings if "; left out: " in warning
+    ]
     return {dest for dest, spec in WORKING.items() if spec.option in ", ".join(said).split(", ")}
 
 

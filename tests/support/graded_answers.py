@@ -1,8 +1,9 @@
-r"""Graded answers whose truth is known by construction, for the math, DAPO and multiple-choice graders.
+r"""Graded answers whose truth is known by construction, for the math, DAPO and multiple-choice
+graders.
 
 A template draws its parameters, writes one value in several spellings (right) and changes the value
-(wrong). Nothing here asks a grader. The value is changed, never the spelling alone, so a wrong answer is
-wrong under every reading of its notation.
+(wrong). Nothing here asks a grader. The value is changed, never the spelling alone, so a wrong
+answer is wrong under every reading of its notation.
 """
 
 from __future__ import annotations
@@ -75,8 +76,30 @@ def integers(rng: random.Random) -> Spelled:
     return Spelled(
         "integers",
         [str(n), f"${n}$", f"{n}.0"],
-        [f"{n}", f"{n}.", f"${n}$", rf"\text{{{n}}}", f"+{n}", f"{n}.0", f" {n} ", wide, rf"\mathbf{{{n}}}", f"({n})"],
-        [f"-{n}", f"{n + 1}", f"{n}0", f"{n}.1", f"{n},{n}", f"1/{n}", f"{n}!", rf"\sqrt{{{n}}}", f"{n}x", f"{n}^2"],
+        [
+            f"{n}",
+            f"{n}.",
+            f"${n}$",
+            rf"\text{{{n}}}",
+            f"+{n}",
+            f"{n}.0",
+            f" {n} ",
+            wide,
+            rf"\mathbf{{{n}}}",
+            f"({n})",
+        ],
+        [
+            f"-{n}",
+            f"{n + 1}",
+            f"{n}0",
+            f"{n}.1",
+            f"{n},{n}",
+            f"1/{n}",
+            f"{n}!",
+            rf"\sqrt{{{n}}}",
+            f"{n}x",
+            f"{n}^2",
+        ],
     )
 
 
@@ -109,7 +132,16 @@ def thousands(rng: random.Random) -> Spelled:
     return Spelled(
         "thousands",
         [str(n), f"{n:,}"],
-        [str(n), f"{n:,}", latex, rf"{a},\!{b:03d}", rf"{a}\,{b:03d}", f"{a} {b:03d}", f"{n:,}.00", f"{n:,} people"],
+        [
+            str(n),
+            f"{n:,}",
+            latex,
+            rf"{a},\!{b:03d}",
+            rf"{a}\,{b:03d}",
+            f"{a} {b:03d}",
+            f"{n:,}.00",
+            f"{n:,} people",
+        ],
         [f"{n + 1:,}", f"{a}.{b:03d}1", f"{a + 1}{{,}}{b:03d}", f"{a}, {b + 1}", f"{a}"],
     )
 
@@ -164,7 +196,14 @@ def short_fractions(rng: random.Random) -> Spelled:
     return Spelled(
         "short fractions",
         [f"{p}/{q}", rf"\frac{p}{q}"],
-        [rf"\frac{p}{q}", rf"\frac{p}{{{q}}}", rf"\frac{{{p}}}{q}", rf"\dfrac {p} {q}", sign[p, q], f"{p}⁄{q}"],
+        [
+            rf"\frac{p}{q}",
+            rf"\frac{p}{{{q}}}",
+            rf"\frac{{{p}}}{q}",
+            rf"\dfrac {p} {q}",
+            sign[p, q],
+            f"{p}⁄{q}",
+        ],
         [rf"\frac{q}{p}", f"{p}{sign[p, q]}", f"{p}{q}", f"{p}.{q}"],
     )
 
@@ -178,7 +217,16 @@ def decimals(rng: random.Random) -> Spelled:
     return Spelled(
         "decimals",
         [text, _frac(value)],
-        [text, f"{text}0", f"{text}000", _frac(value), f"{hundredths}/100", *bare, f"${text}$", f"{text}."],
+        [
+            text,
+            f"{text}0",
+            f"{text}000",
+            _frac(value),
+            f"{hundredths}/100",
+            *bare,
+            f"${text}$",
+            f"{text}.",
+        ],
         [
             f"{hundredths}",
             f"{hundredths / 1000}",
@@ -195,10 +243,16 @@ def mixed_numbers(rng: random.Random) -> Spelled:
     whole, part = rng.randint(1, 9), _proper(rng)
     value = whole + part
     p, q = part.numerator, part.denominator
-    glued = [f"{whole}{p}/{q}"] if Fraction(int(f"{whole}{p}"), q) != value else []  # 9 1/10 is 91/10
+    glued = (
+        [f"{whole}{p}/{q}"] if Fraction(int(f"{whole}{p}"), q) != value else []
+    )  # 9 1/10 is 91/10
     return Spelled(
         "mixed numbers",
-        [f"{value.numerator}/{value.denominator}", rf"{whole}\frac{{{p}}}{{{q}}}", f"{whole} {p}/{q}"],
+        [
+            f"{value.numerator}/{value.denominator}",
+            rf"{whole}\frac{{{p}}}{{{q}}}",
+            f"{whole} {p}/{q}",
+        ],
         [
             f"{whole} {p}/{q}",
             rf"{whole}\frac{{{p}}}{{{q}}}",
@@ -208,7 +262,13 @@ def mixed_numbers(rng: random.Random) -> Spelled:
             f"{value.numerator}/{value.denominator}",
             rf"{whole}+\frac{{{p}}}{{{q}}}",
         ],
-        [*glued, rf"{whole}\cdot\frac{{{p}}}{{{q}}}", f"{whole + 1} {p}/{q}", f"{p}/{q}", f"-{whole} {p}/{q}"],
+        [
+            *glued,
+            rf"{whole}\cdot\frac{{{p}}}{{{q}}}",
+            f"{whole + 1} {p}/{q}",
+            f"{p}/{q}",
+            f"-{whole} {p}/{q}",
+        ],
     )
 
 
@@ -263,7 +323,11 @@ def repeating_behind(rng: random.Random) -> Spelled:
             rf"0.{first}\dot{{{digit}}}",
             rf"0.{first}\overline{digit}",
         ],
-        [f"0.{first}{digit}", rf"0.\overline{{{first}{(digit + 1) % 9}}}", rf"0.{first}0\overline{{{digit}}}"],
+        [
+            f"0.{first}{digit}",
+            rf"0.\overline{{{first}{(digit + 1) % 9}}}",
+            rf"0.{first}0\overline{{{digit}}}",
+        ],
     )
 
 
@@ -285,7 +349,13 @@ def scientific(rng: random.Random) -> Spelled:
             f"{text} x 10^{n}",
             f"{value:,}",
         ],
-        [f"{text}e{n + 1}", rf"{text} \times 10^{{{-n}}}", rf"{text}1 \times 10^{n}", text, f"10^{n}"],
+        [
+            f"{text}e{n + 1}",
+            rf"{text} \times 10^{{{-n}}}",
+            rf"{text}1 \times 10^{n}",
+            text,
+            f"10^{n}",
+        ],
     )
 
 
@@ -304,7 +374,12 @@ def small(rng: random.Random) -> Spelled:
             rf"{a} \cdot 10^{{-{n + 2}}}",
             f"{text} × 10⁻{str(n).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}",
         ],
-        ["0", f"{text}e-{n + 1}", rf"{a // 100}.{(a + 1) % 100:02d} \times 10^{{-{n}}}", f"-{text}e-{n}"],
+        [
+            "0",
+            f"{text}e-{n + 1}",
+            rf"{a // 100}.{(a + 1) % 100:02d} \times 10^{{-{n}}}",
+            f"-{text}e-{n}",
+        ],
     )
 
 
@@ -359,7 +434,12 @@ def huge(rng: random.Random) -> Spelled:
         "huge",
         [f"{a}^{{10^{{{b}}}}}"],
         [f"{a}^{{10^{b}}}", f"{a}^{{{10**b}}}"],
-        [f"{a}^{{10^{{{b + 1}}}}}", f"{a + 1}^{{10^{{{b}}}}}", f"{a}^{{10^{{{b}}}}}+1", f"{10**5}!"],
+        [
+            f"{a}^{{10^{{{b + 1}}}}}",
+            f"{a + 1}^{{10^{{{b}}}}}",
+            f"{a}^{{10^{{{b}}}}}+1",
+            f"{10**5}!",
+        ],
     )
 
 
@@ -613,7 +693,10 @@ def powers_of_units(rng: random.Random) -> Spelled:
 def conversions(rng: random.Random) -> Spelled:
     n = rng.randint(2, 90)
     return Spelled(
-        "conversions", [f"{n} m"], [f"{n * 100} cm", rf"{n * 1000}\text{{ mm}}"], [f"{n * 10} cm", f"{n} cm", f"{n} kg"]
+        "conversions",
+        [f"{n} m"],
+        [f"{n * 100} cm", rf"{n * 1000}\text{{ mm}}"],
+        [f"{n * 10} cm", f"{n} cm", f"{n} kg"],
     )
 
 
@@ -635,7 +718,15 @@ def degrees(rng: random.Random) -> Spelled:
     return Spelled(
         "degrees",
         [rf"{n}^\circ", f"{n}", f"{n}°"],
-        [f"{n}°", rf"{n}^\circ", rf"{n}^{{\circ}}", f"{n} degrees", rf"{n}\text{{ degrees}}", f"{n}", rf"{n}\degree"],
+        [
+            f"{n}°",
+            rf"{n}^\circ",
+            rf"{n}^{{\circ}}",
+            f"{n} degrees",
+            rf"{n}\text{{ degrees}}",
+            f"{n}",
+            rf"{n}\degree",
+        ],
         [f"{n + 1}°", rf"{n}0^\circ", f"-{n}°", rf"{180 + n}^\circ"],
     )
 
@@ -697,7 +788,10 @@ def large_money(rng: random.Random) -> Spelled:
 
 @_template
 def multiples(rng: random.Random) -> Spelled:
-    n, word, factor = rng.randint(2, 90), *rng.choice([("million", 10**6), ("thousand", 1000), ("billion", 10**9)])
+    n, word, factor = (
+        rng.randint(2, 90),
+        *rng.choice([("million", 10**6), ("thousand", 1000), ("billion", 10**9)]),
+    )
     return Spelled(
         "multiples",
         [str(n * factor)],
@@ -869,7 +963,15 @@ def pairs(rng: random.Random) -> Spelled:
             f"(x, y) = ({a}, {b})",
             rf"x={a}, y={b}",
         ],
-        [f"({b},{a})", f"[{a},{b}]", f"[{a},{b})", f"({a},{b + 1})", f"({a},{b},0)", f"{a}", rf"({a}{abs(b)})"],
+        [
+            f"({b},{a})",
+            f"[{a},{b}]",
+            f"[{a},{b})",
+            f"({a},{b + 1})",
+            f"({a},{b},0)",
+            f"{a}",
+            rf"({a}{abs(b)})",
+        ],
     )
 
 
@@ -880,7 +982,13 @@ def triples(rng: random.Random) -> Spelled:
         "triples",
         [f"({a},{b},{c})"],
         [f"({a}, {b}, {c})", rf"\langle {a}, {b}, {c} \rangle", rf"\left({a},{b},{c}\right)"],
-        [f"({a},{c},{b})", f"({c},{b},{a})", f"({a},{b})", f"({a},{b},{c + 1})", rf"\{{{a},{b},{c}\}}"],
+        [
+            f"({a},{c},{b})",
+            f"({c},{b},{a})",
+            f"({a},{b})",
+            f"({a},{b},{c + 1})",
+            rf"\{{{a},{b},{c}\}}",
+        ],
     )
 
 
@@ -891,7 +999,11 @@ def fraction_pairs(rng: random.Random) -> Spelled:
     return Spelled(
         "fraction pairs",
         [rf"\left(\frac{{{p}}}{{{q}}}, {n}\right)"],
-        [f"({p}/{q}, {n})", rf"(\dfrac{{{p}}}{{{q}}},{n})", rf"\left(\tfrac{{{p}}}{{{q}}},\, {n}\right)"],
+        [
+            f"({p}/{q}, {n})",
+            rf"(\dfrac{{{p}}}{{{q}}},{n})",
+            rf"\left(\tfrac{{{p}}}{{{q}}},\, {n}\right)",
+        ],
         [f"({n}, {p}/{q})", f"({q}/{p}, {n})", f"({p},{q},{n})"],
     )
 
@@ -954,7 +1066,14 @@ def rays(rng: random.Random) -> Spelled:
             f"x >= {a}",
             rf"x \in [{a},\infty)",
         ],
-        [rf"({a},\infty)", rf"(-\infty,{a}]", f"x > {a}", rf"x \le {a}", rf"[{a + 1},\infty)", f"{a}"],
+        [
+            rf"({a},\infty)",
+            rf"(-\infty,{a}]",
+            f"x > {a}",
+            rf"x \le {a}",
+            rf"[{a + 1},\infty)",
+            f"{a}",
+        ],
     )
 
 
@@ -1009,7 +1128,12 @@ def quadratic_roots(rng: random.Random) -> Spelled:
     return Spelled(
         "quadratic roots",
         [rf"{a} \pm \sqrt{{{r}}}"],
-        [rf"{a}+\sqrt{{{r}}}, {a}-\sqrt{{{r}}}", rf"{a}\pm\sqrt{r}", rf"x={a}\pm\sqrt{{{r}}}", f"{a} ± √{r}"],
+        [
+            rf"{a}+\sqrt{{{r}}}, {a}-\sqrt{{{r}}}",
+            rf"{a}\pm\sqrt{r}",
+            rf"x={a}\pm\sqrt{{{r}}}",
+            f"{a} ± √{r}",
+        ],
         [rf"{a}+\sqrt{{{r}}}", rf"-{a}\pm\sqrt{{{r}}}", rf"{a}\pm {r}"],
     )
 
@@ -1146,7 +1270,13 @@ def lines(rng: random.Random) -> Spelled:
             f"y - {a}x = {b}",
             f"2y = {2 * a}x + {2 * b}",
         ],
-        [f"y = {a}x - {b}", f"y = {b}x + {a}" if a != b else "y = 0", f"y = -{a}x + {b}", f"x = {a}y + {b}", f"{a}x"],
+        [
+            f"y = {a}x - {b}",
+            f"y = {b}x + {a}" if a != b else "y = 0",
+            f"y = -{a}x + {b}",
+            f"x = {a}y + {b}",
+            f"{a}x",
+        ],
     )
 
 
@@ -1198,7 +1328,11 @@ def trigonometry(rng: random.Random) -> Spelled:
     return Spelled(
         "trigonometry",
         [value],
-        [rf"\sin {n}^\circ", rf"\cos({90 - n}^\circ)", rf"\sin\left(\frac{{\pi}}{{{180 // n}}}\right)"],
+        [
+            rf"\sin {n}^\circ",
+            rf"\cos({90 - n}^\circ)",
+            rf"\sin\left(\frac{{\pi}}{{{180 // n}}}\right)",
+        ],
         [rf"-\sin {n}^\circ", rf"\tan {n}^\circ", rf"\sin {n}"],
     )
 
@@ -1221,7 +1355,11 @@ def indexed(rng: random.Random) -> Spelled:
     return Spelled(
         "indexed",
         [rf"\frac{{n(n+{n})}}{{2}}"],
-        [rf"\frac12 n(n+{n})", rf"\frac{{n^2+{n}n}}{{2}}", rf"\frac{{n^{{2}}}}{{2}}+\frac{{{n}n}}{{2}}"],
+        [
+            rf"\frac12 n(n+{n})",
+            rf"\frac{{n^2+{n}n}}{{2}}",
+            rf"\frac{{n^{{2}}}}{{2}}+\frac{{{n}n}}{{2}}",
+        ],
         [rf"\frac{{n(n-{n})}}{{2}}", rf"n(n+{n})", rf"\frac{{k(k+{n})}}{{2}}"],
     )
 
@@ -1295,8 +1433,16 @@ def series(rng: random.Random) -> Spelled:
     return Spelled(
         "series",
         [rf"\sum_{{k=1}}^{{n}} {a}k", rf"\frac{{{a}n(n+1)}}{{2}}"],
-        [rf"\sum_{{i=1}}^n {a}i", rf"\sum\limits_{{j=1}}^{{n}} {a} j", rf"\frac{{{a}(n^2+n)}}{{2}}"],
-        [rf"\sum_{{k=1}}^{{n-1}} {a}k", rf"\sum_{{k=1}}^{{n}} {a + 1}k", rf"\frac{{{a}n(n-1)}}{{2}}"],
+        [
+            rf"\sum_{{i=1}}^n {a}i",
+            rf"\sum\limits_{{j=1}}^{{n}} {a} j",
+            rf"\frac{{{a}(n^2+n)}}{{2}}",
+        ],
+        [
+            rf"\sum_{{k=1}}^{{n-1}} {a}k",
+            rf"\sum_{{k=1}}^{{n}} {a + 1}k",
+            rf"\frac{{{a}n(n-1)}}{{2}}",
+        ],
     )
 
 
@@ -1317,7 +1463,13 @@ def arcs(rng: random.Random) -> Spelled:
     return Spelled(
         "arcs",
         [rf"{d}^\circ 30'", rf"{d}.5^\circ"],
-        [f"{d}° 30'", rf"{d}^{{\circ}}30^\prime", rf"{d}^\circ 30' 0''", rf"{d}.5^\circ", f"{d}.5 degrees"],
+        [
+            f"{d}° 30'",
+            rf"{d}^{{\circ}}30^\prime",
+            rf"{d}^\circ 30' 0''",
+            rf"{d}.5^\circ",
+            f"{d}.5 degrees",
+        ],
         [rf"{d}^\circ", rf"{d}.3^\circ", rf"{d + 1}^\circ 30'", rf"{d}^\circ 20'"],
     )
 
@@ -1325,7 +1477,12 @@ def arcs(rng: random.Random) -> Spelled:
 @_template
 def literals(rng: random.Random) -> Spelled:
     n = rng.randint(170, 250)
-    return Spelled("literals", [f"{n:X}_{{16}}"], [f"0x{n:X}", f"0x{n:x}"], [f"0x{n + 1:X}", f"0b{n:b}1", f"0x{n}"])
+    return Spelled(
+        "literals",
+        [f"{n:X}_{{16}}"],
+        [f"0x{n:X}", f"0x{n:x}"],
+        [f"0x{n + 1:X}", f"0b{n:b}1", f"0x{n}"],
+    )
 
 
 @_template
@@ -1353,8 +1510,17 @@ def pierced(rng: random.Random) -> Spelled:
     return Spelled(
         "pierced",
         [rf"[{a},{b})\cup({b},\infty)"],
-        [rf"x\ge {a}, x\ne {b}", rf"x \geq {a} \text{{ and }} x \neq {b}", rf"[{a},\infty)\setminus\{{{b}\}}"],
-        [rf"x\ge {a}", rf"x>{a}, x\ne {b}", rf"[{a},\infty)\setminus\{{{b + 1}\}}", rf"({b},\infty)"],
+        [
+            rf"x\ge {a}, x\ne {b}",
+            rf"x \geq {a} \text{{ and }} x \neq {b}",
+            rf"[{a},\infty)\setminus\{{{b}\}}",
+        ],
+        [
+            rf"x\ge {a}",
+            rf"x>{a}, x\ne {b}",
+            rf"[{a},\infty)\setminus\{{{b + 1}\}}",
+            rf"({b},\infty)",
+        ],
     )
 
 
@@ -1388,12 +1554,20 @@ def scaled_matrices(rng: random.Random) -> Spelled:
 
 @_template
 def in_words(rng: random.Random) -> Spelled:
-    tens, units = rng.choice([("twenty", 20), ("forty", 40), ("ninety", 90)]), rng.choice([("three", 3), ("eight", 8)])
+    tens, units = (
+        rng.choice([("twenty", 20), ("forty", 40), ("ninety", 90)]),
+        rng.choice([("three", 3), ("eight", 8)]),
+    )
     n = tens[1] + units[1]
     return Spelled(
         "in words",
         [str(n)],
-        [f"{tens[0]}-{units[0]}", rf"\text{{{tens[0]} {units[0]}}}", f"{n} (approximately)", f"{n} (units)"],
+        [
+            f"{tens[0]}-{units[0]}",
+            rf"\text{{{tens[0]} {units[0]}}}",
+            f"{n} (approximately)",
+            f"{n} (units)",
+        ],
         [tens[0], f"{tens[0]}-four", f"{units[0]} hundred", f"one hundred {tens[0]}-{units[0]}"],
     )
 
@@ -1402,7 +1576,9 @@ def in_words(rng: random.Random) -> Spelled:
 def sums_by_library(rng: random.Random) -> Spelled:
     n = rng.randint(3, 9)
     value = sum(k * k for k in range(1, n + 1))
-    return Spelled("sums", [str(value)], [rf"\sum_{{k=1}}^{{{n}}} k^2"], [rf"\sum_{{k=1}}^{{{n + 1}}} k^2"])
+    return Spelled(
+        "sums", [str(value)], [rf"\sum_{{k=1}}^{{{n}}} k^2"], [rf"\sum_{{k=1}}^{{{n + 1}}} k^2"]
+    )
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -1419,7 +1595,16 @@ def points_of_figures(rng: random.Random) -> Spelled:
     )
 
 
-_PEOPLE = ["Alice", "Robert", "Charlotte", "Dmitri", "Evelyn", "Mr. Jones", "Angela", "Evelyn and Ray"[:6]]
+_PEOPLE = [
+    "Alice",
+    "Robert",
+    "Charlotte",
+    "Dmitri",
+    "Evelyn",
+    "Mr. Jones",
+    "Angela",
+    "Evelyn and Ray"[:6],
+]
 
 
 @_template
@@ -1472,7 +1657,9 @@ def names(rng: random.Random) -> Spelled:
 
 @_template
 def yes_and_no(rng: random.Random) -> Spelled:
-    word, other = rng.choice([("yes", "no"), ("no", "yes"), ("true", "false"), ("Yes", "No"), ("False", "True")])
+    word, other = rng.choice(
+        [("yes", "no"), ("no", "yes"), ("true", "false"), ("Yes", "No"), ("False", "True")]
+    )
     return Spelled(
         "yes and no",
         [word, rf"\text{{{word}}}"],
@@ -1496,7 +1683,13 @@ def everything(rng: random.Random) -> Spelled:
     return Spelled(
         "everything",
         [r"(-\infty,\infty)", r"\mathbb{R}"],
-        [r"\mathbb{R}", "ℝ", r"(-\infty, \infty)", r"\text{all real numbers}", r"\left(-\infty,\infty\right)"],
+        [
+            r"\mathbb{R}",
+            "ℝ",
+            r"(-\infty, \infty)",
+            r"\text{all real numbers}",
+            r"\left(-\infty,\infty\right)",
+        ],
         [r"(0,\infty)", r"\emptyset", f"(-{rng.randint(2, 9)},\\infty)", r"\mathbb{Z}"],
     )
 
@@ -1538,7 +1731,8 @@ def spelled(seed: int, rounds: int) -> Iterator[tuple[random.Random, Spelled]]:
 
 
 def math_answers(seed: int = 1, rounds: int = 2) -> list[GradedAnswer]:
-    r"""Boxed answers: each spelling once a round, under labels and in surroundings that are drawn."""
+    r"""Boxed answers: each spelling once a round, under labels and in surroundings that are
+    drawn."""
     cases = []
     for rng, case in spelled(seed, rounds):
         for right, answers in ((True, case.right), (False, case.wrong)):
@@ -1554,12 +1748,33 @@ def math_answers_in_prose(seed: int = 2) -> list[GradedAnswer]:
     cases = []
     for _ in range(40):
         n = rng.randint(12, 5000)
-        spellings = (str(n), f"{n:,}", f"**{n}**", f"{n}.0", rf"\({n}\)", f"{n} apples", f"\\${n}", f"x = {n}")
-        others = (str(n + 1), f"{n + 10:,}", f"-{n}", f"{n}.5", f"{n}/7", rf"\(\sqrt{{{n}}}\)", f"{n}0")
+        spellings = (
+            str(n),
+            f"{n:,}",
+            f"**{n}**",
+            f"{n}.0",
+            rf"\({n}\)",
+            f"{n} apples",
+            f"\\${n}",
+            f"x = {n}",
+        )
+        others = (
+            str(n + 1),
+            f"{n + 10:,}",
+            f"-{n}",
+            f"{n}.5",
+            f"{n}/7",
+            rf"\(\sqrt{{{n}}}\)",
+            f"{n}0",
+        )
         for right, answers in ((True, spellings), (False, others)):
             answer = rng.choice(answers)
             template = rng.choice(
-                ("The answer is %s.", "It took 3 steps.\nAnswer: %s", "Therefore, the final answer is: %s")
+                (
+                    "The answer is %s.",
+                    "It took 3 steps.\nAnswer: %s",
+                    "Therefore, the final answer is: %s",
+                )
             )
             cases.append(GradedAnswer("prose", template.replace("%s", answer), str(n), right))
     return cases + _lists_in_prose(rng)
@@ -1577,7 +1792,12 @@ def _lists_in_prose(rng: random.Random) -> list[GradedAnswer]:
     for template in _LISTS_IN_PROSE:
         a, b = rng.sample(range(2, 50), 2)
         response = template % (a, b)
-        labels = ((f"{a}, {b}", True), (rf"\{{{b}, {a}\}}", True), (str(b), False), (f"{a}, {b + 1}", False))
+        labels = (
+            (f"{a}, {b}", True),
+            (rf"\{{{b}, {a}\}}", True),
+            (str(b), False),
+            (f"{a}, {b + 1}", False),
+        )
         cases += [GradedAnswer("lists in prose", response, label, right) for label, right in labels]
     return cases
 
@@ -1604,8 +1824,14 @@ def dapo_answers(seed: int = 3, rounds: int = 2) -> list[GradedAnswer]:
             continue
         for right, answers in ((True, case.right), (False, case.wrong)):
             for answer in answers:
-                line = rng.choice(_ANSWER_LINES if "$" not in answer.replace(r"\$", "") else _ANSWER_LINES[:1])
-                cases.append(GradedAnswer(case.kind, line.replace("%s", answer), rng.choice(case.labels), right))
+                line = rng.choice(
+                    _ANSWER_LINES if "$" not in answer.replace(r"\$", "") else _ANSWER_LINES[:1]
+                )
+                cases.append(
+                    GradedAnswer(
+                        case.kind, line.replace("%s", answer), rng.choice(case.labels), right
+                    )
+                )
     return cases
 
 
@@ -1694,26 +1920,39 @@ _TEXTS = (
 
 
 def choice_answers(seed: int = 4) -> list[GradedAnswer]:
-    """Statements of one letter (right under its label, wrong under another one), and those of none."""
+    """Statements of one letter (right under its label, wrong under another one), and those of
+    none."""
     rng = random.Random(seed)
     cases = []
     for template in _CHOSEN:
         for letters in ("ABCD", "ABCDEFGHIJ"):
             chosen, other = rng.sample(letters, 2)
-            response = template.replace("X", chosen).replace("Y", other).replace("§", rng.choice(_TEXTS[:2]))
+            response = (
+                template.replace("X", chosen)
+                .replace("Y", other)
+                .replace("§", rng.choice(_TEXTS[:2]))
+            )
             cases.append(GradedAnswer(template, response, chosen, True))
             for wrong in sorted(set(letters) - {chosen})[:4]:
                 cases.append(GradedAnswer(template, response, wrong, False))
     for template in _UNCHOSEN:
         first, second = rng.sample("ABCDEFGHIJ", 2)
         response = template.replace("X", first).replace("Y", second)
-        cases += [GradedAnswer(template, response, letter, False) for letter in ("A", "I", first, second)]
+        cases += [
+            GradedAnswer(template, response, letter, False) for letter in ("A", "I", first, second)
+        ]
     for template in ("The answer is §.", r"\boxed{§}", "Answer: §", r"\boxed{\text{§}}", "§"):
         texts = rng.sample(_TEXTS, 4)
         for right in (0, 1, 2, 3):
             response = template.replace("§", texts[right])
             metadata = {"choices": texts}
-            cases.append(GradedAnswer(f"by text: {template}", response, "ABCD"[right], True, metadata))
-            cases.append(GradedAnswer(f"by text: {template}", response, texts[right], True, metadata))
-            cases.append(GradedAnswer(f"by text: {template}", response, "ABCD"[right - 1], False, metadata))
+            cases.append(
+                GradedAnswer(f"by text: {template}", response, "ABCD"[right], True, metadata)
+            )
+            cases.append(
+                GradedAnswer(f"by text: {template}", response, texts[right], True, metadata)
+            )
+            cases.append(
+                GradedAnswer(f"by text: {template}", response, "ABCD"[right - 1], False, metadata)
+            )
     return cases

@@ -8,13 +8,22 @@ from typing import Any
 
 from slime.models import FAMILIES
 
-#: Published model → its "config" as in its repository, its number of "parameters", and what else was noted of it.
-PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
+#: Published model → its "config" as in its repository, its number of "parameters", and what else
+#: was noted of it.
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "model_configs.json").read_text()
+)
 
 ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 DENSE_FIRST = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 0}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 EXTRA: dict[str, dict[str, object]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "glm4_moe": {**DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
@@ -24,7 +33,8 @@ EXTRA: dict[str, dict[str, object]] = {
 
 
 def config_of(family: str, **changes: object) -> dict:
-    """``config.json`` of the smallest model of ``family`` that has all of its parts; ``changes`` override."""
+    """``config.json`` of the smallest model of ``family`` that has all of its parts; ``changes``
+    override."""
     config = {
         "model_type": family,
         "architectures": [ARCHITECTURES[family]],

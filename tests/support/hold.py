@@ -1,7 +1,8 @@
 """A reward function that holds a rollout up, so that tests can hit a run at a known place.
 
-SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold-<k> exists; then it has written
-<folder>/held-<k>. <folder>/raise-<k> makes it fail, and <folder>/daemons leave processes behind.
+SLIME_TEST_HOLD=<folder>: rollout k waits (at most a minute) while <folder>/hold-<k> exists; then it
+has written <folder>/held-<k>. <folder>/raise-<k> makes it fail, and <folder>/daemons leave
+processes behind.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def reward(args: Any, sample: Sample, **_: Any) -> float:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """--custom-generate-function-path: requests of rollout k wait as rewards do, for <folder>/hold-request-<k>."""
+    """--custom-generate-function-path: requests of rollout k wait as rewards do, for
+    <folder>/hold-request-<k>."""
     from slime.rollout.generate import generate
 
     assert sample.index is not None
@@ -53,7 +55,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def hold_saves(args: Any) -> None:
-    """--custom-megatron-init-path: checkpoints wait (at most a minute) while <folder>/hold-save exists."""
+    """--custom-megatron-init-path: checkpoints wait (at most a minute) while <folder>/hold-save
+    exists."""
     from slime.checkpoints.sharded_store import FingerprintedFile
 
     folder, write = Path(os.environ["SLIME_TEST_HOLD"]), FingerprintedFile.write
@@ -68,7 +71,8 @@ def hold_saves(args: Any) -> None:
 
 
 def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
-    """A reward that uses a client which goes by the environment's proxies; 1 when the run's router answers it."""
+    """A reward that uses a client which goes by the environment's proxies; 1 when the run's router
+    answers it."""
     if not is_in_run():
         return 0.0
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/liveness"
@@ -76,7 +80,8 @@ def ask_the_router(args: Any, sample: Sample, **_: Any) -> float:
         return float(answer.status == 200)
 
 
-# -- what reaches which process ----------------------------------------------------------------------------
+# -- what reaches which process
+# ----------------------------------------------------------------------------
 
 
 def reward_and_note(args: Any, sample: Sample, **_: Any) -> float:
@@ -101,10 +106,13 @@ def _note_environment(who: str) -> None:
     partial.rename(file)  # whole or not at all
 
 
-def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-    """--custom-megatron-before-train-step-hook-path: the trainer rank kills itself, or stops, before it trains on the
-    rollout that a file beside --save names, die-<k> or stop-<k>; once. With the driver's pid in that file it asks the
-    run to stop before, as a scheduler does that signals all processes of a job."""
+def die_once(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """--custom-megatron-before-train-step-hook-path: the trainer rank kills itself, or stops,
+    before it trains on the rollout that a file beside --save names, die-<k> or stop-<k>; once. With
+    the driver's pid in that file it asks the run to stop before, as a scheduler does that signals
+    all processes of a job."""
     for word, number in (("die", signal.SIGKILL), ("stop", signal.SIGSTOP)):
         marker = Path(args.save).parent / f"{word}-{rollout_id}"
         if marker.exists():
@@ -115,12 +123,13 @@ def die_once(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: An
             os.kill(os.getpid(), number)
 
 
-# -- what is scored, and when ------------------------------------------------------------------------------
+# -- what is scored, and when
+# ------------------------------------------------------------------------------
 
 
 def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
-    """Takes a moment, waits while <folder>/hold-sample-<index> exists, and appends "index pid time" to <folder>/scored
-    in one write, so that it is there whatever is killed next."""
+    """Takes a moment, waits while <folder>/hold-sample-<index> exists, and appends "index pid time"
+    to <folder>/scored in one write, so that it is there whatever is killed next."""
     if not is_in_run():
         return 0.0
     folder, end = Path(os.environ["SLIME_TEST_HOLD"]), time.monotonic() + 240
@@ -130,12 +139,15 @@ def reward_and_count(args: Any, sample: Sample, **_: Any) -> float:
         time.sleep(0.05)
     with open(folder / "scored", "ab", buffering=0) as file:
         file.write(f"{sample.index} {os.getpid()} {time.time()}\n".encode())
-    return sum(token % 7 == 0 for token in sample.tokens[-sample.response_length :]) / max(1, sample.response_length)
+    return sum(token % 7 == 0 for token in sample.tokens[-sample.response_length :]) / max(
+        1, sample.response_length
+    )
 
 
 async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
-    """The reward of `reward_and_count`, if a reward worker can tell that 1 is 1: what it is asked must not be lost.
-    Groups from the number in <folder>/hold-groups-from on wait (two minutes at most) while it is there."""
+    """The reward of `reward_and_count`, if a reward worker can tell that 1 is 1: what it is asked
+    must not be lost. Groups from the number in <folder>/hold-groups-from on wait (two minutes at
+    most) while it is there."""
     from slime.rollout.loop import current_loop
 
     if not is_in_run():
@@ -144,17 +156,23 @@ async def reward_by_worker(args: Any, sample: Sample, **_: Any) -> float:
     while _is_held(sample) and time.monotonic() < end:
         await asyncio.sleep(0.05)
     grade = await current_loop().rewards._grading.grade("math", "1", "1", 60.0)
-    return grade.score * await asyncio.to_thread(reward_and_count, args, sample)  # counted where nothing is to come
+    return grade.score * await asyncio.to_thread(
+        reward_and_count, args, sample
+    )  # counted where nothing is to come
 
 
 def _is_held(sample: Sample) -> bool:
     file = Path(os.environ["SLIME_TEST_HOLD"]) / "hold-groups-from"
-    return sample.group_index is not None and file.exists() and sample.group_index >= int(file.read_text())
+    return (
+        sample.group_index is not None
+        and file.exists()
+        and sample.group_index >= int(file.read_text())
+    )
 
 
 def drop_every_third(args: Any, samples: list[Sample], **_: Any) -> bool:
-    """--dynamic-sampling-filter-path: appends "group content" to <folder>/judged, where the content is a digest of what
-    was generated: a group that was finished twice is there with two of them."""
+    """--dynamic-sampling-filter-path: appends "group content" to <folder>/judged, where the content
+    is a digest of what was generated: a group that was finished twice is there with two of them."""
     content = [[sample.tokens, sample.rollout_log_probs, sample.reward] for sample in samples]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     with open(Path(os.environ["SLIME_TEST_HOLD"]) / "judged", "ab", buffering=0) as file:
@@ -163,13 +181,14 @@ def drop_every_third(args: Any, samples: list[Sample], **_: Any) -> bool:
     return samples[0].group_index % 3 != 2
 
 
-# -- phases of the trainer ---------------------------------------------------------------------------------
+# -- phases of the trainer
+# ---------------------------------------------------------------------------------
 
 
 def hold_phases(args: Any) -> None:
     """--custom-megatron-init-path: the trainer waits (a minute at most) where a phase begins while
-    <folder>/hold-<phase> exists; then it has written <folder>/held-<phase>: launch, train, save, export, sleep,
-    update_weights, paused (in a push), end."""
+    <folder>/hold-<phase> exists; then it has written <folder>/held-<phase>: launch, train, save,
+    export, sleep, update_weights, paused (in a push), end."""
     from slime.trainer.megatron.backend import MegatronBackend
     from slime.weights.sync import WeightSync
 

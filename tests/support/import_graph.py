@@ -1,5 +1,5 @@
-"""Which module of slime imports which, inside functions and for types alone included: what the test of the architecture
-and the tables of docs/architecture.md (tools/measure_structure.py) read.
+"""Which module of slime imports which, inside functions and for types alone included: what the test
+of the architecture and the tables of docs/architecture.md (tools/measure_structure.py) read.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "slime"
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: Of these everything may import, and they import nothing that is imported at once: names of the package itself.
+#: Of these everything may import, and they import nothing that is imported at once: names of the
+#: package itself.
 FACE = ("__init__", "compat.import_paths")
 
 
 def module_name(path: Path) -> str:
-    """Name below ``slime``: "rollout.engines.api"; packages by their folder, the root as "__init__"."""
+    """Name below ``slime``: "rollout.engines.api"; packages by their folder, the root as
+    "__init__"."""
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     if parts[-1] == "__init__" and len(parts) > 1:
         parts.pop()
@@ -48,7 +50,8 @@ def forget_trees() -> None:
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module, else slime.x."""
+    """(module, line) of every import; ``from slime.x import y`` is slime.x.y where y is a module,
+    else slime.x."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -56,17 +59,23 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
             assert node.level == 0, f"line {node.lineno}: relative import"
             module = node.module or ""
             for alias in node.names:
-                is_module = module == "slime" or (ROOT / module.replace(".", "/") / f"{alias.name}.py").exists()
+                is_module = (
+                    module == "slime"
+                    or (ROOT / module.replace(".", "/") / f"{alias.name}.py").exists()
+                )
                 yield (f"{module}.{alias.name}" if is_module else module), node.lineno
 
 
 @cache
 def imports_of_modules() -> dict[str, set[str]]:
-    """Module below slime → modules below slime that it imports, inside functions and for types alone included."""
+    """Module below slime → modules below slime that it imports, inside functions and for types
+    alone included."""
     names = {module_name(path) for path in FILES}
     found = {}
     for path in FILES:
-        targets = {module.removeprefix("slime.") for module, _ in imported_by(path) if "slime." in module}
+        targets = {
+            module.removeprefix("slime.") for module, _ in imported_by(path) if "slime." in module
+        }
         found[module_name(path)] = (targets & names) - {module_name(path), *FACE}
     return found
 
@@ -85,6 +94,9 @@ def longest_chain(imports: Mapping[str, set[str]], start: str) -> tuple[str, ...
 
     @cache
     def below(name: str) -> tuple[str, ...]:
-        return (name, *max((below(target) for target in sorted(imports[name])), key=len, default=()))
+        return (
+            name,
+            *max((below(target) for target in sorted(imports[name])), key=len, default=()),
+        )
 
     return below(start)

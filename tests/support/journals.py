@@ -9,14 +9,19 @@ from slime.samples.types import Sample
 
 
 def drawn(group: int, prompt: str = "1+1=") -> list[Sample]:
-    return [Sample(group_index=group, index=2 * group + k, prompt=prompt, tokens=[5, 6], label="2") for k in range(2)]
+    return [
+        Sample(group_index=group, index=2 * group + k, prompt=prompt, tokens=[5, 6], label="2")
+        for k in range(2)
+    ]
 
 
 def generated(group: int, tokens: tuple[int, ...] = (7, 8), **fields: Any) -> list[Sample]:
     found = drawn(group)
     for sample in found:
         meta = {"weight_version": "3", "finish_reason": {"type": "stop"}}
-        sample.append_response_tokens(tokens=list(tokens), log_probs=[-0.5] * len(tokens), meta_info=meta, text="2")
+        sample.append_response_tokens(
+            tokens=list(tokens), log_probs=[-0.5] * len(tokens), meta_info=meta, text="2"
+        )
         sample.reward = 1.0
         for name, value in fields.items():
             setattr(sample, name, value)

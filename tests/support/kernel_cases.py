@@ -1,7 +1,7 @@
 """The Triton kernels against torch in float64; `test_kernels` says where the cases run.
 
-As a script it runs all of them on a CPU, where triton has to be told TRITON_INTERPRET=1, and prints one JSON object:
-the largest error by case, or what happened instead.
+As a script it runs all of them on a CPU, where triton has to be told TRITON_INTERPRET=1, and prints
+one JSON object: the largest error by case, or what happened instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from torch import Tensor
 from slime.models.quantised import Fp8, Int4
 
 CPU = torch.device("cpu")
-#: Largest error, relative to the largest entry of a tensor; of 16 bits the last one, since the interpreter truncates.
+#: Largest error, relative to the largest entry of a tensor; of 16 bits the last one, since the
+#: interpreter truncates.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def worst(ours: Sequence[Tensor | None], exact: Sequence[Tensor]) -> float:
-    """Largest difference, relative to the largest entry of its tensor (or to 1e-3, if that is larger)."""
+    """Largest difference, relative to the largest entry of its tensor (or to 1e-3, if that is
+    larger)."""
     errors = [0.0]
     for a, b in zip(ours, exact, strict=True):
-        assert a is not None and a.shape == b.shape, f"{None if a is None else a.shape} instead of {b.shape}"
+        assert a is not None and a.shape == b.shape, (
+            f"{None if a is None else a.shape} instead of {b.shape}"
+        )
         if b.numel():
             a, b = a.detach(), b.detach()
             errors.append(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-3)))
@@ -37,9 +41,12 @@ def worst(ours: Sequence[Tensor | None], exact: Sequence[Tensor]) -> float:
 
 
 def compared(
-    ours: Callable[..., Sequence[Tensor]], exact: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    ours: Callable[..., Sequence[Tensor]],
+    exact: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
 ) -> float:
-    """Of both functions' results and of the gradients of all ``inputs`` that have one; ``exact`` gets float64."""
+    """Of both functions' results and of the gradients of all ``inputs`` that have one; ``exact``
+    gets float64."""
     doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     outs, references = ours(*inputs), exact(*doubles)
     assert all(out.dtype == inputs[0].dtype for out in outs)
@@ -55,12 +62,14 @@ def compared(
     return worst([*outs, *back], [*references, *expected])
 
 
-# -- the norm ----------------------------------------------------------------------------------------------------------
+# -- the norm
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Of ``shape``; ``frozen``: what gets no gradient; ``programs``: at most so many in the backward pass."""
+    """Of ``shape``; ``frozen``: what gets no gradient; ``programs``: at most so many in the
+    backward pass."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -74,14 +83,20 @@ class Norm:
         eps = 1e-5
 
         def ours(x: Tensor, weight: Tensor) -> list[Tensor]:
-            return [rms_norm.RMSNormFunction.apply(x.transpose(0, 1) if self.transposed else x, weight, eps)]
+            return [
+                rms_norm.RMSNormFunction.apply(
+                    x.transpose(0, 1) if self.transposed else x, weight, eps
+                )
+            ]
 
         def exact(x: Tensor, weight: Tensor) -> list[Tensor]:
             x = x.transpose(0, 1) if self.transposed else x
             return [x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight]
 
         inputs = [
-            (torch.randn(shape, device=device).to(self.dtype) * 3).requires_grad_(name != self.frozen)
+            (torch.randn(shape, device=device).to(self.dtype) * 3).requires_grad_(
+                name != self.frozen
+            )
             for name, shape in (("x", self.shape), ("weight", self.shape[-1:]))
         ]
         limit = self.programs or rms_norm._MOST_PROGRAMS
@@ -106,12 +121,14 @@ NORMS = {
 }
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------
+# -- heads
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Arguments of `SplitNormRotate` by their sizes; ``strided``: none of the inputs is contiguous."""
+    """Arguments of `SplitNormRotate` by their sizes; ``strided``: none of the inputs is
+    contiguous."""
 
     tokens: int
     groups: int
@@ -131,7 +148,9 @@ class Heads:
 
         def random(name: str, *shape: int) -> Tensor:
             step = 2 if self.strided else 1
-            x = torch.randn(*shape[:-1], shape[-1] * step, device=device).to(self.dtype)[..., ::step]
+            x = torch.randn(*shape[:-1], shape[-1] * step, device=device).to(self.dtype)[
+                ..., ::step
+            ]
             return x.detach().requires_grad_(name != self.frozen)
 
         shape = (self.tokens, self.groups, (self.per_group + 2) * self.dim)
@@ -146,14 +165,18 @@ class Heads:
 
         def ours(mixed: Tensor, *weights: Tensor) -> Sequence[Tensor]:
             norms = weights or (None, None)
-            return SplitNormRotate.apply(mixed, *norms, cos, sin, self.per_group, 1e-5, self.interleaved)[kept]
+            return SplitNormRotate.apply(
+                mixed, *norms, cos, sin, self.per_group, 1e-5, self.interleaved
+            )[kept]
 
         def exact(mixed: Tensor, *weights: Tensor) -> Sequence[Tensor]:
             return self.written_out(mixed, weights, cos.double(), sin.double())[kept]
 
         return compared(ours, exact, inputs)
 
-    def written_out(self, mixed: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    def written_out(
+        self, mixed: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor
+    ) -> list[Tensor]:
         """Query, key, value."""
         heads = mixed.unflatten(-1, (self.per_group + 2, self.dim))
         parts = [heads[:, :, : self.per_group].flatten(1, 2), heads[:, :, -2]]
@@ -179,7 +202,9 @@ HEADS = {
     "as many queries as keys": Heads(9, 3, 1, 8, 4),
     "three groups of three, an odd number of pairs": Heads(17, 3, 3, 12, 5),
     "partly rotated, interleaved": Heads(35, 2, 2, 16, 4, interleaved=True),
-    "partly rotated, interleaved, without norm": Heads(140, 2, 2, 8, 2, interleaved=True, norm=False),
+    "partly rotated, interleaved, without norm": Heads(
+        140, 2, 2, 8, 2, interleaved=True, norm=False
+    ),
     "partly rotated, without norm, odd size": Heads(33, 2, 1, 10, 3, norm=False),
     "all rotated, without norm": Heads(40, 1, 3, 16, 8, norm=False),
     "more not rotated than rotated": Heads(5, 1, 2, 40, 3),
@@ -188,7 +213,9 @@ HEADS = {
     "input without gradient": Heads(9, 1, 2, 8, 4, frozen="mixed"),
     "nobody asks for keys and values": Heads(9, 1, 2, 8, 4, query_only=True),
     "bfloat16": Heads(40, 2, 2, 16, 8, dtype=torch.bfloat16),
-    "bfloat16, angles in float32": Heads(40, 2, 2, 16, 4, dtype=torch.bfloat16, angles=torch.float32),
+    "bfloat16, angles in float32": Heads(
+        40, 2, 2, 16, 4, dtype=torch.bfloat16, angles=torch.float32
+    ),
     "float16, interleaved": Heads(40, 2, 2, 16, 8, dtype=torch.float16, interleaved=True),
 }
 
@@ -252,12 +279,14 @@ def family_error(family: str, device: torch.device) -> float:
     return worst(results[1], [out.double() for out in results[0]])
 
 
-# -- quantised weights -------------------------------------------------------------------------------------------------
+# -- quantised weights
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight of ``shape`` with what quantisers trip over: kernels make the same bits of it as torch on a CPU."""
+    """A weight of ``shape`` with what quantisers trip over: kernels make the same bits of it as
+    torch on a CPU."""
 
     scheme: Int4 | Fp8
     shape: tuple[int, ...]
@@ -279,7 +308,9 @@ class Stored:
         for name, part in torch_parts.items():
             ours = kernel_parts[name].cpu()
             assert (ours.shape, ours.dtype) == (part.shape, part.dtype), name
-            differ += int((ours.contiguous().view(torch.uint8) != part.contiguous().view(torch.uint8)).sum())
+            differ += int(
+                (ours.contiguous().view(torch.uint8) != part.contiguous().view(torch.uint8)).sum()
+            )
             total += part.numel() * part.dtype.itemsize
         return differ / total
 
@@ -301,7 +332,9 @@ CASES: dict[str, Callable[[torch.device], float]] = {
     **{f"norm: {name}": case.error for name, case in NORMS.items()},
     **{f"heads: {name}": case.error for name, case in HEADS.items()},
     **{f"stored: {name}": case.error for name, case in STORED.items()},
-    **{f"family: {name}": lambda device, name=name: family_error(name, device) for name in FAMILIES},
+    **{
+        f"family: {name}": lambda device, name=name: family_error(name, device) for name in FAMILIES
+    },
 }
 
 
@@ -309,8 +342,12 @@ def tolerance(name: str, interpreted: bool) -> float:
     kind, _, rest = name.partition(": ")
     if kind == "stored":
         case_of = STORED[rest]
-        exact = not interpreted or (isinstance(case_of.scheme, Int4) and case_of.dtype != torch.bfloat16)
-        return 0.0 if exact else 0.04  # the interpreter truncates to bfloat16, and makes 0 of the smallest FP8
+        exact = not interpreted or (
+            isinstance(case_of.scheme, Int4) and case_of.dtype != torch.bfloat16
+        )
+        return (
+            0.0 if exact else 0.04
+        )  # the interpreter truncates to bfloat16, and makes 0 of the smallest FP8
     case = {"norm": NORMS, "heads": HEADS}.get(kind, {}).get(rest)  # type: ignore[attr-defined]
     return TOLERANCE[case.dtype if case is not None else torch.float32]
 

@@ -1,7 +1,8 @@
-"""Greedy tokens of a GGUF file, by llama.cpp: a script for whatever interpreter has the package xllamacpp.
+"""Greedy tokens of a GGUF file, by llama.cpp: a script for whatever interpreter has the package
+xllamacpp.
 
-python llama_cpp_generate.py FILE '["a prompt", …]' NUM_TOKENS  →  [[number of prompt tokens, [token, …]], …] as the
-last line of stdout
+python llama_cpp_generate.py FILE '["a prompt", …]' NUM_TOKENS  →  [[number of prompt tokens,
+[token, …]], …] as the last line of stdout
 """
 
 from __future__ import annotations
@@ -17,13 +18,29 @@ def main(path: str, prompts: str, count: str) -> None:
     params.model.path = path
     params.n_ctx, params.n_parallel, params.warmup = 512, 1, False
     params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # halves would round keys and values
+    params.cache_type_k = params.cache_type_v = (
+        xllamacpp.ggml_type.GGML_TYPE_F32
+    )  # halves would round keys and values
     server = xllamacpp.Server(params)
-    body = {"n_predict": int(count), "temperature": 0, "ignore_eos": True, "cache_prompt": False, "verbose": True}
+    body = {
+        "n_predict": int(count),
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "verbose": True,
+    }
     answers = [
-        server.handle_completions({"prompt": prompt, **body, "return_tokens": True}) for prompt in json.loads(prompts)
+        server.handle_completions({"prompt": prompt, **body, "return_tokens": True})
+        for prompt in json.loads(prompts)
     ]
-    print(json.dumps([[answer["usage"]["prompt_tokens"], answer["__verbose"]["tokens"]] for answer in answers]))
+    print(
+        json.dumps(
+            [
+                [answer["usage"]["prompt_tokens"], answer["__verbose"]["tokens"]]
+                for answer in answers
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What known troubles look like in a run folder: excerpts in the words of torch, NCCL, SGLang, Ray and slime itself."""
+"""What known troubles look like in a run folder: excerpts in the words of torch, NCCL, SGLang, Ray
+and slime itself."""
 
 from __future__ import annotations
 
@@ -25,24 +26,31 @@ class Excerpt:
         return f"{self.trouble}-{self.log or 'crash'}"
 
 
-_FRAMES = 'Traceback (most recent call last):\n  File "/opt/x/site-packages/{}", line 12, in run\n    work()\n'
+_FRAMES = (
+    'Traceback (most recent call last):\n  File "/opt/x/site-packages/{}", line 12, in run\n    '
+    "work()\n"
+)
 _SCHEDULER = "[2026-11-23 10:15:07 TP0] Scheduler hit an exception: " + _FRAMES.format(
     "sglang/srt/managers/scheduler.py"
 )
 _TRACEBACK = _FRAMES.format("torch/nn/functional.py")
 _GPU_FULL = (
-    "CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
+    "CUDA out of memory. Tried to allocate 2.40 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 1.20 GiB is free."
 )
 _IMA = (
-    "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported at"
+    "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "
+    "asynchronously reported at"
     " some"
     " other API call, so the stacktrace below might be incorrect.\nFor debugging consider passing"
     " CUDA_LAUNCH_BLOCKING=1"
 )
 _NCCL = (
-    "[rank1]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:629] [Rank 1] Watchdog caught collective operation"
+    "[rank1]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:629] [Rank 1] Watchdog caught "
+    "collective operation"
     " timeout:"
-    " WorkNCCL(SeqNum=71, OpType=ALLREDUCE, NumelIn=131072000, NumelOut=131072000, Timeout(ms)=600000) ran for 600081"
+    " WorkNCCL(SeqNum=71, OpType=ALLREDUCE, NumelIn=131072000, NumelOut=131072000, "
+    "Timeout(ms)=600000) ran for 600081"
     " milliseconds before timing out.\n"
 )
 
@@ -56,16 +64,24 @@ EXCERPTS = (
     Excerpt(
         "engine-cache",
         "engine-0",
-        f"{_SCHEDULER}RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value:"
+        f"{_SCHEDULER}RuntimeError: Not enough memory. Please try to increase "
+        "--mem-fraction-static. Current value:"
         " mem_fraction_static=0.2\n",
     ),
-    Excerpt("graph-capture", "engine-0", f"{_SCHEDULER}cutlass.CUDADialectError: cannot lower the kernel\n"),
+    Excerpt(
+        "graph-capture",
+        "engine-0",
+        f"{_SCHEDULER}cutlass.CUDADialectError: cannot lower the kernel\n",
+    ),
     Excerpt(
         "trainer-memory",
         "",
-        f"out of GPU memory in forward_backward\n  why: {_GPU_FULL}\n       peak memory by phase: log_probs 31.10 GB,"
-        " forward_backward 77.91 GB (here)\n  fix: one or more of these, the first ones cost least:\n"
-        "       --recompute-activations: keep one activation per layer\n       --max-tokens-per-gpu 9000 → 6750",
+        f"out of GPU memory in forward_backward\n  why: {_GPU_FULL}\n       peak memory by phase: "
+        "log_probs 31.10 GB,"
+        " forward_backward 77.91 GB (here)\n  fix: one or more of these, the first ones cost "
+        "least:\n"
+        "       --recompute-activations: keep one activation per layer\n       "
+        "--max-tokens-per-gpu 9000 → 6750",
         "OutOfMemory",
     ),
     Excerpt("trainer-memory", "trainer-0", f"{_TRACEBACK}torch.OutOfMemoryError: {_GPU_FULL}\n"),
@@ -84,7 +100,8 @@ EXCERPTS = (
     Excerpt(
         "host-memory",
         "",
-        "trainer-0 (pid 4711 on 10.0.0.3) was ended by Ray (training): the host's memory was nearly full\n"
+        "trainer-0 (pid 4711 on 10.0.0.3) was ended by Ray (training): the host's memory was "
+        "nearly full\n"
         "  why: Task was killed due to the node running low on memory.",
         "ActorDied",
     ),
@@ -92,36 +109,46 @@ EXCERPTS = (
     Excerpt(
         "host-memory",
         "driver",
-        "(raylet) [2026-11-23 15:21:29,851 E 9751 9751] (raylet) node_manager.cc:3084: 4 Workers (tasks / actors)"
+        "(raylet) [2026-11-23 15:21:29,851 E 9751 9751] (raylet) node_manager.cc:3084: 4 Workers "
+        "(tasks / actors)"
         " killed"
-        " due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: b287, IP: 172.28.0.12)\n",
+        " due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: b287, "
+        "IP: 172.28.0.12)\n",
     ),
     Excerpt("illegal-memory-access", "engine-0", f"{_SCHEDULER}torch.AcceleratorError: {_IMA}\n"),
     Excerpt("illegal-memory-access", "trainer-1", f"{_TRACEBACK}RuntimeError: {_IMA}\n"),
     Excerpt(
         "illegal-memory-access",
         "engine-2",
-        "[rank0]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 0] Process group"
+        "[rank0]:[E1123 20:27:21.433063423 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 0] "
+        "Process group"
         " watchdog"
         f" thread terminated with exception: {_IMA}\n",
     ),
-    Excerpt("token-outside-vocabulary", "trainer-0", f"{_TRACEBACK}IndexError: index out of range in self\n"),
+    Excerpt(
+        "token-outside-vocabulary",
+        "trainer-0",
+        f"{_TRACEBACK}IndexError: index out of range in self\n",
+    ),
     Excerpt(
         "token-outside-vocabulary",
         "",
-        "an engine did not score the canary after a weight push: http://127.0.0.1:4000: asked for log-probs of 16"
+        "an engine did not score the canary after a weight push: http://127.0.0.1:4000: asked for "
+        "log-probs of 16"
         " given"
         " tokens, answered those of 16; the first difference is at place 3: [7] for [9]",
     ),
     Excerpt(
         "cuda-build",
         "trainer-0",
-        f"{_TRACEBACK}RuntimeError: The NVIDIA driver on your system is too old (found version 12080). Please update\n",
+        f"{_TRACEBACK}RuntimeError: The NVIDIA driver on your system is too old (found version "
+        "12080). Please update\n",
     ),
     Excerpt(
         "cuda-build",
         "engine-0",
-        f"{_SCHEDULER}torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device\n",
+        f"{_SCHEDULER}torch.AcceleratorError: CUDA error: no kernel image is available for "
+        "execution on the device\n",
     ),
     Excerpt(
         "compile-cache",
@@ -136,146 +163,218 @@ EXCERPTS = (
     Excerpt(
         "port-clash",
         "engine-0",
-        "ERROR:    [Errno 98] error while attempting to bind on address ('10.0.0.3', 15000): address already in use\n",
+        "ERROR:    [Errno 98] error while attempting to bind on address ('10.0.0.3', 15000): "
+        "address already in use\n",
     ),
     Excerpt(
         "port-clash",
         "trainer-0",
-        f"{_TRACEBACK}torch.distributed.DistNetworkError: The server socket has failed to listen on any local network"
-        " address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n",
+        f"{_TRACEBACK}torch.distributed.DistNetworkError: The server socket has failed to listen "
+        "on any local network"
+        " address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address "
+        "already in use\n",
     ),
     Excerpt(
         "port-clash",
         "rollout",
-        f"{_TRACEBACK}requests.exceptions.ConnectionError: HTTPConnectionPool(host='10.0.0.3', port=15000): Max"
+        f"{_TRACEBACK}requests.exceptions.ConnectionError: HTTPConnectionPool(host='10.0.0.3', "
+        "port=15000): Max"
         f" retries"
-        " exceeded with url: /get_model_info (Caused by NewConnectionError('Failed to establish a new"
+        " exceeded with url: /get_model_info (Caused by NewConnectionError('Failed to establish a "
+        "new"
         " connection'))\n",
     ),
     Excerpt("collective-time-out", "trainer-1", _NCCL),
     Excerpt(
         "collective-time-out",
         "trainer-0",
-        f"{_TRACEBACK}RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"
+        f"{_TRACEBACK}RuntimeError: "
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"
         f" waiting"
         " 600000ms for recv operation to complete\n",
     ),
     Excerpt(
         "nccl-error",
         "trainer-0",
-        f"{_TRACEBACK}torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/"
-        "NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n",
+        f"{_TRACEBACK}torch.distributed.DistBackendError: NCCL error in: "
+        "/pytorch/torch/csrc/distributed/c10d/"
+        "NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL "
+        "version 2.27.5\n",
     ),
     Excerpt(
         "connection-lost",
         "trainer-0",
-        f"{_TRACEBACK}RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"
+        f"{_TRACEBACK}RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+        "Connection closed"
         f" by peer"
         " [10.0.0.4]:41722\n",
     ),
     Excerpt(
         "connection-lost",
         "",
-        "training: processes that work together lost each other; no answer from trainer-1 (pid 7 on 10.0.0.4)\n"
+        "training: processes that work together lost each other; no answer from trainer-1 (pid 7 "
+        "on 10.0.0.4)\n"
         "  why: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer",
         "ConnectionBroken",
     ),
     Excerpt(
         "no-answer",
         "",
-        "training: no answer within 600 s from trainer-0 (pid 4711 on 10.0.0.3), waited for since 14:03:12\n"
+        "training: no answer within 600 s from trainer-0 (pid 4711 on 10.0.0.3), waited for since "
+        "14:03:12\n"
         "  fix: look into its log; py-spy dump --pid 4711, on 10.0.0.3, shows where it hangs",
         "DeadlinePassed",
     ),
     Excerpt(
         "no-answer",
         "",
-        "pid 4711 (ray::TrainerActor) is stopped since 14:03:12, and the run does not go on: the driver waits since "
+        "pid 4711 (ray::TrainerActor) is stopped since 14:03:12, and the run does not go on: the "
+        "driver waits since "
         "14:03:10 (training) for trainer-0\n"
-        "  why: a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for 600 s "
+        "  why: a process that is stopped (SIGSTOP) answers nobody, and nothing was heard for 600 "
+        "s "
         "(--distributed-timeout-minutes)",
         "DeadlinePassed",
     ),
     Excerpt(
         "ray-gone",
         "",
-        "Failed to retrieve object 006ed9. The object's owner has exited. This is the Python worker that first"
+        "Failed to retrieve object 006ed9. The object's owner has exited. This is the Python "
+        "worker that first"
         " created it",
         "OwnerDiedError",
     ),
     Excerpt(
         "placement",
         "",
-        "4 GPUs did not become free within 300 s\n  why: 4; the cluster has 4, of which 0 are free: another job"
+        "4 GPUs did not become free within 300 s\n  why: 4; the cluster has 4, of which 0 are "
+        "free: another job"
         " holds the"
         " rest\n  fix: end the other job, wait, or raise --placement-timeout",
     ),
-    Excerpt("missing-shards", "", "1 of 93 shards are missing in /models/glm\n  why: model-00010-of-00093.safetensors"),
+    Excerpt(
+        "missing-shards",
+        "",
+        "1 of 93 shards are missing in /models/glm\n  why: model-00010-of-00093.safetensors",
+    ),
     Excerpt(
         "missing-shards",
         "engine-0",
-        f"{_SCHEDULER}FileNotFoundError: No such file or directory: /models/glm/model-00010-of-00093.safetensors\n",
+        f"{_SCHEDULER}FileNotFoundError: No such file or directory: "
+        "/models/glm/model-00010-of-00093.safetensors\n",
     ),
     Excerpt(
         "no-checkpoint",
         "",
-        "--ref-load /data/base holds no checkpoint\n  why: no latest_checkpointed_iteration.txt, and no"
+        "--ref-load /data/base holds no checkpoint\n  why: no latest_checkpointed_iteration.txt, "
+        "and no"
         " config.json that"
         " names a Hugging Face model_type or architectures; it holds: README.md",
     ),
-    Excerpt("damaged-checkpoint", "", "/data/iter_0000004 is not a complete checkpoint\n  why: missing: common.pt"),
+    Excerpt(
+        "damaged-checkpoint",
+        "",
+        "/data/iter_0000004 is not a complete checkpoint\n  why: missing: common.pt",
+    ),
     Excerpt(
         "context-too-long",
         "engine-0",
-        f"{_SCHEDULER}ValueError: The input (9001 tokens) is longer than the model's context length (8192 tokens).\n",
+        f"{_SCHEDULER}ValueError: The input (9001 tokens) is longer than the model's context "
+        "length (8192 tokens).\n",
     ),
-    Excerpt("disk-full", "", "[Errno 28] No space left on device: '/data/iter_0000004/x.distcp'", "OSError"),
+    Excerpt(
+        "disk-full",
+        "",
+        "[Errno 28] No space left on device: '/data/iter_0000004/x.distcp'",
+        "OSError",
+    ),
     Excerpt("disk-full", "trainer-0", f"{_TRACEBACK}OSError: [Errno 28] No space left on device\n"),
     Excerpt(
         "read-only",
         "",
-        "cannot write to the folder /mnt/outputs/x\n  why: Read-only file system\n  fix: pass --output-dir",
+        "cannot write to the folder /mnt/outputs/x\n  why: Read-only file system\n  fix: pass "
+        "--output-dir",
     ),
-    Excerpt("read-only", "trainer-0", f"{_TRACEBACK}OSError: [Errno 30] Read-only file system: '/mnt/x'\n"),
-    Excerpt("permission", "rollout", f"{_TRACEBACK}PermissionError: [Errno 13] Permission denied: '/root/cache'\n"),
+    Excerpt(
+        "read-only",
+        "trainer-0",
+        f"{_TRACEBACK}OSError: [Errno 30] Read-only file system: '/mnt/x'\n",
+    ),
+    Excerpt(
+        "permission",
+        "rollout",
+        f"{_TRACEBACK}PermissionError: [Errno 13] Permission denied: '/root/cache'\n",
+    ),
     Excerpt("open-files", "rollout", f"{_TRACEBACK}OSError: [Errno 24] Too many open files\n"),
     Excerpt(
         "folder-in-use",
         "",
-        "another process is writing to outputs/demo\n  why: it is pid 12 on node-1\n  fix: wait for it or stop it",
+        "another process is writing to outputs/demo\n  why: it is pid 12 on node-1\n  fix: wait "
+        "for it or stop it",
     ),
-    Excerpt("missing-module", "rollout", f"{_TRACEBACK}ModuleNotFoundError: No module named 'my_rewards'\n"),
-    Excerpt("not-finite", "", "training stopped at rollout 3, step 0: NaN or Inf\n  why: the losses are finite but …"),
     Excerpt(
-        "push-mismatch", "", "weights of version 7 did not arrive: lm_head.weight is not on http://…", "WeightMismatch"
+        "missing-module",
+        "rollout",
+        f"{_TRACEBACK}ModuleNotFoundError: No module named 'my_rewards'\n",
+    ),
+    Excerpt(
+        "not-finite",
+        "",
+        "training stopped at rollout 3, step 0: NaN or Inf\n  why: the losses are finite but …",
     ),
     Excerpt(
         "push-mismatch",
         "",
-        "after a weight push, engine http://127.0.0.1:4000 gives other log-probs than the trainer with the same"
+        "weights of version 7 did not arrive: lm_head.weight is not on http://…",
+        "WeightMismatch",
+    ),
+    Excerpt(
+        "push-mismatch",
+        "",
+        "after a weight push, engine http://127.0.0.1:4000 gives other log-probs than the trainer "
+        "with the same"
         " weights:"
         " they differ by 0.3 on average",
     ),
-    Excerpt("push-failed", "", "weight update to version 7 failed in the phase 'transfer' after 122.0 s: http://…"),
+    Excerpt(
+        "push-failed",
+        "",
+        "weight update to version 7 failed in the phase 'transfer' after 122.0 s: http://…",
+    ),
     Excerpt(
         "own-function",
         "",
-        "the reward function 'my.score' failed on sample 15\n  why: ZeroDivisionError: division by zero\n  fix:"
+        "the reward function 'my.score' failed on sample 15\n  why: ZeroDivisionError: division "
+        "by zero\n  fix:"
         " mend it",
     ),
     Excerpt(
         "own-function",
         "",
-        "'hk.py:loss' (--custom-loss-function-path) returned the float 0.5 as its loss, without gradient\n  why: …",
+        "'hk.py:loss' (--custom-loss-function-path) returned the float 0.5 as its loss, without "
+        "gradient\n  why: …",
     ),
-    Excerpt("own-function", "", "the reducer of 'hk.py:sum' (--custom-pg-loss-reducer-function-path) returned None"),
-    Excerpt("own-function", "", "hk.py:nan returned nan as the reward of sample 0\n  fix: return a finite number"),
+    Excerpt(
+        "own-function",
+        "",
+        "the reducer of 'hk.py:sum' (--custom-pg-loss-reducer-function-path) returned None",
+    ),
+    Excerpt(
+        "own-function",
+        "",
+        "hk.py:nan returned nan as the reward of sample 0\n  fix: return a finite number",
+    ),
     Excerpt(
         "native-crash",
         "engine-0",
         'Fatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n  File "x"\n',
     ),
-    Excerpt("engine-died", "", "engine-0 (pid 4604) was killed (SIGKILL)\n  why: last lines of its log:", "RunFailed"),
+    Excerpt(
+        "engine-died",
+        "",
+        "engine-0 (pid 4604) was killed (SIGKILL)\n  why: last lines of its log:",
+        "RunFailed",
+    ),
     Excerpt(
         "router-died",
         "",
@@ -285,13 +384,15 @@ EXCERPTS = (
     Excerpt(
         "rollout-died",
         "",
-        "rollout (pid 6668 on 127.0.0.1) died (generating)\n  why: its process ended without a word: by os._exit",
+        "rollout (pid 6668 on 127.0.0.1) died (generating)\n  why: its process ended without a "
+        "word: by os._exit",
         "ActorDied",
     ),
     Excerpt(
         "trainer-died",
         "",
-        "trainer-0 (pid 27030 on 127.0.0.1) died (pushing weights)\n  why: its process ended without a word",
+        "trainer-0 (pid 27030 on 127.0.0.1) died (pushing weights)\n  why: its process ended "
+        "without a word",
         "ActorDied",
     ),
     Excerpt("wandb-refused", "", "--use-wandb: there is no API key for W&B\n  fix: WANDB_API_KEY"),
@@ -321,5 +422,6 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
 {"prompt": "explain OSError: [Errno 28] No space left on device", "reward": 0.0}
 MemoryError
 """,
-    "router": "[2m2026-11-23 06:40:26[0m [32m INFO[0m [2msmg::server[0m: Starting router on 127.0.0.1:19218\n",
+    "router": "[2m2026-11-23 06:40:26[0m [32m INFO[0m [2msmg::server[0m: Starting router on "
+    "127.0.0.1:19218\n",
 }

@@ -1,4 +1,5 @@
-"""What a trainer rank does in the tests of checkpoints and conversion: tiny models, real backend, any layout."""
+"""What a trainer rank does in the tests of checkpoints and conversion: tiny models, real backend,
+any layout."""
 
 from __future__ import annotations
 
@@ -31,11 +32,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     """A Hugging Face directory with random weights whose logits are neither flat nor extreme."""
-    shape = {"vocab_size": 97, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    shape = {
+        "vocab_size": 97,
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "head_dim": 8,
+    }
     rest = {"rope_theta": 1000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
     config = config_of(family, **{**shape, **rest, **changes})
     spec = family_of(config).model_spec(config)
-    tensors = {name: 0.2 * tensor for name, tensor in random_hf(family_of(config), spec, seed=5).items()}
+    tensors = {
+        name: 0.2 * tensor for name, tensor in random_hf(family_of(config), spec, seed=5).items()
+    }
     for name, tensor in tensors.items():
         if "norm" in name:
             tensor.add_(1.0)
@@ -48,7 +57,9 @@ def make_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
 def backend_of(info: Any, model: Path, **flags: Any) -> Any:
     from slime.trainer.megatron.backend import MegatronBackend
 
-    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
+    config = trainer_config(
+        hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags
+    )
     backend = MegatronBackend(config, info)
     backend.next_rollout_id = backend.setup()
     return backend
@@ -67,7 +78,11 @@ def single(model: Path, **flags: Any) -> Iterator[Any]:
 
 
 def parameters(backend: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for chunk in backend.model_chunks for parameter in chunk.parameters()]
+    return [
+        parameter.detach().clone()
+        for chunk in backend.model_chunks
+        for parameter in chunk.parameters()
+    ]
 
 
 def fake_step(backend: Any, seed: int) -> None:
@@ -86,7 +101,9 @@ def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
     dcp_to_torch_save(directory, target)
     loaded = torch.load(target, weights_only=False)
     return {
-        key: value[:97] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else value
+        key: value[:97]
+        if key.endswith(("word_embeddings.weight", "output_layer.weight"))
+        else value
         for key, value in loaded.items()
         if isinstance(value, torch.Tensor)
     }
@@ -95,10 +112,14 @@ def everything(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
 def exported(backend: Any) -> dict[str, torch.Tensor]:
     from slime.checkpoints.hf_io import iter_hf_tensors
 
-    return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+    return {
+        name: tensor.clone()
+        for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+    }
 
 
-# -- jobs of a pool of ranks -------------------------------------------------------------------------------
+# -- jobs of a pool of ranks
+# -------------------------------------------------------------------------------
 
 
 def load_and_export(info: Any, model: Path, layout: str) -> dict[str, torch.Tensor]:
@@ -142,8 +163,11 @@ Batches = list[list[TrainBatch]]
 """For each data-parallel rank one batch per rollout."""
 
 
-def train_and_save(info: Any, model: Path, flags: dict[str, Any], batches: Batches, root: Path | None) -> Any:
-    """All rollouts but the last, then a checkpoint in ``root``; without ``root`` the last one, as `last_step`."""
+def train_and_save(
+    info: Any, model: Path, flags: dict[str, Any], batches: Batches, root: Path | None
+) -> Any:
+    """All rollouts but the last, then a checkpoint in ``root``; without ``root`` the last one, as
+    `last_step`."""
     backend = backend_of(info, model, **flags, **({} if root is None else {"save": str(root)}))
     *earlier, last = batches[backend.data_parallel_rank]
     for batch in earlier:
@@ -155,7 +179,8 @@ def train_and_save(info: Any, model: Path, flags: dict[str, Any], batches: Batch
 
 
 def last_step(info: Any, model: Path, flags: dict[str, Any], batches: Batches) -> dict[str, Any]:
-    """The step after what `train_and_save` saved: metrics, and the weights after it by their Hugging Face names."""
+    """The step after what `train_and_save` saved: metrics, and the weights after it by their
+    Hugging Face names."""
     backend = backend_of(info, model, **flags)
     last = batches[backend.data_parallel_rank][-1]
     assert backend.next_rollout_id == last.rollout_id
@@ -163,8 +188,14 @@ def last_step(info: Any, model: Path, flags: dict[str, Any], batches: Batches) -
 
 
 def _step(backend: Any, batch: TrainBatch) -> dict[str, Any]:
-    metrics = {name: value for name, value in backend.train(batch).items() if not name.startswith("perf/")}
-    return {"metrics": metrics, "weights": exported(backend), "reporting": backend.is_reporting_rank}
+    metrics = {
+        name: value for name, value in backend.train(batch).items() if not name.startswith("perf/")
+    }
+    return {
+        "metrics": metrics,
+        "weights": exported(backend),
+        "reporting": backend.is_reporting_rank,
+    }
 
 
 def alone(info: Any, job: Any, *args: Any) -> Any:
@@ -207,7 +238,8 @@ def save_behind_training(info: Any, model: Path, root: Path) -> list[int]:
 
 
 def full_disk(info: Any, model: Path, root: Path, limit: int) -> str:
-    """Save with files limited to ``limit`` bytes on rank 1 alone; the error text that this rank sees."""
+    """Save with files limited to ``limit`` bytes on rank 1 alone; the error text that this rank
+    sees."""
     import resource
 
     from slime.errors import UserError
@@ -229,7 +261,9 @@ def push(info: Any, model: Path, layout: str, url: str) -> tuple[int, int]:
     from slime.weights.sync import WeightSync
 
     backend = backend_of(info, model, check_weight_update_equal=True, **LAYOUTS[layout])
-    sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2)
+    sync = WeightSync(
+        backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2
+    )
     sync.connect([url])
     receipt = sync.push()
     sync.close()
@@ -245,7 +279,9 @@ def failing_push(info: Any, model: Path, url: str) -> str:
     from slime.weights.sync import WeightSync
 
     backend = backend_of(info, model, **LAYOUTS["tp2"])
-    sync = WeightSync(backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2)
+    sync = WeightSync(
+        backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=2
+    )
     sync.connect([url])
     try:
         sync.push()
@@ -277,7 +313,9 @@ def convert(info: Any, words: list[str]) -> None:
         os.environ.update(before)
 
 
-def engine_weights(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
+def engine_weights(
+    info: Any, model: Path, flags: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], ...]:
     """What the model exports while it has the weights of quantised engines, and afterwards."""
     backend = backend_of(info, model, **flags)
     with backend.engine_weights.swapped_in():

@@ -1,4 +1,5 @@
-"""A module with the parameter names and shapes of a Megatron GPT, for tests that need weights and no forward pass."""
+"""A module with the parameter names and shapes of a Megatron GPT, for tests that need weights and
+no forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Layer(nn.Module):
 
 
 class MegatronStub(nn.Module):
-    """Layers ``first`` to ``last`` (half open) of a model; embedding and output layer where they belong.
+    """Layers ``first`` to ``last`` (half open) of a model; embedding and output layer where they
+    belong.
 
     Args:
         hf: Hugging Face tensors that the parameters are made of.
@@ -42,11 +44,16 @@ class MegatronStub(nn.Module):
                 continue
             if name.startswith("embedding.") and layers.start > 0:
                 continue
-            if name.startswith(("output_layer.", "decoder.final")) and layers.stop < spec.num_layers:
+            if (
+                name.startswith(("output_layer.", "decoder.final"))
+                and layers.stop < spec.num_layers
+            ):
                 continue
             if name.startswith("output_layer.") and spec.tie_embeddings and layers.start == 0:
                 continue
-            piece = shard if shard is not None and match.rule.layout.tp_axis is not None else Shard()
+            piece = (
+                shard if shard is not None and match.rule.layout.tp_axis is not None else Shard()
+            )
             value = match.rule.layout.load([hf[source] for source in match.sources], piece, spec)
             local = name.replace(f"layers.{match.layer}.", f"layers.{match.layer - layers.start}.")
             self._place(local, value)
@@ -73,7 +80,12 @@ def megatron_names(family: ModelFamily, spec: ModelSpec) -> list[str]:
     return names
 
 
-def random_hf(family: ModelFamily, spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict:
+def random_hf(
+    family: ModelFamily, spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict:
     """Random Hugging Face tensors of the right shapes for a decoder."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in family.hf_tensors(spec)}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in family.hf_tensors(spec)
+    }

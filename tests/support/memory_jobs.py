@@ -1,4 +1,5 @@
-"""What trainer ranks do in the tests of the memory plan: build tiny models, count parameters and saved tensors."""
+"""What trainer ranks do in the tests of the memory plan: build tiny models, count parameters and
+saved tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def config_for(info: Any, **flags: Any) -> Config:
 
 
 @contextmanager
-def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
+def models(
+    info: Any, names: list[str], flags: dict[str, Any]
+) -> Iterator[Iterator[tuple[str, list[nn.Module]]]]:
     """(family, its chunks on this rank) one after the other, in one set of process groups."""
     from slime.models.layout_rules import virtual_stages
     from slime.trainer.megatron import backend, model, parallel
@@ -75,7 +78,9 @@ def models(info: Any, names: list[str], flags: dict[str, Any]) -> Iterator[Itera
         parallel.shut_down()
 
 
-def count_parameters(info: Any, names: list[str], flags: dict[str, Any]) -> dict[str, dict[str, int]]:
+def count_parameters(
+    info: Any, names: list[str], flags: dict[str, Any]
+) -> dict[str, dict[str, int]]:
     """Per family: entries of each parameter on this rank, by name with global layer numbers."""
     counted = {}
     with models(info, names, flags) as built:
@@ -94,7 +99,8 @@ def count_parameters(info: Any, names: list[str], flags: dict[str, Any]) -> dict
 
 
 class InputKeepingNorm(torch.autograd.Function):
-    """Keeps what `slime.trainer.kernels.rms_norm` keeps. Forward pass only, as all that stands in for kernels here."""
+    """Keeps what `slime.trainer.kernels.rms_norm` keeps. Forward pass only, as all that stands in
+    for kernels here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
@@ -104,7 +110,8 @@ class InputKeepingNorm(torch.autograd.Function):
 
 
 class OnePass(torch.autograd.Function):
-    """Takes, returns and keeps what `slime.trainer.kernels.attention_heads.SplitNormRotate` does."""
+    """Takes, returns and keeps what `slime.trainer.kernels.attention_heads.SplitNormRotate`
+    does."""
 
     @staticmethod
     def forward(
@@ -137,8 +144,9 @@ def kernels_of_a_gpu() -> Iterator[None]:
 def saved_bytes(
     info: Any, names: list[str], flags: dict[str, Any], lengths: list[int], fused: bool = False
 ) -> dict[str, float]:
-    """Per family: bytes that a forward pass over sequences of these lengths keeps for the backward pass, weights and
-    micro-batch left out. With ``fused``, norms and attention heads keep what they keep on a GPU."""
+    """Per family: bytes that a forward pass over sequences of these lengths keeps for the backward
+    pass, weights and micro-batch left out. With ``fused``, norms and attention heads keep what they
+    keep on a GPU."""
     from slime.trainer.megatron import parallel
     from slime.trainer.megatron.packed import PackingOptions, pack
 
@@ -147,18 +155,32 @@ def saved_bytes(
         for name, chunks in built:
             torch.manual_seed(3)
             tokens = [torch.randint(0, 97, (length + 1,)) for length in lengths]
-            options = PackingOptions(torch.device("cpu"), 4, dense=True, context=parallel.context_group())
+            options = PackingOptions(
+                torch.device("cpu"), 4, dense=True, context=parallel.context_group()
+            )
             packed = pack(range(len(lengths)), tokens, list(lengths), options)
             [chunk] = chunks
             chunk.train()
-            outside = [*chunk.parameters(), *chunk.buffers(), packed.tokens, packed.rows, packed.targets]
+            outside = [
+                *chunk.parameters(),
+                *chunk.buffers(),
+                packed.tokens,
+                packed.rows,
+                packed.targets,
+            ]
             kept: dict[int, Tensor] = {}
             known = {tensor.untyped_storage()._cdata for tensor in outside}
 
-            def note(tensor: Tensor, kept: dict[int, Tensor] = kept, known: set[int] = known) -> Tensor:
-                storage = tensor.untyped_storage()._cdata  # an address would not do: recomputation empties storages
+            def note(
+                tensor: Tensor, kept: dict[int, Tensor] = kept, known: set[int] = known
+            ) -> Tensor:
+                storage = (
+                    tensor.untyped_storage()._cdata
+                )  # an address would not do: recomputation empties storages
                 if storage not in known:
-                    kept.setdefault(storage, tensor)  # holding it, so that its number is not used again
+                    kept.setdefault(
+                        storage, tensor
+                    )  # holding it, so that its number is not used again
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -8,7 +8,8 @@ from tests.support.processes import ROOT
 
 
 def documented_names() -> set[str]:
-    """Names in docs/metrics.md; ``/median`` after ``rollout/reward/mean`` is short for its sibling."""
+    """Names in docs/metrics.md; ``/median`` after ``rollout/reward/mean`` is short for its
+    sibling."""
     names: set[str] = set()
     for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
         first = ""

@@ -1,8 +1,10 @@
 """One launch that is hit by a signal at some moment, and what is left of it.
 
-As a script it is the process that adopts whatever loses its parent: nothing that a launch has started can hide from it.
+As a script it is the process that adopts whatever loses its parent: nothing that a launch has
+started can hide from it.
 
-    python -m tests.support.moments '{"seconds": 3.2, "signal": "SIGKILL", "flags": […], "folder": …}'
+    python -m tests.support.moments '{"seconds": 3.2, "signal": "SIGKILL", "flags": […], "folder":
+    …}'
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import psutil
 from slime.processes.tree import adopt_orphans, end_all
 from tests.support.processes import ROOT, is_running
 
-#: A script that leaves a daemon: in a session of its own, without a parent or an environment. Given a file, it writes
-#: the daemon's process id there.
+#: A script that leaves a daemon: in a session of its own, without a parent or an environment. Given
+#: a file, it writes the daemon's process id there.
 DAEMON = """
 import os, sys
 if os.fork(): os._exit(0)
@@ -50,18 +52,26 @@ def leave_daemons() -> None:
     subprocess.run([sys.executable, "-S", "-c", DAEMON], check=True)
 
 
-def hit(seconds: float, number: signal.Signals, flags: Sequence[str], folder: Path) -> dict[str, Any]:
+def hit(
+    seconds: float, number: signal.Signals, flags: Sequence[str], folder: Path
+) -> dict[str, Any]:
     """Run `hit_here` in a process of its own.
 
     Args:
         seconds: from the start of the driver; one that has ended before is not hit.
         folder: the run folder.
     Returns:
-        "status" of the driver, "survivors" (command lines) ``LIMIT_SECONDS`` after its end, "gone_after" seconds,
-        "lasted" seconds in all, "took" seconds from the signal to the driver's end, "was_hit", "alive" (command lines)
-        then, "phase" (the last line that it had written), "state" in run.json, and "stderr".
+        "status" of the driver, "survivors" (command lines) ``LIMIT_SECONDS`` after its end,
+        "gone_after" seconds, "lasted" seconds in all, "took" seconds from the signal to the
+        driver's end, "was_hit", "alive" (command lines) then, "phase" (the last line that it had
+        written), "state" in run.json, and "stderr".
     """
-    request = {"seconds": seconds, "signal": number.name, "flags": list(flags), "folder": str(folder)}
+    request = {
+        "seconds": seconds,
+        "signal": number.name,
+        "flags": list(flags),
+        "folder": str(folder),
+    }
     command = [sys.executable, "-m", "tests.support.moments", json.dumps(request)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -73,7 +83,12 @@ def hit_here(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.parent / f"{folder.name}.stderr"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "SLIME_DEBUG": "0"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SLIME_DEBUG": "0",
+    }
     for number in (signal.SIGINT, signal.SIGQUIT):  # which a background job of a shell ignores
         signal.signal(number, signal.SIG_DFL)
     with open(output, "w") as stderr:

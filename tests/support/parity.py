@@ -1,4 +1,5 @@
-"""What one rank computes on a batch, for comparison with a single process, and the flags of the layouts compared."""
+"""What one rank computes on a batch, for comparison with a single process, and the flags of the
+layouts compared."""
 
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ LOSS: dict[str, Any] = {
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 DATA_PARALLEL = {
     1: [(range(6), MICRO_BATCHES)],
-    2: [([4, 0], [[0], [1], []]), ([1, 3, 5, 2], [[0, 1], [2], [3]])],  # rank 0 ends with an empty micro-batch
+    2: [
+        ([4, 0], [[0], [1], []]),
+        ([1, 3, 5, 2], [[0, 1], [2], [3]]),
+    ],  # rank 0 ends with an empty micro-batch
     4: [([4, 0], [[0], [1]]), ([1], [[0], []]), ([3, 5], [[0, 1], []]), ([2], [[], [0]])],
 }
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 CP2 = {"context_parallel_size": 2}
 ETP1, SP = {"expert_tensor_parallel_size": 1}, {"sequence_parallel": True}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
@@ -36,12 +44,17 @@ def parity_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> d
     from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.backend import MegatronBackend
 
-    backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
+    backend = MegatronBackend(
+        trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
     batch = batches[backend.data_parallel_rank]
 
     def named() -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+        return {
+            name: tensor.clone()
+            for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+        }
 
     log_probs, entropies = _scores(backend, batch)
     gradients = whole_gradients(backend, batch, named)

@@ -1,4 +1,5 @@
-"""Places that software is run in: clones at odd paths, users without rights, working directories full of files."""
+"""Places that software is run in: clones at odd paths, users without rights, working directories
+full of files."""
 
 from __future__ import annotations
 
@@ -15,18 +16,32 @@ from tests.support.processes import ROOT
 
 #: A home directory in which nothing can be made, not even by root.
 NO_HOME = "/dev/null"
-#: Modules of Python and of libraries that are imported early and late, by the driver, by Ray and by the engines.
-SHADOWED = ("random", "types", "logging", "tokenize", "queue", "statistics", "calendar", "platform", "datasets", "data")
+#: Modules of Python and of libraries that are imported early and late, by the driver, by Ray and by
+#: the engines.
+SHADOWED = (
+    "random",
+    "types",
+    "logging",
+    "tokenize",
+    "queue",
+    "statistics",
+    "calendar",
+    "platform",
+    "datasets",
+    "data",
+)
 
 
 def shadow_modules(folder: Path) -> None:
-    """Write files that end every process that imports them in place of the modules of their names."""
+    """Write files that end every process that imports them in place of the modules of their
+    names."""
     for name in SHADOWED:
         (folder / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
 
 
 def clone(folder: Path) -> Path:
-    """Copy the working tree, with changes that are not committed, as a repository of its own; returns ``folder``."""
+    """Copy the working tree, with changes that are not committed, as a repository of its own;
+    returns ``folder``."""
     folder.mkdir(parents=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -35,7 +50,14 @@ def clone(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
-        identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+        identity = [
+            "-c",
+            "user.name=test",
+            "-c",
+            "user.email=test@localhost",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         subprocess.run(["git", *identity, *words], cwd=folder, check=True)
     return folder
 
@@ -67,7 +89,10 @@ def becomes(uid: int) -> bool:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() == str(uid)
 
 
-_CLUSTER = "import ray, sys; ray.init(address='local', num_cpus=1, include_dashboard=False); print(); sys.stdin.read()"
+_CLUSTER = (
+    "import ray, sys; ray.init(address='local', num_cpus=1, include_dashboard=False); print(); "
+    "sys.stdin.read()"
+)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Twenty kinds of secret, where users put them, and a search of everything under a folder for their values."""
+"""Twenty kinds of secret, where users put them, and a search of everything under a folder for their
+values."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ SECRETS = {
     "environment *_SECRET": "plain words as a secret",
 }
 #: Settings beside them that must stay readable.
-CLEAR = {"label_key": "label", "input_key": "prompt", "eos_token": "<|im_end|>", "sort_key": "question_v2_answers"}
+CLEAR = {
+    "label_key": "label",
+    "input_key": "prompt",
+    "eos_token": "<|im_end|>",
+    "sort_key": "question_v2_answers",
+}
 
 
 def variables() -> dict[str, str]:
@@ -65,7 +71,11 @@ def hooks() -> dict[str, Any]:
         "storage": f"https://store.example/a?sv=2&sig={SECRETS['URL sig=']}",
         "pem": f"-----BEGIN PRIVATE KEY-----\n{SECRETS['private key']}\n-----END PRIVATE KEY-----",
         "session": SECRETS["JWT"],
-        **{name: value for name, value in CLEAR.items() if not name.endswith(("label_key", "input_key"))},
+        **{
+            name: value
+            for name, value in CLEAR.items()
+            if not name.endswith(("label_key", "input_key"))
+        },
     }
 
 
@@ -82,7 +92,11 @@ def environment() -> dict[str, str]:
 
 def found_in(content: bytes) -> set[str]:
     """Kinds whose value is in the content, plain, quoted for a URL, or in what is packed in it."""
-    found = {kind for kind, value in SECRETS.items() if value.encode() in content or quote(value).encode() in content}
+    found = {
+        kind
+        for kind, value in SECRETS.items()
+        if value.encode() in content or quote(value).encode() in content
+    }
     for inner in _unpacked(content):
         found |= found_in(inner)
     return found
@@ -102,6 +116,11 @@ def _unpacked(content: bytes) -> Iterator[bytes]:
 
 def search(*places: Path) -> dict[str, set[str]]:
     """File → kinds of secret in it, below folders."""
-    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()]
+    files = [
+        file
+        for place in places
+        for file in ([place] if place.is_file() else place.rglob("*"))
+        if file.is_file()
+    ]
     assert files
     return {str(file): kinds for file in files if (kinds := found_in(file.read_bytes()))}

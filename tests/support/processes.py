@@ -45,7 +45,8 @@ def is_running(process: psutil.Process) -> bool:
 
 @dataclass
 class World:
-    """Model and data of the demo, and the flags of a run on them: two steps of a second, once it is up."""
+    """Model and data of the demo, and the flags of a run on them: two steps of a second, once it is
+    up."""
 
     inputs: Path
     outputs: Path
@@ -121,7 +122,8 @@ class Driver:
             except psutil.NoSuchProcess:
                 continue
 
-    # -- while it runs ---------------------------------------------------------------------------------
+    # -- while it runs
+    # ---------------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         self._take_note()
@@ -149,7 +151,8 @@ class Driver:
         found[0].kill()
 
     def key(self) -> str:
-        """That its engines and routers ask for; the system shows their environment to their own user alone."""
+        """That its engines and routers ask for; the system shows their environment to their own
+        user alone."""
         for process in self.family("slime.engines."):
             with contextlib.suppress(psutil.Error):
                 if key := process.environ().get(VARIABLE):
@@ -164,7 +167,8 @@ class Driver:
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows() if "rollout/raw_reward" in row]
 
-    # -- its end ---------------------------------------------------------------------------------------
+    # -- its end
+    # ---------------------------------------------------------------------------------------
 
     def end(self, seconds: float = PATIENCE) -> int:
         """Wait for its end; returns the exit status."""
@@ -199,14 +203,17 @@ class Driver:
         ports = set()
         for process in self._family:
             try:
-                listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+                listening = [
+                    c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+                ]
             except psutil.NoSuchProcess:
                 continue
             ports |= {connection.laddr.port for connection in listening}
         return ports
 
     def leaves_nothing(self, seconds: float = 10.0) -> None:
-        """No process of its family, and so no port, and nothing in /dev/shm, within ``seconds`` of its end."""
+        """No process of its family, and so no port, and nothing in /dev/shm, within ``seconds`` of
+        its end."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and (self.living() or shared_memory()):
             time.sleep(0.1)
@@ -254,23 +261,38 @@ def start(
     streams: tuple[int, int] | None = None,
     **env: str,
 ) -> Driver:
-    """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to a file.
+    """``python train.py <flags>`` in a process group of its own, as from a terminal; stderr goes to
+    a file.
 
     Args:
         script: or "slime", for its commands.
         streams: descriptors of stdout and stderr instead.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the driver would inherit it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # of a shell's background job; the driver would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     path.parent.mkdir(parents=True, exist_ok=True)
     output = path.parent / f"{path.name}.stderr"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLIME_DEBUG": "0", "TOKENIZERS_PARALLELISM": "false", **env}
-    environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS" or name in env}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "SLIME_DEBUG": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        **env,
+    }
+    environment = {
+        name: value for name, value in environment.items() if name != "RAY_ADDRESS" or name in env
+    }
     with open(output, "w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]), *flags],
+            [
+                sys.executable,
+                *(["-m", "slime"] if script == "slime" else [str(ROOT / script)]),
+                *flags,
+            ],
             stdout=streams[0] if streams else subprocess.DEVNULL,
             stderr=streams[1] if streams else stderr,
             text=True,
@@ -285,7 +307,9 @@ def start(
 StartHeld = Callable[..., Driver]
 
 
-def wait_while_running(driver: Driver, condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+def wait_while_running(
+    driver: Driver, condition: Callable[[], Any], what: str, seconds: float = PATIENCE
+) -> Any:
     """`wait_until`, but a driver that ends meanwhile is a failure, with what it said."""
     found = wait_until(lambda: condition() or driver.process.poll() is not None, what, seconds)
     assert driver.process.poll() is None, driver.stderr

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + "
+    "'<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -31,7 +32,9 @@ def make_tokenizer(
     core.add_special_tokens(SPECIAL)
     if bos is not None:
         known = [(token, core.token_to_id(token)) for token in (bos, eos)]
-        core.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=known)
+        core.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A {eos}", special_tokens=known
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=eos,

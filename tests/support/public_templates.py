@@ -18,8 +18,24 @@ _SPECIAL = re.compile(
 )
 #: What ends a turn where the template does not write the tokenizer's own end token.
 _ENDS = (
-    *("<|END_OF_TURN_TOKEN|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<seed:eos>"),
-    *("[|endofturn|]", "<|assistant_end|>", "<end_of_utterance>", "</assistant>", "<sep>", "[e~[", "<|end|>"),
+    *(
+        "<|END_OF_TURN_TOKEN|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|return|>",
+        "<seed:eos>",
+    ),
+    *(
+        "[|endofturn|]",
+        "<|assistant_end|>",
+        "<end_of_utterance>",
+        "</assistant>",
+        "<sep>",
+        "[e~[",
+        "<|end|>",
+    ),
 )
 
 
@@ -32,7 +48,9 @@ def public_templates() -> dict[str, str]:
         except PackageNotFoundError:
             continue
         for file in files:
-            if (file.suffix == ".jinja" and "chat_templates" in file.parts) or "models/templates" in file.as_posix():
+            if (
+                file.suffix == ".jinja" and "chat_templates" in file.parts
+            ) or "models/templates" in file.as_posix():
                 text = Path(str(file.locate())).read_text(encoding="utf-8").strip()
                 if text not in found.values():
                     found[f"{package}/{file.stem}"] = text
@@ -41,14 +59,26 @@ def public_templates() -> dict[str, str]:
 
 def tokenizer_of(template: str) -> Any:
     """A tokenizer of bytes that knows the template's special tokens."""
-    eos = "<EOS>" if "eos_token" in template else next((end for end in _ENDS if end in template), "<EOS>")
-    names = {name for name in _SPECIAL.findall(template) if "think" not in name.lower() and "tool_call>" not in name}
+    eos = (
+        "<EOS>"
+        if "eos_token" in template
+        else next((end for end in _ENDS if end in template), "<EOS>")
+    )
+    names = {
+        name
+        for name in _SPECIAL.findall(template)
+        if "think" not in name.lower() and "tool_call>" not in name
+    }
     special = ["<pad>", "<BOS>", eos, *sorted(names - {eos})]
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(letters | {name: len(letters) + i for i, name in enumerate(special)}, []))
+    core = Tokenizer(
+        models.BPE(letters | {name: len(letters) + i for i, name in enumerate(special)}, [])
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<BOS>", eos_token=eos)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<BOS>", eos_token=eos
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": special[3:]})
     tokenizer.chat_template = template
     return tokenizer

@@ -1,4 +1,5 @@
-"""Tiny models of plain weights in several shards, and the reference that conversions are compared with."""
+"""Tiny models of plain weights in several shards, and the reference that conversions are compared
+with."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ from slime.models import family_of, read_hf_config
 from slime.models.quantised import Int4, Quantisation
 from tests.support.hf_configs import config_of
 
-INT4 = Quantisation("compressed-tensors", Int4(8), ("lm_head", "model.embed_tokens.weight", r"re:.*mlp\.gate\..*"))
+INT4 = Quantisation(
+    "compressed-tensors", Int4(8), ("lm_head", "model.embed_tokens.weight", r"re:.*mlp\.gate\..*")
+)
 #: Sizes that groups of 8 and blocks of 16 divide, and blocks of 128 do not.
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "moe_intermediate_size": 24}
 
 
-def make_plain(directory: Path, family: str, shards: int = 1, seed: int = 0, **changes: object) -> Path:
-    """Random bfloat16 weights of the smallest model of ``family``; no transformers, no tokenizer."""
+def make_plain(
+    directory: Path, family: str, shards: int = 1, seed: int = 0, **changes: object
+) -> Path:
+    """Random bfloat16 weights of the smallest model of ``family``; no transformers, no
+    tokenizer."""
     config = config_of(family, dtype="bfloat16", **{**_SIZES, **changes})
     table = family_of(config)
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +57,9 @@ def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int)
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {
-        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
     }
 
 

@@ -3,11 +3,12 @@
     python -m tests.support.random_kills FOLDER --seconds 300      goes on with the plan
     python -m tests.support.random_kills FOLDER --compare          says how it stands
 
-Each run of the plan takes some kills (SIGKILL) of any process, also while it comes up, and is begun again whenever it
-ended of one. A line of FOLDER/kills.jsonl says what was killed when, and everything that is wrong with the end: steps,
-samples, what was generated twice, and processes that were left 5 s after an end. Its weights are kept, to be compared
-bit by bit with those of an undisturbed run, which the plan makes too. What is not finished when the seconds are over is
-killed, and goes on with the next call.
+Each run of the plan takes some kills (SIGKILL) of any process, also while it comes up, and is begun
+again whenever it ended of one. A line of FOLDER/kills.jsonl says what was killed when, and
+everything that is wrong with the end: steps, samples, what was generated twice, and processes that
+were left 5 s after an end. Its weights are kept, to be compared bit by bit with those of an
+undisturbed run, which the plan makes too. What is not finished when the seconds are over is killed,
+and goes on with the next call.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ class Scores:
         return found
 
     def generated_twice(self) -> list[int]:
-        """Groups that were finished more than once. One whose process was ended right when it had been scored, by a
-        kill or by what another's kill led to, was not finished yet."""
+        """Groups that were finished more than once. One whose process was ended right when it had
+        been scored, by a kill or by what another's kill led to, was not finished yet."""
         twice = []
         for group, times in self.by_group().items():
             whole = [max(own) for own in times.values() if len(own) >= SAMPLES]
-            late = [at for at in whole if any(-_DYING_SECONDS < kill - at < NOTING_SECONDS for kill in self.kills)]
+            late = [
+                at
+                for at in whole
+                if any(-_DYING_SECONDS < kill - at < NOTING_SECONDS for kill in self.kills)
+            ]
             surplus = sum(len(own) // SAMPLES for own in times.values()) - len(late)
             if surplus > 1:
                 twice.append(group)
@@ -101,7 +106,8 @@ def strike(driver: Driver, victim: str, seconds: float = 0.0) -> bool:
     return bool(found)
 
 
-#: Rollouts beyond the step at which a victim is to be struck that go on, so that it is struck in their midst.
+#: Rollouts beyond the step at which a victim is to be struck that go on, so that it is struck in
+#: their midst.
 AHEAD = 4
 
 
@@ -118,16 +124,21 @@ def let_through(folder: Path, groups: int) -> None:
 
 def trained_indices(driver: Driver, num_rollouts: int) -> list[int]:
     """Of all samples that were trained on, sorted; one that was trained on twice is there twice."""
-    return sorted(sample["index"] for samples in trained_on(driver, num_rollouts) for sample in samples)
+    return sorted(
+        sample["index"] for samples in trained_on(driver, num_rollouts) for sample in samples
+    )
 
 
 def trained_on(driver: Driver, num_rollouts: int) -> list[list[dict[str, Any]]]:
     """Of each rollout: the samples of its record."""
-    files = [driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)]
+    files = [
+        driver.path / "samples" / f"rollout_{number:06d}.jsonl" for number in range(num_rollouts)
+    ]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-# -- runs that are killed -------------------------------------------------------------------------------------------
+# -- runs that are killed
+# -------------------------------------------------------------------------------------------
 
 _TOLERANT = ("--use-fault-tolerance", "--max-restarts", 99)
 _TWO_RANKS = ("--actor-num-gpus-per-node", 2)
@@ -135,9 +146,15 @@ _APART = ("--no-colocate",)
 #: Name → script and flags.
 KINDS: dict[str, tuple[str, tuple[object, ...]]] = {
     "sync, tolerant": ("train.py", _TOLERANT),
-    "sync, two ranks, async save, tolerant": ("train.py", (*_TWO_RANKS, "--async-save", *_TOLERANT)),
+    "sync, two ranks, async save, tolerant": (
+        "train.py",
+        (*_TWO_RANKS, "--async-save", *_TOLERANT),
+    ),
     "async, async save": ("train_async.py", (*_APART, "--async-save")),
-    "async, two ranks, async save, tolerant": ("train_async.py", (*_APART, *_TWO_RANKS, "--async-save", *_TOLERANT)),
+    "async, two ranks, async save, tolerant": (
+        "train_async.py",
+        (*_APART, *_TWO_RANKS, "--async-save", *_TOLERANT),
+    ),
     "sync": ("train.py", ()),
 }
 #: Kills of a run.
@@ -193,7 +210,9 @@ class Struck:
         self.out.launches += 1
         words = self.world.resumable(self.name, *self.flags)
         self.began = time.monotonic()
-        return start(words, self.world.outputs / self.name, self.script, SLIME_TEST_HOLD=str(self.hold))
+        return start(
+            words, self.world.outputs / self.name, self.script, SLIME_TEST_HOLD=str(self.hold)
+        )
 
     def ended(self) -> bool:
         if time.monotonic() > self.deadline:
@@ -212,12 +231,18 @@ class Struck:
             self.out.wrong.append(f"left after {self.out.kills[-1:]}: {left}")
             end_all()
         if "Traceback" in self.driver.stderr:
-            self.out.wrong.append(f"traceback after {self.out.kills[-1:]}: {self.driver.stderr[-2000:]}")
+            self.out.wrong.append(
+                f"traceback after {self.out.kills[-1:]}: {self.driver.stderr[-2000:]}"
+            )
         return status
 
     def _reach(self, step: int) -> None:
         while True:
-            wait_until(lambda: len(self.driver.steps()) >= step or self.ended(), f"step {step}", 3 * PATIENCE)
+            wait_until(
+                lambda: len(self.driver.steps()) >= step or self.ended(),
+                f"step {step}",
+                3 * PATIENCE,
+            )
             if not self.ended():
                 return
             self._again()
@@ -247,7 +272,11 @@ class Struck:
             since, steps = time.monotonic() - self.began, len(self.driver.steps())
             self.scores.kills.append(time.time())
             if strike(self.driver, victim):
-                self.out.kills.append(f"{victim} at step {steps}" if steps else f"{victim} {since:.1f} s after a start")
+                self.out.kills.append(
+                    f"{victim} at step {steps}"
+                    if steps
+                    else f"{victim} {since:.1f} s after a start"
+                )
                 return
             self.scores.kills.pop()  # it is not there yet
             time.sleep(0.05)
@@ -284,7 +313,9 @@ class Struck:
             since, steps = time.monotonic() - self.began, len(self.driver.steps())
             self.scores.kills.append(time.time())
             strike(self.driver, "driver")
-            self.out.kills.append(f"driver at step {steps}" if steps else f"driver {since:.1f} s after a start")
+            self.out.kills.append(
+                f"driver at step {steps}" if steps else f"driver {since:.1f} s after a start"
+            )
             self.end()
         if not self.out.seed:  # it is to be undisturbed
             shutil.rmtree(self.driver.path)
@@ -304,7 +335,8 @@ class Struck:
 
 
 def weights_of(folder: Path, kind: str, seed: int) -> Path:
-    """Where the weights of a run are kept; seed 0: those of the undisturbed one, which kinds share."""
+    """Where the weights of a run are kept; seed 0: those of the undisturbed one, which kinds
+    share."""
     script, flags = KINDS[kind]
     ranks = 2 if _TWO_RANKS[0] in flags else 1
     name = f"{kind}-{seed}" if seed else f"undisturbed-{script}-{ranks}"
@@ -316,20 +348,28 @@ def compare(folder: Path) -> str:
     rows = [json.loads(line) for line in (folder / "kills.jsonl").read_text().splitlines()]
     compared, differ, wrong = 0, [], []
     for row in rows:
-        kept, calm = weights_of(folder, row["kind"], row["seed"]), weights_of(folder, row["kind"], 0)
+        kept, calm = (
+            weights_of(folder, row["kind"], row["seed"]),
+            weights_of(folder, row["kind"], 0),
+        )
         wrong += row["wrong"]
         if kept.exists() and calm.exists():
             compared += len(row["kills"])
             mine, theirs = load_file(kept), load_file(calm)
-            if set(mine) != set(theirs) or not all(torch.equal(mine[name], theirs[name]) for name in theirs):
+            if set(mine) != set(theirs) or not all(
+                torch.equal(mine[name], theirs[name]) for name in theirs
+            ):
                 differ.append(f"{row['kind']} {row['seed']}")
     kills = [kill for row in rows for kill in row["kills"]]
     by_victim = {victim: sum(kill.startswith(victim) for kill in kills) for victim in VICTIMS}
     lines = [
-        f"{len(kills)} kills in {len(rows)} runs with {sum(row['launches'] for row in rows)} launches: {by_victim}"
+        f"{len(kills)} kills in {len(rows)} runs with {sum(row['launches'] for row in rows)} "
+        f"launches: {by_victim}"
     ]
     lines += [f"weights compared bit by bit behind {compared} of them: {differ or 'all equal'}"]
-    lines += [f"slowest end of all processes: {max((row['slowest_end'] for row in rows), default=0)} s"]
+    lines += [
+        f"slowest end of all processes: {max((row['slowest_end'] for row in rows), default=0)} s"
+    ]
     return "\n".join([*lines, *(f"wrong: {one}" for one in wrong)])
 
 
@@ -343,7 +383,9 @@ def plan() -> Iterator[tuple[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0, help="nothing is begun or killed later")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="nothing is begun or killed later"
+    )
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()

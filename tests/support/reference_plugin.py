@@ -1,5 +1,5 @@
-"""A plugin as existing projects have it, imports and all: its own generate function over HTTP, a reward from the hub, a
-filter, a data source and a rollout function around the built-in one."""
+"""A plugin as existing projects have it, imports and all: its own generate function over HTTP, a
+reward from the hub, a filter, a data source and a rollout function around the built-in one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Counts(metaclass=SingletonMeta):
         self.generated = 0
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt_ids = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
@@ -51,7 +53,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
 
 
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """Words of the answer by the hub's function, and a little for different characters so that samples differ."""
+    """Words of the answer by the hub's function, and a little for different characters so that
+    samples differ."""
     hub_args = type("HubArgs", (), {"custom_rm_path": None, "rm_type": "f1"})()
     score = await async_rm(hub_args, sample)
     assert score == f1_score(sample.response, sample.label)[0]
@@ -77,11 +80,15 @@ class Source(RolloutDataSourceWithBuffer):
         return groups
 
 
-def take(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+def take(
+    args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
+) -> list[list[Sample]]:
     return pop_first(args, rollout_id, buffer, num_samples)
 
 
-def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     assert load_function("slime.rollout.sglang_rollout.generate_rollout") is generate_rollout
     output = sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
     metrics = {

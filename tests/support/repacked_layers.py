@@ -1,7 +1,9 @@
-"""Layers as SGLang has them under its quantising methods: what is loaded is not what is computed with.
+"""Layers as SGLang has them under its quantising methods: what is loaded is not what is computed
+with.
 
-Names of classes and attributes, and the steps before and after loading, are those of SGLang 0.5.16 as far as
-`slime.engines.sglang.loadable` sees them; the packing itself is any that can be undone by nobody but its maker.
+Names of classes and attributes, and the steps before and after loading, are those of SGLang 0.5.16
+as far as `slime.engines.sglang.loadable` sees them; the packing itself is any that can be undone by
+nobody but its maker.
 """
 
 from __future__ import annotations
@@ -40,19 +42,24 @@ class Fp8LinearMethod:
         rows = sum(output_partition_sizes)
         weight = torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn)
         layer.register_parameter("weight", LoadedParameter(weight, weight_loader=weight_loader))
-        scale = LoadedParameter(torch.empty(len(output_partition_sizes)), weight_loader=weight_loader)
+        scale = LoadedParameter(
+            torch.empty(len(output_partition_sizes)), weight_loader=weight_loader
+        )
         scale[:] = torch.finfo(torch.float32).min
         layer.register_parameter("weight_scale", scale)
         layer.register_parameter("input_scale", None)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         widths = torch.tensor(layer.logical_widths)
-        layer.weight_scale = plain(layer.weight_scale.data.repeat_interleave(widths)[:, None].contiguous())
+        layer.weight_scale = plain(
+            layer.weight_scale.data.repeat_interleave(widths)[:, None].contiguous()
+        )
         layer.weight = plain(layer.weight.data.t())
 
 
 class Scheme:
-    """INT4 by groups: packed weights in another shape, scales turned over, a workspace that must be zeros."""
+    """INT4 by groups: packed weights in another shape, scales turned over, a workspace that must be
+    zeros."""
 
     group_size = 16
 
@@ -97,7 +104,9 @@ class CompressedTensorsFusedMoEMethod:
         shape = plain(torch.empty(num_experts, 2))  # of the default dtype
         shape.weight_loader = weight_loader
         layer.register_parameter("w13_weight_shape", shape)
-        layer.register_parameter("w13_weight_g_idx", plain(torch.empty(num_experts, hidden_size, dtype=torch.int32)))
+        layer.register_parameter(
+            "w13_weight_g_idx", plain(torch.empty(num_experts, hidden_size, dtype=torch.int32))
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "is_marlin_converted", False):

@@ -42,21 +42,39 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 async def plans_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """A planner's sample with a prompt of its own, which is not trained on, before the answer."""
-    calls.append(("drawn", (list(sample.tokens), dict(sample.metadata), sample.remove_sample, sample.train_metadata)))
+    calls.append(
+        (
+            "drawn",
+            (
+                list(sample.tokens),
+                dict(sample.metadata),
+                sample.remove_sample,
+                sample.train_metadata,
+            ),
+        )
+    )
     answer = await generate(args, sample, sampling_params)
     plan = copy.deepcopy(answer)
     plan.tokens = [42, 43, 44, *plan.tokens[-plan.response_length :]]
-    plan.metadata, plan.train_metadata, plan.remove_sample = {"turns": ["plan"]}, {"weight": 0}, True
+    plan.metadata, plan.train_metadata, plan.remove_sample = (
+        {"turns": ["plan"]},
+        {"weight": 0},
+        True,
+    )
     return [plan, answer]
 
 
-async def fan_out_with_different_ids(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+async def fan_out_with_different_ids(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> list[Sample]:
     samples = await fan_out(args, sample, sampling_params)
     samples[0].rollout_id, samples[1].rollout_id = 1, 2
     return samples
 
 
-async def stumbles_over_an_abort(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def stumbles_over_an_abort(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     """As a function that posts to a chat route and finds no "choices" in the answer."""
     await generate(args, sample, sampling_params)
     sample.loss_mask = []
@@ -68,10 +86,14 @@ async def runs_out_of_room(args: Any, sample: Sample, sampling_params: dict[str,
     """Its own request for a second turn is refused by the engine."""
     sample = await generate(args, sample, sampling_params)
     sample.append_response_tokens(tokens=[50, 51], trainable=False, text="4")
-    raise RequestRefused("http://engine-0", "The input is longer than the model's context length (64 tokens).", 400)
+    raise RequestRefused(
+        "http://engine-0", "The input is longer than the model's context length (64 tokens).", 400
+    )
 
 
-async def runs_out_of_room_half_built(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def runs_out_of_room_half_built(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     sample.tokens = [*sample.tokens, 50, 51]
     raise RequestRefused("http://engine-0", "the context holds 64 tokens", 400)
 
@@ -84,7 +106,9 @@ async def from_text(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     return Sample(prompt="ab", response="cde")
 
 
-async def with_mask_over_all_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def with_mask_over_all_tokens(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     sample = await generate(args, sample, sampling_params)
     sample.loss_mask = [0, 0, *([1] * sample.response_length)]
     return sample
@@ -113,7 +137,9 @@ def not_async(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sam
     return sample
 
 
-async def through_the_old_paths(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def through_the_old_paths(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     """A generate function as existing plugins have them."""
     from slime.rollout.sglang_rollout import GenerateState
     from slime.utils.http_utils import post
@@ -123,7 +149,9 @@ async def through_the_old_paths(args: Any, sample: Sample, sampling_params: dict
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     ids = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
-    output = await post(url, {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True})
+    output = await post(
+        url, {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+    )
     pairs = output["meta_info"]["output_token_logprobs"]
     sample.tokens = ids + [pair[1] for pair in pairs]
     sample.response_length, sample.response = len(pairs), output["text"]
@@ -143,7 +171,8 @@ async def first_sample_only(args: Any, sample: Sample, sampling_params: dict[str
     return await generate(args, sample, sampling_params)
 
 
-# -- sample hooks --------------------------------------------------------------------------------------------
+# -- sample hooks
+# --------------------------------------------------------------------------------------------
 
 
 def note_sample(args: Any, sample: Sample) -> None:
@@ -162,7 +191,8 @@ def text_of_sample(args: Any, sample: Sample) -> str:
     return sample.response
 
 
-# -- hooks of the loop ---------------------------------------------------------------------------------------
+# -- hooks of the loop
+# ---------------------------------------------------------------------------------------
 
 
 def drop_odd(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
@@ -179,21 +209,32 @@ def see_all(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None
     calls.append(("see_all", ([[s.index for s in group] for group in all_groups], data_source)))
 
 
-def log_rollout(rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float) -> bool:
+def log_rollout(
+    rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float
+) -> bool:
     calls.append(("log_rollout", (rollout_id, len(samples), sorted(extra), seconds >= 0)))
     return True
 
 
-def log_as_plugins_do(rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float) -> bool:
+def log_as_plugins_do(
+    rollout_id: int, args: Any, samples: list[Sample], extra: dict[str, Any], seconds: float
+) -> bool:
     from slime.utils import logging_utils, metric_utils
 
-    own = metric_utils.dict_add_prefix(metric_utils.compute_statistics([s.reward for s in samples]), "mine/reward_")
-    own |= {"rollout/step": metric_utils.compute_rollout_step(args, rollout_id), "mine/name": "no number"}
+    own = metric_utils.dict_add_prefix(
+        metric_utils.compute_statistics([s.reward for s in samples]), "mine/reward_"
+    )
+    own |= {
+        "rollout/step": metric_utils.compute_rollout_step(args, rollout_id),
+        "mine/name": "no number",
+    }
     logging_utils.log(args, own, step_key="rollout/step")
     return True
 
 
-async def logs_while_it_generates(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def logs_while_it_generates(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     from slime.utils.tracking_utils import log
 
     logged = current_state().logged
@@ -201,10 +242,14 @@ async def logs_while_it_generates(args: Any, sample: Sample, sampling_params: di
     return await generate(args, sample, sampling_params)
 
 
-def log_eval_as_plugins_do(rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any]) -> bool:
+def log_eval_as_plugins_do(
+    rollout_id: int, args: Any, data: dict[str, Any], extra: dict[str, Any]
+) -> bool:
     from slime.utils import tracking_utils
 
-    tracking_utils.log(args, {"eval/step": rollout_id, "eval/mine": np.float32(0.5)}, step_key="eval/step")
+    tracking_utils.log(
+        args, {"eval/step": rollout_id, "eval/mine": np.float32(0.5)}, step_key="eval/step"
+    )
     return False
 
 
@@ -223,7 +268,9 @@ def sync_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
     return output
 
 
-async def rollout_after_a_trial(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+async def rollout_after_a_trial(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     """Generates a sample with parameters of its own, then the batch, from a source of its own."""
     from slime.rollout.plugin_api import generate_and_rm
 
@@ -249,15 +296,21 @@ class Renumbered(DataSource):
         self.source.add_samples(samples)
 
 
-def evaluation_without_rewards(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def evaluation_without_rewards(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     return {"own": {"scores": [0.5]}}
 
 
-def evaluation_without_samples(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def evaluation_without_samples(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     return {"own": {"rewards": [0.5]}}
 
 
-async def async_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+async def async_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     """Its own loop, with bare lists as older functions return them; out of order."""
     if evaluation:
         return {"own": {"rewards": [0.5, 1.0], "truncated": [False, True], "samples": []}}
@@ -270,29 +323,43 @@ async def async_rollout(args: Any, rollout_id: int, data_source: Any, evaluation
     return groups[::-1]
 
 
-async def rollout_with_metrics(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    return RolloutFnTrainOutput(await async_rollout(args, rollout_id, data_source), {"rollout/mine": 2.0})
+async def rollout_with_metrics(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
+    return RolloutFnTrainOutput(
+        await async_rollout(args, rollout_id, data_source), {"rollout/mine": 2.0}
+    )
 
 
-async def own_loop_on_old_paths(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+async def own_loop_on_old_paths(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     """A rollout loop of a plugin's own, from the old building blocks."""
     from slime.rollout.rm_hub import async_rm
     from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
 
     params = GenerateState(args).sampling_params
     first, *rest = data_source.get_samples(args.rollout_batch_size)
-    groups = [await generate_and_rm_group(args, group, {**params, "sampling_seed": 1}) for group in rest]
-    groups.append([await generate_and_rm(args, sample, {**params, "sampling_seed": 1}) for sample in first])
+    groups = [
+        await generate_and_rm_group(args, group, {**params, "sampling_seed": 1}) for group in rest
+    ]
+    groups.append(
+        [await generate_and_rm(args, sample, {**params, "sampling_seed": 1}) for sample in first]
+    )
     for group in groups:
         for sample in group:
             assert sample.reward == await async_rm(args, sample)
     return groups
 
 
-def log_and_replace(rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float) -> bool:
+def log_and_replace(
+    rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float
+) -> bool:
     calls.append(("log", (rollout_id, samples, dict(extra_metrics))))
     return True
 
 
-def log_beside(rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float) -> None:
+def log_beside(
+    rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float
+) -> None:
     log_and_replace(rollout_id, args, samples, extra_metrics, rollout_time)

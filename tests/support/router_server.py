@@ -17,13 +17,33 @@ from slime.processes.host import free_port
 def router_process(policy: str, worker_urls: Sequence[str] = (), key: str = "") -> Iterator[str]:
     """Its URL, maybe before it answers; it asks for the key, if there is one."""
     port = free_port()
-    command = [sys.executable, "-m", "slime.engines.router_process", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "slime.engines.router_process",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--disable-retries", "--disable-circuit-breaker"]
     for flag, value in router_flags(policy, list(worker_urls)).items():
-        command += ["--" + flag.replace("_", "-"), *(value if isinstance(value, list) else [str(value)])]
-    command += ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1", "--log-level", "error"]
+        command += [
+            "--" + flag.replace("_", "-"),
+            *(value if isinstance(value, list) else [str(value)]),
+        ]
+    command += [
+        "--prometheus-port",
+        str(free_port()),
+        "--prometheus-host",
+        "127.0.0.1",
+        "--log-level",
+        "error",
+    ]
     environment = {**os.environ, VARIABLE: key}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

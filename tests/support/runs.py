@@ -1,4 +1,5 @@
-"""A whole run as tests see it: its metrics, samples and configuration, read back from its folder."""
+"""A whole run as tests see it: its metrics, samples and configuration, read back from its
+folder."""
 
 from __future__ import annotations
 
@@ -8,8 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Numbers that say how samples were served, not what they are: they follow the clock, like ``perf/``.
-_SERVING = ("rollout/engine_load", "rollout/prefix_cache", "rollout/avg_cached", "rollout/requests", "rollout/retries")
+#: Numbers that say how samples were served, not what they are: they follow the clock, like
+#: ``perf/``.
+_SERVING = (
+    "rollout/engine_load",
+    "rollout/prefix_cache",
+    "rollout/avg_cached",
+    "rollout/requests",
+    "rollout/retries",
+)
 _BY_THE_CLOCK = ("perf/", "time", "stage", *_SERVING)
 
 
@@ -33,7 +41,9 @@ class RunResult:
         """Training rows by step, without what follows the clock."""
         trained = [row for row in self.rows if "rollout/raw_reward" in row]
         return {
-            row["step"]: {name: value for name, value in row.items() if not name.startswith(_BY_THE_CLOCK)}
+            row["step"]: {
+                name: value for name, value in row.items() if not name.startswith(_BY_THE_CLOCK)
+            }
             for row in trained
         }
 
@@ -45,7 +55,9 @@ class RunResult:
 
     def tokens(self, rollout_id: int) -> list[tuple[int, list[int], list[float], float]]:
         """(index, tokens, log-probs, reward) of every sample of a rollout."""
-        return [(s.index, s.tokens, s.rollout_log_probs, s.reward) for s in self.samples(rollout_id)]
+        return [
+            (s.index, s.tokens, s.rollout_log_probs, s.reward) for s in self.samples(rollout_id)
+        ]
 
     def config(self) -> dict[str, Any]:
         return json.loads((self.path / "config.json").read_text())

@@ -19,4 +19,6 @@ def has_namespaces() -> bool:
         return False
 
 
-with_namespaces = pytest.mark.skipif(not has_namespaces(), reason="this kernel or container allows no namespaces")
+with_namespaces = pytest.mark.skipif(
+    not has_namespaces(), reason="this kernel or container allows no namespaces"
+)

@@ -14,7 +14,8 @@ from tests.support.fake_rollout import FakeClient, hook_args, make_state
 
 
 class ScriptedModel(FakeClient):
-    """What it says ends with a stop string, or with the end of the turn (``<|im_end|>``); tokens are bytes.
+    """What it says ends with a stop string, or with the end of the turn (``<|im_end|>``); tokens
+    are bytes.
 
     Args:
         reason: the finish reason of what is said to its end.
@@ -25,15 +26,25 @@ class ScriptedModel(FakeClient):
         self.lines, self.reason = list(lines), reason
         self.tokenizer: Any = byte_tokenizer()
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         line = self.lines[number]
         tokens = self.tokenizer.encode(line)[: params["max_new_tokens"]]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         reason = self.reason if len(tokens) == len(self.tokenizer.encode(line)) else "length"
-        return GenerateResult(tokens, [-0.5] * len(tokens), text, reason, {"finish_reason": {"type": reason}})
+        return GenerateResult(
+            tokens, [-0.5] * len(tokens), text, reason, {"finish_reason": {"type": reason}}
+        )
 
 
-def play(generate: Callable[..., Any], model: ScriptedModel, sample: Sample, room: int = 400, **optional: Any) -> Any:
+def play(
+    generate: Callable[..., Any],
+    model: ScriptedModel,
+    sample: Sample,
+    room: int = 400,
+    **optional: Any,
+) -> Any:
     """What a generate function makes of ``sample`` with this model.
 
     Args:

@@ -30,12 +30,15 @@ def sglang_installed() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(FAKE))
-        for name in [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]:
+        for name in [
+            name for name in sys.modules if name == "sglang" or name.startswith("sglang.")
+        ]:
             del sys.modules[name]
 
 
 def fake_environment(calls: Path, **more: str) -> dict[str, str]:
-    """Of a process for which SGLang is to be the stand-in; its servers write each call to ``calls``, a JSON line."""
+    """Of a process for which SGLang is to be the stand-in; its servers write each call to
+    ``calls``, a JSON line."""
     path = os.pathsep.join([str(FAKE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": path, "FAKE_SGLANG_CALLS": str(calls), **more}
 
@@ -54,18 +57,26 @@ class FakeSGLang:
         self.calls_file.write_text("")
 
 
-def process_of(config: Config, model: Path, folder: Path, place: EnginePlace, **env: str) -> FakeSGLang:
+def process_of(
+    config: Config, model: Path, folder: Path, place: EnginePlace, **env: str
+) -> FakeSGLang:
     reservation = reserve_port("127.0.0.1")  # held as long as this process lives
     _reservations.append(reservation)
     port, calls = reservation.port, folder / f"calls-{place.number}.jsonl"
     spec = sglang_command(config, str(model), "127.0.0.1", port, place)
     spec.env.update(fake_environment(calls, OMP_NUM_THREADS="1", **env))
     url = f"http://127.0.0.1:{port}"
-    return FakeSGLang(url, ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"), calls)
+    return FakeSGLang(
+        url,
+        ServerProcess(f"engine-{place.number}", spec, url, folder / f"{place.number}.log"),
+        calls,
+    )
 
 
 @contextmanager
-def fake_sglang(config: Config, model: Path, folder: Path, *places: EnginePlace) -> Iterator[list[FakeSGLang]]:
+def fake_sglang(
+    config: Config, model: Path, folder: Path, *places: EnginePlace
+) -> Iterator[list[FakeSGLang]]:
     """Servers for the places, ready."""
     servers = [process_of(config, model, folder, place) for place in places]
     try:

@@ -34,12 +34,17 @@ def sync_of(info: Any, model: Path, flags: dict[str, Any]) -> WeightSync:
             for parameter in chunk.parameters():
                 parameter.mul_(2)
     return WeightSync(
-        backend.config, backend.model_chunks, backend.hf_config, rank=info.rank, world_size=info.world_size
+        backend.config,
+        backend.model_chunks,
+        backend.hf_config,
+        rank=info.rank,
+        world_size=info.world_size,
     )
 
 
 def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) -> dict[str, Any]:
-    """Push; returns the receipts' contents, and all parameters that were on this rank, its own and gathered ones."""
+    """Push; returns the receipts' contents, and all parameters that were on this rank, its own and
+    gathered ones."""
     seen: set[str] = set()
     gather, broadcast, crossing = hf_io.gather, dist.broadcast, []
 
@@ -62,12 +67,22 @@ def push_twice(info: Any, model: Path, flags: dict[str, Any], engines: Engines) 
         sync.close()
     finally:
         hf_io.gather, dist.broadcast, route.is_local = gather, broadcast, is_local
-    return {"receipts": receipts, "seen": seen, "crossing": sum(crossing), "stage": sync._ranks.stage}
+    return {
+        "receipts": receipts,
+        "seen": seen,
+        "crossing": sum(crossing),
+        "stage": sync._ranks.stage,
+    }
 
 
-def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: Engines, fault: str) -> list[str]:
-    """Push with stage 1 in trouble ("error", "silent" or ""), then once more without; what each push ended with."""
-    sync = sync_of(info, model, {**flags, "distributed_timeout_minutes": 0.05 if fault == "silent" else 10})
+def push_with_a_fault(
+    info: Any, model: Path, flags: dict[str, Any], engines: Engines, fault: str
+) -> list[str]:
+    """Push with stage 1 in trouble ("error", "silent" or ""), then once more without; what each
+    push ended with."""
+    sync = sync_of(
+        info, model, {**flags, "distributed_timeout_minutes": 0.05 if fault == "silent" else 10}
+    )
     sync.connect(engines, on_this_node=False)
     said = []
     try:
@@ -86,12 +101,22 @@ def push_with_a_fault(info: Any, model: Path, flags: dict[str, Any], engines: En
 
 
 def push_quantised(info: Any, served: Path, plain: Path, engines: Engines) -> list[Receipt | str]:
-    """A push to the engines on the ranks' own GPUs that fails before anything travels, and another one."""
-    shared = {"rollout_engine": "sglang", "colocate": True, "sglang_fp8_gemm_backend": "triton", "ref_load": str(plain)}
-    sync = sync_of(info, served, {**shared, "sglang_dtype": "bfloat16", "check_weight_update_equal": True})
+    """A push to the engines on the ranks' own GPUs that fails before anything travels, and another
+    one."""
+    shared = {
+        "rollout_engine": "sglang",
+        "colocate": True,
+        "sglang_fp8_gemm_backend": "triton",
+        "ref_load": str(plain),
+    }
+    sync = sync_of(
+        info, served, {**shared, "sglang_dtype": "bfloat16", "check_weight_update_equal": True}
+    )
     sync.connect(engines)
     if info.rank == 0:
-        _fail_once(sync._check, "open_layers", EngineError(engines[0].url, "no memory for another layer"))
+        _fail_once(
+            sync._check, "open_layers", EngineError(engines[0].url, "no memory for another layer")
+        )
     said: list[Receipt | str] = []
     for _ in range(2):
         try:
@@ -122,8 +147,11 @@ def _break(sync: WeightSync, fault: str) -> None:
     sync._transport.send = broken
 
 
-def push_and_die(info: Any, model: Path, flags: dict[str, Any], engines: Engines, note: Path) -> None:
-    """The process of stage 1 ends in the middle of its turn; what rank 0 says to that goes to ``note``."""
+def push_and_die(
+    info: Any, model: Path, flags: dict[str, Any], engines: Engines, note: Path
+) -> None:
+    """The process of stage 1 ends in the middle of its turn; what rank 0 says to that goes to
+    ``note``."""
     sync = sync_of(info, model, {**flags, "distributed_timeout_minutes": 0.05})
     sync.connect(engines, on_this_node=False)
     if info.rank == 1:
@@ -145,12 +173,15 @@ class Touch:
 
 
 def hear_a_stranger(info: Any, trace: Path) -> str:
-    """Rank 0 says something, a process that reached the store puts a pickle in its place, and rank 1 listens.
+    """Rank 0 says something, a process that reached the store puts a pickle in its place, and rank
+    1 listens.
 
     Returns:
         What rank 1 made of it.
     """
-    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import (
+        initialise,
+    )  # megatron is imported once it can run on a CPU
 
     initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
     ranks = TrainerRanks(info.rank, info.world_size)
@@ -161,7 +192,9 @@ def hear_a_stranger(info: Any, trace: Path) -> str:
         with ranks.round("the second", 30):
             if info.rank == 1:
                 dist.barrier()  # rank 0 has said it
-                store: Any = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False)
+                store: Any = dist.TCPStore(
+                    info.master_addr, info.master_port, is_master=False, wait_for_workers=False
+                )
                 [key] = [key for key in store.list_keys() if key.endswith("2/outcome")]
                 store.set(key, pickle.dumps(Touch(trace)))
         if info.rank == 0:
@@ -177,7 +210,9 @@ def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
     Returns:
         What each round had for this rank, and what is left in the store at the end.
     """
-    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+    from slime.trainer.megatron.parallel import (
+        initialise,
+    )  # megatron is imported once it can run on a CPU
 
     initialise(info, trainer_config(actor_num_gpus_per_node=info.world_size))
     ranks, heard = TrainerRanks(info.rank, info.world_size), []
@@ -199,10 +234,15 @@ def hear_late(info: Any, rounds: int) -> tuple[list[int], list[str]]:
 
 
 def time_outs_of_groups(info: Any, minutes: float) -> tuple[set[float], float]:
-    """Seconds of every process group that a trainer makes at its start, and of the one that pushes by handles use."""
-    from slime.trainer.megatron.parallel import initialise  # megatron is imported once it can run on a CPU
+    """Seconds of every process group that a trainer makes at its start, and of the one that pushes
+    by handles use."""
+    from slime.trainer.megatron.parallel import (
+        initialise,
+    )  # megatron is imported once it can run on a CPU
 
-    config = trainer_config(actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes)
+    config = trainer_config(
+        actor_num_gpus_per_node=info.world_size, distributed_timeout_minutes=minutes
+    )
     initialise(info, config)
     at_start = {_seconds(group) for group in _world.pg_map}
     sync = WeightSync(config, [], {}, rank=info.rank, world_size=info.world_size)

@@ -1,4 +1,5 @@
-"""A hub on this machine: the few routes of Hugging Face's that downloads and uploads of huggingface_hub need."""
+"""A hub on this machine: the few routes of Hugging Face's that downloads and uploads of
+huggingface_hub need."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Serves folders by "models/org/name" and "datasets/org/name", and keeps what is uploaded in ``uploads``."""
+    """Serves folders by "models/org/name" and "datasets/org/name", and keeps what is uploaded in
+    ``uploads``."""
 
     folders: ClassVar[dict[str, Path]] = {}
     uploads: ClassVar[dict[str, dict[str, bytes]]] = {}
@@ -34,9 +36,15 @@ class StubHub(BaseHTTPRequestHandler):
                 return self._missing("RepoNotFound")
             if (found[3] or "").startswith("/tree/"):
                 return self._json([_entry(folder, file) for file in _files(folder)])
-            return self._json({"id": found[2], "sha": COMMIT, "siblings": [], "private": False, "downloads": 0})
+            return self._json(
+                {"id": found[2], "sha": COMMIT, "siblings": [], "private": False, "downloads": 0}
+            )
         found = re.fullmatch(r"/(datasets/)?(\w[\w.-]*/[\w.-]+)/resolve/\w+/(.+)", path)
-        folder = self.folders.get(f"{'datasets' if found and found[1] else 'models'}/{found[2]}") if found else None
+        folder = (
+            self.folders.get(f"{'datasets' if found and found[1] else 'models'}/{found[2]}")
+            if found
+            else None
+        )
         if folder is None or found is None or not (folder / found[3]).is_file():
             return self._missing("EntryNotFound")
         content = (folder / found[3]).read_bytes()
@@ -55,15 +63,30 @@ class StubHub(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if path.endswith("/preupload/main"):
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular"}
+                for file in json.loads(body)["files"]
+            ]
             return self._json({"files": [file | {"shouldIgnore": False} for file in files]})
         found = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commit/main", path)
         if found is None:
             return self._missing("EntryNotFound")
         lines = [json.loads(line) for line in body.splitlines()]
-        files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-        self.uploads[found[1]] = {name: base64.b64decode(content) for name, content in files.items()}
-        self._json({"success": True, "commitOid": COMMIT, "commitUrl": f"{self._root}/{found[1]}/commit/{COMMIT}"})
+        files = {
+            line["value"]["path"]: line["value"]["content"]
+            for line in lines
+            if line["key"] == "file"
+        }
+        self.uploads[found[1]] = {
+            name: base64.b64decode(content) for name, content in files.items()
+        }
+        self._json(
+            {
+                "success": True,
+                "commitOid": COMMIT,
+                "commitUrl": f"{self._root}/{found[1]}/commit/{COMMIT}",
+            }
+        )
 
     @property
     def _root(self) -> str:
@@ -94,7 +117,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _entry(folder: Path, file: Path) -> dict[str, Any]:
     content = file.read_bytes()
-    return {"type": "file", "path": str(file.relative_to(folder)), "size": len(content), "oid": _blob(content)}
+    return {
+        "type": "file",
+        "path": str(file.relative_to(folder)),
+        "size": len(content),
+        "oid": _blob(content),
+    }
 
 
 def _blob(content: bytes) -> str:

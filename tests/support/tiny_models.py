@@ -1,4 +1,5 @@
-"""Tiny random models that transformers made, of every family: what the trainer's numbers are compared with."""
+"""Tiny random models that transformers made, of every family: what the trainer's numbers are
+compared with."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-DENSE_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DENSE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 #: name → (transformers' config class, what it differs in)
 LLAMA_LIKE: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
@@ -55,7 +61,11 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-CHOSEN_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
+CHOSEN_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 LATENT: dict[str, Any] = {
     **CHOSEN_EXPERTS,
     "num_key_value_heads": 4,
@@ -86,20 +96,46 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3, biases": (transformers.Qwen3Config, {"head_dim": 16, "attention_bias": True}),
     "qwen3_moe, biases": (
         transformers.Qwen3MoeConfig,
-        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [1], "attention_bias": True},
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
     ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
-        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "head_dim": 16,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3_moe, every second layer, not normalised": (
         transformers.Qwen3MoeConfig,
-        {**CHOSEN_EXPERTS, "num_experts": 4, "head_dim": 8, "decoder_sparse_step": 2, "norm_topk_prob": False},
+        {
+            **CHOSEN_EXPERTS,
+            "num_experts": 4,
+            "head_dim": 8,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+        },
     ),
-    "glm4": (transformers.Glm4Config, {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}),
+    "glm4": (
+        transformers.Glm4Config,
+        {"head_dim": 8, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
+    ),
     "glm4, tied, no bias": (
         transformers.Glm4Config,
-        {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
     ),
     "glm4_moe": (
         transformers.Glm4MoeConfig,
@@ -115,7 +151,13 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "glm4_moe, as Air": (
         transformers.Glm4MoeConfig,
-        {**CHOSEN_EXPERTS, "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 3, "first_k_dense_replace": 2},
+        {
+            **CHOSEN_EXPERTS,
+            "head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 2,
+        },
     ),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
@@ -165,7 +207,8 @@ OTHER_FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def save_tiny(kind: str, directory: Path) -> torch.nn.Module:
-    """A random transformers model whose every parameter and buffer matters, saved to ``directory``."""
+    """A random transformers model whose every parameter and buffer matters, saved to
+    ``directory``."""
     if kind in LLAMA_LIKE:
         config_class, extra = LLAMA_LIKE[kind]
         return _save(config_class(**{**SMALL, **extra}), directory, scale=5)
@@ -178,7 +221,8 @@ EXPERTS, TOPK = 8, 2
 
 
 def save_moe(directory: Path, **changes: Any) -> Path:
-    """A random Qwen3-MoE with one dense and three expert layers, whose router is not indifferent."""
+    """A random Qwen3-MoE with one dense and three expert layers, whose router is not
+    indifferent."""
     config = transformers.Qwen3MoeConfig(
         **{
             "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -193,7 +237,8 @@ def save_moe(directory: Path, **changes: Any) -> Path:
 
 
 def _save(config: Any, directory: Path, *, scale: float) -> torch.nn.Module:
-    """Matrices are ``scale`` times as large as at the start of training, routers' 20 times: nothing is indifferent."""
+    """Matrices are ``scale`` times as large as at the start of training, routers' 20 times: nothing
+    is indifferent."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

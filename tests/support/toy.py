@@ -1,7 +1,9 @@
-"""A toy world for tests of the whole loop: models of 70 thousand parameters, prompts, rewards that rise in a few steps.
+"""A toy world for tests of the whole loop: models of 70 thousand parameters, prompts, rewards that
+rise in a few steps.
 
-The prompts are sums ("3+4="), the characters are the tokens, and the reward is the share of a chosen digit in the
-response: a policy learns it from random weights within a dozen steps, because one row of the output layer decides it.
+The prompts are sums ("3+4="), the characters are the tokens, and the reward is the share of a
+chosen digit in the response: a policy learns it from random weights within a dozen steps, because
+one row of the output layer decides it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}),
     "glm4": ("Glm4", {}),
-    "glm4_moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**_EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -48,7 +53,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(folder: Path, family: str, seed: int = 0) -> Path:
-    """A Hugging Face directory of a random model of ``family`` with two layers, and a tokenizer of characters."""
+    """A Hugging Face directory of a random model of ``family`` with two layers, and a tokenizer of
+    characters."""
     import torch
     import transformers
 
@@ -73,7 +79,8 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{name}Config")(**shape)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    # transformers makes the embedding of the padding token 0, where the gradient of a normalisation is a thousandfold
+    # transformers makes the embedding of the padding token 0, where the gradient of a normalisation
+    # is a thousandfold
     model.get_input_embeddings().weight.data[VOCABULARY[PAD]].normal_(0, 0.02)
     model.generation_config.eos_token_id = VOCABULARY[EOS]
     model.save_pretrained(folder)
@@ -82,8 +89,9 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
 
 
 def write_answering_model(folder: Path) -> Path:
-    """A Llama that answers a sum ("3+4=") with a digit by chance and ends its turn: each token follows from the one
-    before alone, as the layers between embedding and output add nothing yet."""
+    """A Llama that answers a sum ("3+4=") with a digit by chance and ends its turn: each token
+    follows from the one before alone, as the layers between embedding and output add nothing
+    yet."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +104,9 @@ def write_answering_model(folder: Path) -> Path:
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(*model.model.embed_tokens.weight.shape))
         model.lm_head.weight.fill_(0.0)
-        model.lm_head.weight[digits, VOCABULARY["="]] = 2.0  # the norm makes 8 of the 1 in the embedding
+        model.lm_head.weight[digits, VOCABULARY["="]] = (
+            2.0  # the norm makes 8 of the 1 in the embedding
+        )
         model.lm_head.weight[VOCABULARY[EOS], digits] = 2.0
     model.save_pretrained(folder)
     return folder
@@ -117,7 +127,9 @@ def _tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN
+    )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return fast
 
@@ -125,12 +137,15 @@ def _tokenizer() -> Any:
 def write_data(path: Path, count: int = 50) -> Path:
     """``count`` different sums with their results."""
     assert count <= 100
-    rows = [{"prompt": f"{i // 10}+{i % 10}=", "label": f"{i // 10 + i % 10}"} for i in range(count)]
+    rows = [
+        {"prompt": f"{i // 10}+{i % 10}=", "label": f"{i // 10 + i % 10}"} for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-# -- hooks, named by path in the flags -------------------------------------------------------------------------------
+# -- hooks, named by path in the flags
+# -------------------------------------------------------------------------------
 
 
 def digit_share(args: Any, sample: Sample, **_: Any) -> float:
@@ -140,7 +155,8 @@ def digit_share(args: Any, sample: Sample, **_: Any) -> float:
 
 
 def distinct_share(args: Any, sample: Sample, **_: Any) -> float:
-    """Share of distinct tokens: differs between responses under any policy, so that there is always a gradient."""
+    """Share of distinct tokens: differs between responses under any policy, so that there is always
+    a gradient."""
     response = sample.tokens[-sample.response_length :]
     return len(set(response)) / max(1, len(response))
 
@@ -176,8 +192,8 @@ def group_rank(args: Any, samples: list[Sample], **_: Any) -> list[float]:
 
 
 def engines_look_remote(args: Any) -> None:
-    """Runs in the trainer (``--custom-megatron-init-path``): engines of this host pass for those of another one, to
-    which no memory leads, so that weights go by broadcast."""
+    """Runs in the trainer (``--custom-megatron-init-path``): engines of this host pass for those of
+    another one, to which no memory leads, so that weights go by broadcast."""
     from slime.weights import route
 
     route.is_local = lambda url: False
@@ -209,4 +225,6 @@ class SumSource(DataSource):
         (folder / f"sums_{rollout_id}").write_text(str(self.consumed))
 
     def load(self, rollout_id: int | None = None) -> None:
-        self.next = self.consumed = int((Path(self.args.load) / "rollout" / f"sums_{rollout_id}").read_text())
+        self.next = self.consumed = int(
+            (Path(self.args.load) / "rollout" / f"sums_{rollout_id}").read_text()
+        )

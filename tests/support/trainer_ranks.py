@@ -1,4 +1,5 @@
-"""Tools of the trainer tests: tiny models, random batches, and one pool of rank processes for all parallel layouts."""
+"""Tools of the trainer tests: tiny models, random batches, and one pool of rank processes for all
+parallel layouts."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ JOB_DEADLINE = 120.0
 VOCAB = 97
 
 
-def tiny_spec(*, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 4) -> ModelSpec:
-    """A Llama or Qwen3 of a few thousand parameters whose vocabulary of 97 is padded to ``padded``."""
+def tiny_spec(
+    *, tie: bool = True, qk_norm: bool = True, padded: int = 100, layers: int = 4
+) -> ModelSpec:
+    """A Llama or Qwen3 of a few thousand parameters whose vocabulary of 97 is padded to
+    ``padded``."""
     return ModelSpec(
         family="qwen3" if qk_norm else "llama",
         transformer={
@@ -65,7 +69,11 @@ def trainer_config(**flags: Any) -> Config:
 
 
 def make_batch(
-    micro_batches: Sequence[Sequence[int]] | None = None, *, num_samples: int = 6, seed: int = 0, num_steps: int = 1
+    micro_batches: Sequence[Sequence[int]] | None = None,
+    *,
+    num_samples: int = 6,
+    seed: int = 0,
+    num_steps: int = 1,
 ) -> TrainBatch:
     """Samples of 4 to 24 tokens for one data-parallel rank; two of them are one execution."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,9 +87,14 @@ def make_batch(
     for mask in masks:
         mask[0] = 1.0
     executions = [0, 0, *range(1, num_samples - 1)]
-    sums = [sum(float(masks[j].sum()) for j in range(num_samples) if executions[j] == e) for e in executions]
+    sums = [
+        sum(float(masks[j].sum()) for j in range(num_samples) if executions[j] == e)
+        for e in executions
+    ]
     if micro_batches is None:
-        micro_batches = [list(range(start, min(start + 2, num_samples))) for start in range(0, num_samples, 2)]
+        micro_batches = [
+            list(range(start, min(start + 2, num_samples))) for start in range(0, num_samples, 2)
+        ]
     per_step = len(micro_batches) // num_steps
     steps = [
         StepPlan(
@@ -108,8 +121,11 @@ def make_batch(
     )
 
 
-def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> TrainBatch:
-    """The data-parallel rank that has these samples of ``batch``; ``micro_batches`` index into ``members``."""
+def shard(
+    batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Sequence[int]]
+) -> TrainBatch:
+    """The data-parallel rank that has these samples of ``batch``; ``micro_batches`` index into
+    ``members``."""
 
     def pick(values: Any) -> Any:
         return None if values is None else [values[i] for i in members]
@@ -127,26 +143,37 @@ def shard(batch: TrainBatch, members: Sequence[int], micro_batches: Sequence[Seq
         execution_ids=pick(batch.execution_ids),
         rollout_mask_sums=pick(batch.rollout_mask_sums),
         truncated=pick(batch.truncated),
-        steps=[StepPlan([list(mb) for mb in micro_batches], first.global_batch_size, first.num_loss_tokens)],
+        steps=[
+            StepPlan(
+                [list(mb) for mb in micro_batches], first.global_batch_size, first.num_loss_tokens
+            )
+        ],
         rollout_log_probs=pick(batch.rollout_log_probs),
         global_stats=dict(batch.global_stats),
     )
 
 
 def _context() -> Any:
-    """How ranks are started: forked from a process that has imported, once for all of them, what they need. A GPU that
-    was looked at cannot be used after a fork."""
+    """How ranks are started: forked from a process that has imported, once for all of them, what
+    they need. A GPU that was looked at cannot be used after a fork."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "hypothesis", "tests.support.tiny_models", "tests.support.megatron_jobs", "tests.support.parity"]
+        [
+            "pytest",
+            "hypothesis",
+            "tests.support.tiny_models",
+            "tests.support.megatron_jobs",
+            "tests.support.parity",
+        ]
     )
     return context
 
 
 class RankPool:
-    """Processes that stay: each job makes its process groups, runs a function on every rank, and leaves them again."""
+    """Processes that stay: each job makes its process groups, runs a function on every rank, and
+    leaves them again."""
 
     def __init__(self, size: int) -> None:
         context = _context()
@@ -161,15 +188,17 @@ class RankPool:
             self.processes.append(process)
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """``job(rank_info, *args)`` on every rank; results in rank order. A rank's exception is raised here, and ends
-        the pool."""
+        """``job(rank_info, *args)`` on every rank; results in rank order. A rank's exception is
+        raised here, and ends the pool."""
         port = free_port()
         for pipe in self.pipes:
             pipe.send((job, port, args))
         results: dict[int, Any] = {}
         end = time.monotonic() + JOB_DEADLINE
         while len(results) < self.size:
-            for pipe in wait([p for i, p in enumerate(self.pipes) if i not in results], timeout=1.0):
+            for pipe in wait(
+                [p for i, p in enumerate(self.pipes) if i not in results], timeout=1.0
+            ):
                 ok, value = pipe.recv()  # type: ignore[union-attr]
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 if not ok:  # the other ranks may wait for this one for ever
@@ -178,7 +207,9 @@ class RankPool:
                 results[rank] = value
             if time.monotonic() > end:
                 self.kill()
-                raise TimeoutError(f"no result within {JOB_DEADLINE:.0f} s from all but ranks {sorted(results)}")
+                raise TimeoutError(
+                    f"no result within {JOB_DEADLINE:.0f} s from all but ranks {sorted(results)}"
+                )
         return [results[rank] for rank in range(self.size)]
 
     def kill(self) -> None:
@@ -195,7 +226,8 @@ class RankPool:
 
 
 class Pools:
-    """The pools that all tests share, by number of processes; started on first use, and anew after a failure."""
+    """The pools that all tests share, by number of processes; started on first use, and anew after
+    a failure."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -233,5 +265,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             result = (False, traceback.format_exc())
         finally:
             shut_down()
-            gc.collect()  # groups are in cycles, and each has a thread of gloo's that wakes up a hundred times a second
+            # groups are in cycles, and each has a thread of gloo's that wakes up a hundred times a
+            # second
+            gc.collect()
         pipe.send(result)

@@ -21,10 +21,13 @@ LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy
 
 
 def trainer(**flags: Any) -> MegatronBackend:
-    """One rank in this process, with the model of ``hf_checkpoint``, or else a random one of `tiny_spec`."""
+    """One rank in this process, with the model of ``hf_checkpoint``, or else a random one of
+    `tiny_spec`."""
     backend = MegatronBackend(trainer_config(**flags), RankInfo(0, 1, 0, "127.0.0.1", free_port()))
     try:
-        backend.setup(**({} if "hf_checkpoint" in flags else {"spec": tiny_spec(), "initialise": True}))
+        backend.setup(
+            **({} if "hf_checkpoint" in flags else {"spec": tiny_spec(), "initialise": True})
+        )
     except BaseException:
         backend.close()
         raise
@@ -41,12 +44,15 @@ def poisoned(batch: TrainBatch, sample: int) -> TrainBatch:
 
 
 def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
-    """Of the whole step, by parameter name; what the optimizer would get before clipping. Frozen ones have none."""
+    """Of the whole step, by parameter name; what the optimizer would get before clipping. Frozen
+    ones have none."""
     data = update._initial_tensors(backend, batch)
     data.ref_log_probs = backend.log_probs(batch, reference=True)
     update.compute_advantages(backend, batch, data)
     step = batch.steps[0]
-    backend.forward_backward(batch, 0, lambda samples: update._loss_inputs(backend, batch, data, step, samples))
+    backend.forward_backward(
+        batch, 0, lambda samples: update._loss_inputs(backend, batch, data, step, samples)
+    )
     return {
         name: parameter.main_grad.clone()
         for chunk in backend.model_chunks
@@ -56,8 +62,9 @@ def gradients(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Tensor]:
 
 
 def whole_gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Tensor]:
-    """What the optimizer would get before clipping, whole: shards of the distributed optimizer are put together, and
-    the exporter turns them into Hugging Face tensors, standing in for the weights."""
+    """What the optimizer would get before clipping, whole: shards of the distributed optimizer are
+    put together, and the exporter turns them into Hugging Face tensors, standing in for the
+    weights."""
     gradients(backend, batch)
     chunks = backend.model_chunks
     for chunk in chunks:
@@ -81,7 +88,9 @@ def whole_gradients(backend: Any, batch: TrainBatch, named: Any) -> dict[str, Te
 
 def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Metrics of two steps and this rank's weights after them."""
-    config = trainer_config(**{**LOSS, "lr": 0.02, "clip_grad": 0.5, **flags}, actor_num_gpus_per_node=info.world_size)
+    config = trainer_config(
+        **{**LOSS, "lr": 0.02, "clip_grad": 0.5, **flags}, actor_num_gpus_per_node=info.world_size
+    )
     backend = MegatronBackend(config, info)
     backend.setup(spec=tiny_spec(tie=False), initialise=True)
     whole = make_batch([[0, 1], [2, 3], [4], [5]])
@@ -92,7 +101,13 @@ def train_job(info: Any, flags: dict[str, Any]) -> dict[str, Any]:
     metrics = [backend.train(batch) for _ in range(2)]
     return {
         "metrics": [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics],
-        "weights": {n: p.detach().clone() for c in backend.model_chunks for n, p in c.named_parameters()},
-        "on host": [host_states_of(o) is not None for p in backend.optimizer.chained_optimizers for o in [p.optimizer]],
+        "weights": {
+            n: p.detach().clone() for c in backend.model_chunks for n, p in c.named_parameters()
+        },
+        "on host": [
+            host_states_of(o) is not None
+            for p in backend.optimizer.chained_optimizers
+            for o in [p.optimizer]
+        ],
         "peaks": [name for name in metrics[0] if name.endswith("_peak_memory_gb")],
     }

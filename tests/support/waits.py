@@ -1,8 +1,9 @@
 """Calls in the code that wait for somebody, read from its syntax, and what ends each of them.
 
-A deadline counts where it can be followed from the call: through local names and attributes that the same file sets, to
-a constant or a flag of docs/deadlines.md, or to a parameter with a name of `HANDED_IN`, which the callers must give.
-Calls that only put others together (`asyncio.gather`, `async for`) are none: what they wait for waits by itself.
+A deadline counts where it can be followed from the call: through local names and attributes that
+the same file sets, to a constant or a flag of docs/deadlines.md, or to a parameter with a name of
+`HANDED_IN`, which the callers must give. Calls that only put others together (`asyncio.gather`,
+`async for`) are none: what they wait for waits by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Functions and methods that return when somebody else has done something, whatever they are called on.
+#: Functions and methods that return when somebody else has done something, whatever they are called
+#: on.
 WAITING = re.compile(
     "wait|wait_for|wait_procs|waitpid|communicate|result|exception|select|accept|recv|recv_bytes|getresponse|readline|"
     "acquire|flock|lockf|urlopen|request|snapshot_download|hf_hub_download|load_dataset|as_completed|"
@@ -25,15 +27,20 @@ OF_MODULES = {
     "subprocess": {"run", "call"},
     "sqlite3": {"connect"},
 }
-#: Of ``dist``: each has the deadline of its process group, which whoever makes the group must give (`WAITING`).
+#: Of ``dist``: each has the deadline of its process group, which whoever makes the group must give
+#: (`WAITING`).
 COLLECTIVES = re.compile(
     "all_reduce|broadcast(_object_list)?|all_gather(_object|_into_tensor)?|gather(_object)?|scatter(_object_list)?|"
     "reduce(_scatter_tensor)?|all_to_all_single|barrier|send|recv"
 )
-#: Keywords that hold a deadline; without one of them it is the last argument, with these functions that number.
+#: Keywords that hold a deadline; without one of them it is the last argument, with these functions
+#: that number.
 KEYWORDS = ("timeout", "seconds", "limit", "distributed_timeout_minutes")
-#: Take it as a keyword alone: what stands last in their brackets is what they wait for, or what they are sent.
-_BY_KEYWORD = re.compile(r"ray\.\w+|asyncio\.wait|(.+\.)?as_completed|subprocess\.\w+|.+\.communicate")
+#: Take it as a keyword alone: what stands last in their brackets is what they wait for, or what
+#: they are sent.
+_BY_KEYWORD = re.compile(
+    r"ray\.\w+|asyncio\.wait|(.+\.)?as_completed|subprocess\.\w+|.+\.communicate"
+)
 _CLOCKS = frozenset({"monotonic", "time", "perf_counter"})
 #: Parameters by which a caller hands a deadline in.
 HANDED_IN = frozenset({"timeout", "seconds", "limit", "deadline", "grace"})
@@ -59,7 +66,11 @@ def unnamed_rows() -> dict[tuple[str, str], str]:
 
 
 def _rows(text: str, heads: tuple[str, ...]) -> list[list[str]]:
-    lines = (line for line in text.splitlines() if line.startswith("|") and not line.startswith(("|---", *heads)))
+    lines = (
+        line
+        for line in text.splitlines()
+        if line.startswith("|") and not line.startswith(("|---", *heads))
+    )
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -69,8 +80,8 @@ class Wait(NamedTuple):
     Attributes:
         function: the innermost one: "wait_for".
         call: what is called: "ray.wait".
-        deadline: what ends it: a constant or flag that it leads to, "handed in", "its group", "at once"; "" where
-            none is found.
+        deadline: what ends it: a constant or flag that it leads to, "handed in", "its group", "at
+            once"; "" where none is found.
     """
 
     function: str
@@ -90,7 +101,8 @@ def waits_in(source: str, flags: frozenset[str] = frozenset()) -> Iterator[Wait]
 
 
 class _At(NamedTuple):
-    """What a call stands in: functions from the outside, a loop, and deadlines of ``async with asyncio.timeout(…)``."""
+    """What a call stands in: functions from the outside, a loop, and deadlines of ``async with
+    asyncio.timeout(…)``."""
 
     functions: tuple[ast.AST, ...]
     loop: ast.While | None
@@ -123,7 +135,11 @@ class _Walk:
             return "its group"
         if any(isinstance(n, ast.Attribute) and n.attr == "LOCK_NB" for n in ast.walk(call)):
             return "at once"
-        given = _looks_at_the_clock(at.loop) if _name(call) == "sleep" and at.loop is not None else _given(call)
+        given = (
+            _looks_at_the_clock(at.loop)
+            if _name(call) == "sleep" and at.loop is not None
+            else _given(call)
+        )
         given += at.within
         if any(isinstance(e, ast.Constant) and e.value == 0 for e in given):
             return "at once"
@@ -132,7 +148,13 @@ class _Walk:
         seen: set[str] = set()
         while given:
             for node in ast.walk(given.pop(0)):
-                name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+                name = (
+                    node.id
+                    if isinstance(node, ast.Name)
+                    else node.attr
+                    if isinstance(node, ast.Attribute)
+                    else ""
+                )
                 if CONSTANT.fullmatch(name):
                     return name
                 if isinstance(node, ast.Attribute) and name in self._flags:
@@ -141,7 +163,9 @@ class _Walk:
                     return "handed in"
                 if name and name not in seen:
                     seen.add(name)
-                    given += (locals_ if isinstance(node, ast.Name) else self._attributes).get(name) or []
+                    given += (locals_ if isinstance(node, ast.Name) else self._attributes).get(
+                        name
+                    ) or []
         return ""
 
 
@@ -150,14 +174,18 @@ def _given(call: ast.Call) -> list[ast.expr]:
     words: list[ast.expr] = [word.value for word in call.keywords if word.arg in KEYWORDS]
     if words or _BY_KEYWORD.fullmatch(ast.unparse(call.func)):
         return words
-    is_ours = isinstance(call.func, ast.Name) and call.func.id == "wait_for"  # slime.cluster.waiting
+    is_ours = (
+        isinstance(call.func, ast.Name) and call.func.id == "wait_for"
+    )  # slime.cluster.waiting
     return call.args[2 if is_ours else -1 :][:1]
 
 
 def _timeouts(block: ast.AsyncWith) -> list[ast.expr]:
     calls = (item.context_expr for item in block.items)
     return [
-        call.args[0] for call in calls if isinstance(call, ast.Call) and ast.unparse(call.func) == "asyncio.timeout"
+        call.args[0]
+        for call in calls
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "asyncio.timeout"
     ]
 
 
@@ -179,11 +207,17 @@ def _waits(call: ast.Call, loop: ast.While | None) -> bool:
         return loop is not None
     if name == "exception":
         return not owner.endswith("logger")
-    if name == "join":  # of threads and processes; those of strings have an argument, which is no number of seconds
-        return not call.args or any(CONSTANT.fullmatch(n.id) or n.id in HANDED_IN for n in _names(call.args[0]))
+    if (
+        name == "join"
+    ):  # of threads and processes; those of strings have an argument, which is no number of seconds
+        return not call.args or any(
+            CONSTANT.fullmatch(n.id) or n.id in HANDED_IN for n in _names(call.args[0])
+        )
     if name == "get":  # of queues; a context variable's get has a name that says so
         words = {word.arg for word in call.keywords}
-        return "timeout" in words or (not call.args and not words and not owner.isupper() and owner != "_current")
+        return "timeout" in words or (
+            not call.args and not words and not owner.isupper() and owner != "_current"
+        )
     return WAITING.fullmatch(name) is not None
 
 
@@ -202,7 +236,11 @@ def _names(node: ast.AST) -> Iterator[ast.Name]:
 def _parameters(function: ast.AST) -> Iterator[str]:
     """A deadline that may be None is none."""
     if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
+        for argument in (
+            *function.args.posonlyargs,
+            *function.args.args,
+            *function.args.kwonlyargs,
+        ):
             if argument.annotation is None or "None" not in ast.unparse(argument.annotation):
                 yield argument.arg
 
@@ -218,7 +256,8 @@ def _locals(functions: tuple[ast.AST, ...]) -> dict[str, list[ast.expr]]:
 
 
 def _attributes(tree: ast.AST) -> dict[str, list[ast.expr]]:
-    """What is assigned to ``self.…`` anywhere in a file, by name, with what goes into it in that function."""
+    """What is assigned to ``self.…`` anywhere in a file, by name, with what goes into it in that
+    function."""
     found: dict[str, list[ast.expr]] = {}
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

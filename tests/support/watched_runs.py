@@ -11,7 +11,10 @@ from typing import Any
 import orjson
 
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-_TOOL = "search: the tower was finished in 1889 and is 330 m high, after an antenna was put on its top in 2022. " * 3
+_TOOL = (
+    "search: the tower was finished in 1889 and is 330 m high, after an antenna was put on its "
+    "top in 2022. " * 3
+)
 
 
 def vocabulary(count: int = 600) -> list[str]:
@@ -102,12 +105,37 @@ def sample_row(
 def trace_events(samples: int, chance: random.Random) -> list[dict[str, Any]]:
     """A rollout's timeline in Chrome's format."""
     events: list[dict[str, Any]] = [
-        {"ph": "X", "name": name, "pid": 1, "tid": 1, "ts": 1e15 + start * 1e6, "dur": length * 1e6, "args": {}}
-        for name, start, length in (("rollout", 0, 2), ("train", 2, 1.2), ("update_weights", 3.2, 0.15))
+        {
+            "ph": "X",
+            "name": name,
+            "pid": 1,
+            "tid": 1,
+            "ts": 1e15 + start * 1e6,
+            "dur": length * 1e6,
+            "args": {},
+        }
+        for name, start, length in (
+            ("rollout", 0, 2),
+            ("train", 2, 1.2),
+            ("update_weights", 3.2, 0.15),
+        )
     ]
     for i in range(samples):
-        start, queue, decode = chance.uniform(0, 0.2), chance.uniform(0.01, 0.2), chance.uniform(0.3, 1.4)
-        events.append({"ph": "M", "name": "thread_name", "pid": 3, "tid": i, "ts": 0, "args": {"name": f"sample {i}"}})
+        start, queue, decode = (
+            chance.uniform(0, 0.2),
+            chance.uniform(0.01, 0.2),
+            chance.uniform(0.3, 1.4),
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 3,
+                "tid": i,
+                "ts": 0,
+                "args": {"name": f"sample {i}"},
+            }
+        )
         whole = queue + decode
         spans = (
             ("generate_and_rm", 0, whole + 0.1),
@@ -118,10 +146,27 @@ def trace_events(samples: int, chance: random.Random) -> list[dict[str, Any]]:
         )
         for name, at, length in spans:
             ts = 1e15 + (start + at) * 1e6
-            events.append({"ph": "X", "name": name, "pid": 3, "tid": i, "ts": ts, "dur": length * 1e6, "args": {}})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": 3,
+                    "tid": i,
+                    "ts": ts,
+                    "dur": length * 1e6,
+                    "args": {},
+                }
+            )
         counts = {"queue": samples - i, "prefill": 0, "decode": i}
         events.append(
-            {"ph": "C", "name": "requests", "pid": 2, "tid": 0, "ts": 1e15 + 2e6 * i / samples, "args": counts}
+            {
+                "ph": "C",
+                "name": "requests",
+                "pid": 2,
+                "tid": 0,
+                "ts": 1e15 + 2e6 * i / samples,
+                "args": counts,
+            }
         )
     return events
 
@@ -136,12 +181,20 @@ def make_run(
     tokens: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write a finished run: metrics, settings, an evaluation, and ``rollouts`` files of ``groups`` × ``size`` samples.
-    Prompts come back every second rollout; the first sample of each group has called a tool.
+    """Write a finished run: metrics, settings, an evaluation, and ``rollouts`` files of ``groups``
+    × ``size`` samples. Prompts come back every second rollout; the first sample of each group has
+    called a tool.
     """
     chance, words = random.Random(seed), vocabulary()
-    write_lines(folder / "metrics.jsonl", [metrics_row(step, rollouts, chance) for step in range(1, rollouts + 1)])
-    settings = {"optimizer": {"lr": lr}, "model": {"hf_checkpoint": "models/tiny"}, "origins": {"lr": "flag"}}
+    write_lines(
+        folder / "metrics.jsonl",
+        [metrics_row(step, rollouts, chance) for step in range(1, rollouts + 1)],
+    )
+    settings = {
+        "optimizer": {"lr": lr},
+        "model": {"hf_checkpoint": "models/tiny"},
+        "origins": {"lr": "flag"},
+    }
     (folder / "config.json").write_bytes(orjson.dumps(settings))
     state = {"state": "finished", "started": 1.7e9, "ended": 1.7e9 + 4 * rollouts}
     (folder / "run.json").write_bytes(orjson.dumps({"name": folder.name, "stages": {"": state}}))
@@ -149,7 +202,12 @@ def make_run(
         rows = []
         for group in range(groups):
             about = random.Random((rollout % 2) * groups + group)
-            prompt = [{"role": "user", "content": f"Tell me of {' and '.join(about.choices(words, k=4))}."}]
+            prompt = [
+                {
+                    "role": "user",
+                    "content": f"Tell me of {' and '.join(about.choices(words, k=4))}.",
+                }
+            ]
             for i in range(size):
                 place = (rollout, rollout * groups + group, (rollout * groups + group) * size + i)
                 rows.append(sample_row(place, prompt, words, chance, tokens=tokens, tool=i == 0))
@@ -159,7 +217,8 @@ def make_run(
             events = {"traceEvents": trace_events(min(64, groups * size), chance)}
             (folder / "trace" / f"rollout_{rollout:06d}.json").write_bytes(orjson.dumps(events))
     held_out = [
-        sample_row((0, 0, i), "What is 2 + 2?", words, chance, tokens=False, tool=False) | {"dataset": "sums"}
+        sample_row((0, 0, i), "What is 2 + 2?", words, chance, tokens=False, tool=False)
+        | {"dataset": "sums"}
         for i in range(3)
     ]
     write_lines(folder / "samples" / "eval_start.jsonl", held_out)

@@ -7,25 +7,31 @@ from typing import Any
 from slime.engines.tool_calls import Call
 
 TOOLS: dict[str, dict[str, Any]] = {
-    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    },
     "add": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}},
 }
 WEATHER = Call("weather", '{"city": "Zürich", "days": 2}')
 ADD = Call("add", '{"a": [1, 2]}')
 _DEEPSEEK_V3 = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    '{"city": "Zürich", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
+    '{"city": "Zürich", "days": '
+    "2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     '{"a": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 _DEEPSEEK_V31 = (
-    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich", "days": 2}<｜tool▁call▁end｜>'
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich", "days": '
+    "2}<｜tool▁call▁end｜>"
     '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": [1, 2]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 #: (format, what a model writes: text before, then both calls)
 WRITTEN = [
     (
         "hermes",
-        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": '
+        "2}}\n</tool_call>\n"
         '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>',
     ),
     (
@@ -38,7 +44,8 @@ WRITTEN = [
         "qwen3_coder",
         "Let me look.\n<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n"
         "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=add>\n<parameter=a>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n[1, "
+        "2]\n</parameter>\n</function>\n</tool_call>",
     ),
     ("deepseek", f"Let me look.{_DEEPSEEK_V3}"),
     ("deepseek", f"Let me look.{_DEEPSEEK_V31}"),
@@ -49,7 +56,11 @@ WRITTEN = [
         'Let me look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}, '
         '{"name": "add", "arguments": {"a": [1, 2]}}]',
     ),
-    ("mistral", 'Let me look.[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]add{"a": [1, 2]}'),
+    (
+        "mistral",
+        'Let me look.[TOOL_CALLS]weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]add{"a": '
+        "[1, 2]}",
+    ),
     (
         "llama",
         '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}; '

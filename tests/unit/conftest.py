@@ -17,10 +17,11 @@ _kept = 0  # threads that the last collection left
 
 @pytest.fixture(autouse=True)
 def few_idle_threads() -> None:
-    """Process groups that were left are in cycles; until those are found, each keeps threads of gloo's, which wake
-    up a hundred times a second. Hundreds of them take half of the machine.
+    """Process groups that were left are in cycles; until those are found, each keeps threads of
+    gloo's, which wake up a hundred times a second. Hundreds of them take half of the machine.
 
-    It looks before a test, when pytest holds nothing of the one before: at its end the trainer of that is still there.
+    It looks before a test, when pytest holds nothing of the one before: at its end the trainer of
+    that is still there.
     """
     global _kept
     threads = len(os.listdir("/proc/self/task"))

@@ -1,4 +1,5 @@
-"""Agents' endpoints over HTTP, asked by the clients that agents use: the packages openai and anthropic, unmodified."""
+"""Agents' endpoints over HTTP, asked by the clients that agents use: the packages openai and
+anthropic, unmodified."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ def one_sample(play: Play, endpoint: AgentEndpoint) -> Sample:
     return sample
 
 
-# -- what agents do, in three protocols ----------------------------------------------------------------------------
+# -- what agents do, in three protocols
+# ----------------------------------------------------------------------------
 
 
 async def chats(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
-    messages: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+    ]
     said = []
     async with openai_of(endpoint) as client:
         for _ in LINES:
@@ -54,11 +59,15 @@ async def chats(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
                 ) as events:
                     answer: Any = await events.get_final_completion()
             else:
-                answer = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+                answer = await client.chat.completions.create(
+                    model="m", messages=messages, tools=tools
+                )
             message = answer.choices[0].message
             messages.append(message)
             if message.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"})
+                messages.append(
+                    {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+                )
             else:
                 messages.append({"role": "user", "content": "More"})
             reasoning = getattr(message, "reasoning_content", None)
@@ -70,7 +79,10 @@ async def chats(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
 
 
 async def responds(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
-    tools: Any = [{"type": "function", "name": "f", "parameters": PARAMETERS}, {"type": "web_search"}]
+    tools: Any = [
+        {"type": "function", "name": "f", "parameters": PARAMETERS},
+        {"type": "web_search"},
+    ]
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
     said = []
     async with openai_of(endpoint) as client:
@@ -84,13 +96,18 @@ async def responds(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
             items += answer.output
             calls = [item for item in answer.output if item.type == "function_call"]
             if calls:
-                items.append({"type": "function_call_output", "call_id": calls[0].call_id, "output": "42"})
+                items.append(
+                    {"type": "function_call_output", "call_id": calls[0].call_id, "output": "42"}
+                )
             else:
                 items.append({"role": "user", "content": "More"})
             reasoning = [item.content[0].text for item in answer.output if item.type == "reasoning"]
             arguments = [json.loads(call.arguments) for call in calls]
             said.append([reasoning[0] if reasoning else None, answer.output_text, arguments])
-            assert answer.status == "completed" and answer.usage.total_tokens == endpoint.turns[-1].length
+            assert (
+                answer.status == "completed"
+                and answer.usage.total_tokens == endpoint.turns[-1].length
+            )
     return said
 
 
@@ -100,7 +117,11 @@ async def messages(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
     said, ends = [], []
     async with anthropic_of(endpoint) as client:
         for _ in LINES:
-            body: Any = {"model": "m", "max_tokens": 300, "system": [{"type": "text", "text": "Be kind."}]}
+            body: Any = {
+                "model": "m",
+                "max_tokens": 300,
+                "system": [{"type": "text", "text": "Be kind."}],
+            }
             body |= {"messages": asked, "tools": tools}
             if stream:
                 async with client.messages.stream(**body) as events:
@@ -110,7 +131,11 @@ async def messages(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
             asked.append({"role": "assistant", "content": answer.content})
             by_type: dict[str, Any] = {block.type: block for block in answer.content}
             if call := by_type.get("tool_use"):
-                result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+                result = {
+                    "type": "tool_result",
+                    "tool_use_id": call.id,
+                    "content": [{"type": "text", "text": "42"}],
+                }
                 asked.append({"role": "user", "content": [result]})
             else:
                 asked.append({"role": "user", "content": "More"})
@@ -120,14 +145,18 @@ async def messages(endpoint: AgentEndpoint, stream: bool) -> list[Any]:
             read = answer.usage.cache_read_input_tokens or 0
             tokens = answer.usage.input_tokens + read + answer.usage.output_tokens
             assert tokens == endpoint.turns[-1].length
-        counted = await client.messages.count_tokens(model="m", system="Be kind.", messages=asked, tools=tools)
+        counted = await client.messages.count_tokens(
+            model="m", system="Be kind.", messages=asked, tools=tools
+        )
         assert counted.input_tokens > endpoint.turns[-1].length
     assert ends == ["end_turn", "tool_use", "end_turn"]
     return said
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("agent", [chats, responds, messages], ids=["chat", "responses", "messages"])
+@pytest.mark.parametrize(
+    "agent", [chats, responds, messages], ids=["chat", "responses", "messages"]
+)
 def test_every_protocol_tells_the_same_and_keeps_the_same_tokens(agent: Any, stream: bool) -> None:
     play = Play(LINES)
     said: list[Any] = []
@@ -136,7 +165,11 @@ def test_every_protocol_tells_the_same_and_keeps_the_same_tokens(agent: Any, str
         said.extend(await agent(endpoint, stream))
 
     sample = one_sample(play, play.run(talk))
-    assert said == [["hm", "Hello", []], [None, "Let me look.", [{"x": 1}]], [None, "It is 42.", []]]
+    assert said == [
+        ["hm", "Hello", []],
+        [None, "Let me look.", [{"x": 1}]],
+        [None, "It is 42.", []],
+    ]
     assert "<tool_response>\n42\n</tool_response>" in play.text(sample.tokens)
     assert play.text(sample.tokens).count("Be kind.") == 1
 
@@ -151,7 +184,9 @@ def test_responses_that_name_the_one_before_need_no_history() -> None:
             one: Any = await client.responses.create(input="Hi", **ask)  # type: ignore[call-overload]
             two = await client.responses.create(input="More", previous_response_id=one.id, **ask)  # type: ignore[call-overload]
             call = next(item for item in two.output if item.type == "function_call")
-            output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+            output: Any = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+            ]
             three = await client.responses.create(input=output, previous_response_id=two.id, **ask)  # type: ignore[call-overload]
             assert three.output_text == "It is 42." and three.previous_response_id == two.id
 
@@ -162,13 +197,18 @@ Turn = Callable[[list[Any]], Awaitable[list[Any]]]
 
 
 def plain(items: Sequence[Any]) -> list[Any]:
-    """As agents keep their history; the packages take a hundred of their own objects apart at each request."""
+    """As agents keep their history; the packages take a hundred of their own objects apart at each
+    request."""
     return [item.model_dump(exclude_none=True) for item in items]
 
 
 def chat_turn(client: Any, stream: bool) -> Turn:
     async def turn(asked: list[Any]) -> list[Any]:
-        body: Any = {"model": "m", "messages": [], "extra_body": {"messages": asked}}  # see `response_turn`
+        body: Any = {
+            "model": "m",
+            "messages": [],
+            "extra_body": {"messages": asked},
+        }  # see `response_turn`
         if not stream:
             return plain([(await client.chat.completions.create(**body)).choices[0].message])
         async with client.chat.completions.stream(**body) as events:
@@ -179,7 +219,8 @@ def chat_turn(client: Any, stream: bool) -> Turn:
 
 def response_turn(client: Any, stream: bool) -> Turn:
     async def turn(asked: list[Any]) -> list[Any]:
-        # the history goes past the package's own look at every item, which takes 20 s for a hundred turns
+        # the history goes past the package's own look at every item, which takes 20 s for a hundred
+        # turns
         body: Any = {"model": "m", "input": [], "extra_body": {"input": asked}}
         if not stream:
             return plain((await client.responses.create(**body)).output)
@@ -193,9 +234,16 @@ def message_turn(client: Any, stream: bool) -> Turn:
     async def turn(asked: list[Any]) -> list[Any]:
         body: Any = {"model": "m", "max_tokens": 300, "messages": asked}
         if not stream:
-            return [{"role": "assistant", "content": plain((await client.messages.create(**body)).content)}]
+            return [
+                {
+                    "role": "assistant",
+                    "content": plain((await client.messages.create(**body)).content),
+                }
+            ]
         async with client.messages.stream(**body) as events:
-            return [{"role": "assistant", "content": plain((await events.get_final_message()).content)}]
+            return [
+                {"role": "assistant", "content": plain((await events.get_final_message()).content)}
+            ]
 
     return turn
 
@@ -206,7 +254,9 @@ def message_turn(client: Any, stream: bool) -> Turn:
     [(openai_of, chat_turn), (openai_of, response_turn), (anthropic_of, message_turn)],
     ids=["chat", "responses", "messages"],
 )
-def test_a_hundred_turns_and_no_token_is_made_twice(client_of: Any, protocol: Any, stream: bool) -> None:
+def test_a_hundred_turns_and_no_token_is_made_twice(
+    client_of: Any, protocol: Any, stream: bool
+) -> None:
     """Answers that a tokenizer would write in another way: broken characters, blanks, cut calls."""
     odd = [[230, 150], [32, 32, 9], [255], [104, 257], [60, 116, 104]]
     play = Play([[33 + number % 90, *odd[number % 5], number % 200, EOS] for number in range(100)])
@@ -230,20 +280,31 @@ def test_an_answer_cut_by_its_limit_or_a_stop_string_says_so() -> None:
     async def talk(endpoint: AgentEndpoint) -> None:
         hi: Any = [{"role": "user", "content": "Hi"}]
         async with openai_of(endpoint) as client, anthropic_of(endpoint) as other:
-            chat = await client.chat.completions.create(model="m", messages=hi, max_completion_tokens=3)
-            assert (chat.choices[0].finish_reason, chat.choices[0].message.content) == ("length", "too")
+            chat = await client.chat.completions.create(
+                model="m", messages=hi, max_completion_tokens=3
+            )
+            assert (chat.choices[0].finish_reason, chat.choices[0].message.content) == (
+                "length",
+                "too",
+            )
             response = await client.responses.create(model="m", input=hi, max_output_tokens=3)
             assert response.status == "incomplete" and response.output_text == "too"
             assert response.incomplete_details is not None
-            message = await other.messages.create(model="m", max_tokens=9, messages=hi, stop_sequences=["STOP"])
+            message = await other.messages.create(
+                model="m", max_tokens=9, messages=hi, stop_sequences=["STOP"]
+            )
             assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
             chat = await client.chat.completions.create(model="m", messages=hi, stop="STOP")
-            assert chat.choices[0].message.content == "two " and chat.choices[0].finish_reason == "stop"
+            assert (
+                chat.choices[0].message.content == "two "
+                and chat.choices[0].finish_reason == "stop"
+            )
 
     play.run(talk)
 
 
-# -- who may ask, and what is refused ------------------------------------------------------------------------------
+# -- who may ask, and what is refused
+# ------------------------------------------------------------------------------
 
 
 def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated() -> None:
@@ -257,7 +318,9 @@ def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated(
         async with agent_endpoint(play.state.args, samples[0], params) as one:
             async with agent_endpoint(play.state.args, samples[1], params) as two:
                 assert one.port == two.port and one.api_key != two.api_key
-                assert one.environ["OPENAI_BASE_URL"] == two.environ["OPENAI_BASE_URL"] == one.base_url
+                assert (
+                    one.environ["OPENAI_BASE_URL"] == two.environ["OPENAI_BASE_URL"] == one.base_url
+                )
                 async with openai_of(one) as client:
                     await client.chat.completions.create(model="m", messages=hi)
                 async with openai_of(two, base_url=two.keyed_base_url, api_key="none") as client:
@@ -266,7 +329,10 @@ def test_a_request_needs_the_key_of_its_sample_and_only_while_that_is_generated(
                 for wrong in ("", "none", one.api_key[:-1], one.api_key + "x", "sk-slime-\u00e4"):
                     headers = {"x-api-key": wrong}
                     url = f"{one.base_url}/chat/completions"
-                    async with aiohttp.ClientSession(headers=headers) as http, http.post(url, json={}) as answer:
+                    async with (
+                        aiohttp.ClientSession(headers=headers) as http,
+                        http.post(url, json={}) as answer,
+                    ):
                         assert answer.status == 401, wrong
             reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n")
@@ -286,7 +352,14 @@ CHAT_REFUSED = [
     ({"n": 2}, "n must be 1"),
     ({"tool_choice": "required"}, "constrained decoding"),
     ({"response_format": {"type": "json_object"}}, "constrained decoding"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "only text",
+    ),
     ({"logprobs": True}, "not supported"),
 ]
 
@@ -304,8 +377,12 @@ def test_what_cannot_be_served_is_refused_in_the_words_of_each_protocol() -> Non
             with pytest.raises(openai.BadRequestError, match="no response 'resp_x'"):
                 await client.responses.create(model="m", input="Hi", previous_response_id="resp_x")
             with pytest.raises(openai.BadRequestError, match="of the type 'item_reference'"):
-                await client.responses.create(model="m", input=[{"type": "item_reference", "id": "x"}])
-            with pytest.raises(anthropic.BadRequestError, match=r"invalid_request_error.*last message"):
+                await client.responses.create(
+                    model="m", input=[{"type": "item_reference", "id": "x"}]
+                )
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"invalid_request_error.*last message"
+            ):
                 await other.messages.create(model="m", max_tokens=9, messages=prefill)
             with pytest.raises(openai.NotFoundError):
                 await client.embeddings.create(model="m", input="x")
@@ -329,10 +406,22 @@ def _input(*items: Any) -> dict[str, Any]:
 
 ODD = [
     ("chat/completions", _history(reasoning_content=5), "a 'reasoning_content' that is not text"),
-    ("chat/completions", _history(reasoning_content=["hm"]), "a 'reasoning_content' that is not text"),
-    ("chat/completions", _history(tool_calls=5), "messages[1].tool_calls: tool_calls that are not a list"),
+    (
+        "chat/completions",
+        _history(reasoning_content=["hm"]),
+        "a 'reasoning_content' that is not text",
+    ),
+    (
+        "chat/completions",
+        _history(tool_calls=5),
+        "messages[1].tool_calls: tool_calls that are not a list",
+    ),
     ("chat/completions", _history(tool_calls="ab"), "not valid JSON"),
-    ("chat/completions", _history(tool_calls=[{"function": {}}]), "tool_calls[0]: a call without the name"),
+    (
+        "chat/completions",
+        _history(tool_calls=[{"function": {}}]),
+        "tool_calls[0]: a call without the name",
+    ),
     (
         "chat/completions",
         _history(tool_calls=[{"function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}]),
@@ -343,16 +432,48 @@ ODD = [
         _history(tool_calls=[{"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]),
         "surrogates not allowed",
     ),
-    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"tools": []}}, "must be without tools"),
-    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"messages": []}}, "must be without messages"),
-    ("chat/completions", {"messages": [_USER], "chat_template_kwargs": {"continue_final_message": True}}, "refused"),
+    (
+        "chat/completions",
+        {"messages": [_USER], "chat_template_kwargs": {"tools": []}},
+        "must be without tools",
+    ),
+    (
+        "chat/completions",
+        {"messages": [_USER], "chat_template_kwargs": {"messages": []}},
+        "must be without messages",
+    ),
+    (
+        "chat/completions",
+        {"messages": [_USER], "chat_template_kwargs": {"continue_final_message": True}},
+        "refused",
+    ),
     ("responses", {"input": []}, "at least one item"),
     ("responses", _input({"role": "alien", "content": "x"}), "the role of input"),
-    ("responses", _input({"type": "reasoning", "summary": [], "content": 7}), "neither text nor a list"),
-    ("messages", {"messages": [_USER], "output_config": {"format": {"type": "json_schema"}}}, "constrained decoding"),
-    ("messages", {"messages": [_USER], "output_format": {"type": "json_schema"}}, "constrained decoding"),
-    ("messages", _history(content=[{"type": "tool_use", "id": "a", "input": {}}]), "a call without the name"),
-    ("messages", _history(content=[{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]), "not valid JSON"),
+    (
+        "responses",
+        _input({"type": "reasoning", "summary": [], "content": 7}),
+        "neither text nor a list",
+    ),
+    (
+        "messages",
+        {"messages": [_USER], "output_config": {"format": {"type": "json_schema"}}},
+        "constrained decoding",
+    ),
+    (
+        "messages",
+        {"messages": [_USER], "output_format": {"type": "json_schema"}},
+        "constrained decoding",
+    ),
+    (
+        "messages",
+        _history(content=[{"type": "tool_use", "id": "a", "input": {}}]),
+        "a call without the name",
+    ),
+    (
+        "messages",
+        _history(content=[{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]),
+        "not valid JSON",
+    ),
 ]
 
 
@@ -384,7 +505,10 @@ def test_a_call_that_no_client_could_read_comes_as_text(stream: bool) -> None:
                     answer: Any = await events.get_final_message()
             else:
                 answer = await client.messages.create(**body)
-            assert (answer.stop_reason, [block.type for block in answer.content]) == ("end_turn", ["text"])
+            assert (answer.stop_reason, [block.type for block in answer.content]) == (
+                "end_turn",
+                ["text"],
+            )
             assert answer.content[0].text == call
 
     play.run(talk)
@@ -409,7 +533,9 @@ def test_bodies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def talk(endpoint: AgentEndpoint) -> None:
         async with openai_of(endpoint) as client:
             with pytest.raises(openai.APIStatusError) as refused:
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 2000}])
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x" * 2000}]
+                )
             assert refused.value.status_code == 413
 
     Play([]).run(talk)
@@ -420,7 +546,10 @@ def test_a_body_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatc
 
     async def talk(endpoint: AgentEndpoint) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {endpoint.api_key}\r\nContent-Length: 50\r\n\r\n"
+        head = (
+            "POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: "
+            f"{endpoint.api_key}\r\nContent-Length: 50\r\n\r\n"
+        )
         writer.write(head.encode())
         assert b" 408 " in await reader.readline()
         writer.close()

@@ -34,7 +34,9 @@ def test_a_client_that_vanishes_ends_its_request(stream: bool) -> None:
     async def talk(endpoint: AgentEndpoint) -> None:
         play.model.held = asyncio.Event()
         async with openai_of(endpoint, max_retries=0) as client:
-            asking = asyncio.create_task(client.responses.create(model="m", input="Hi", stream=stream))
+            asking = asyncio.create_task(
+                client.responses.create(model="m", input="Hi", stream=stream)
+            )
             while not play.model.asked:
                 await asyncio.sleep(0)
             asking.cancel()
@@ -56,9 +58,15 @@ def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch
         headers = {"x-api-key": endpoint.api_key}
         hi = [{"role": "user", "content": "Hi"}]
         async with aiohttp.ClientSession(base_url=endpoint.base_url + "/", headers=headers) as http:
-            for path, ping in (("chat/completions", b": ping"), ("responses", b": ping"), ("messages", b"event: ping")):
+            for path, ping in (
+                ("chat/completions", b": ping"),
+                ("responses", b": ping"),
+                ("messages", b"event: ping"),
+            ):
                 held.clear()
-                async with http.post(path, json={"messages": hi, "input": "Hi", "stream": True}) as answer:
+                async with http.post(
+                    path, json={"messages": hi, "input": "Hi", "stream": True}
+                ) as answer:
                     assert (await answer.content.readline()).strip() == ping
                     held.set()
                     assert b"data: " in await answer.read()
@@ -69,13 +77,17 @@ def test_a_stream_pings_until_there_is_an_answer(monkeypatch: pytest.MonkeyPatch
 class Broken(Model):
     """Fails as nobody has foreseen."""
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         if self.held is not None:
             await self.held.wait()
         raise RuntimeError("as nobody has foreseen")
 
 
-def test_a_failure_behind_the_status_is_an_event_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_behind_the_status_is_an_event_of_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(agent_server, "_PING_SECONDS", 0.01)
     play = Play([])
     play.state.client = play.model = Broken([])
@@ -93,7 +105,9 @@ def test_a_failure_behind_the_status_is_an_event_of_the_stream(monkeypatch: pyte
                 held.clear()
                 stream = await ask()
                 held.set()
-                with pytest.raises((openai.APIError, anthropic.APIError), match="as nobody has foreseen"):
+                with pytest.raises(
+                    (openai.APIError, anthropic.APIError), match="as nobody has foreseen"
+                ):
                     async for _ in stream:
                         pass
 
@@ -126,7 +140,9 @@ def test_a_body_that_comes_when_the_sample_is_done_begins_nothing() -> None:
         async with agent_endpoint(play.state.args, play.sample, params) as endpoint:
             reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
             head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nx-api-key: {endpoint.api_key}\r\n"
-            writer.write(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            writer.write(
+                f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            )
             assert b" 100 " in await reader.readline(), "it is waited for"
         writer.write(body)
         await reader.readline()
@@ -139,7 +155,9 @@ def test_a_body_that_comes_when_the_sample_is_done_begins_nothing() -> None:
 
 
 class DeadEngines(Model):
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         raise EngineError("http://engine-0", "is down", 503)
 
 
@@ -233,7 +251,11 @@ def test_the_end_of_the_rollout_puts_the_sample_back_as_it_was() -> None:
     asyncio.run(run())
     assert group.failure is None and not group.is_generated
     (sample,) = group.samples
-    assert sample.status is SampleStatus.ABORTED and "port" not in sample.metadata and not sample.tokens
+    assert (
+        sample.status is SampleStatus.ABORTED
+        and "port" not in sample.metadata
+        and not sample.tokens
+    )
 
 
 def test_a_taken_port_and_a_model_without_template_are_the_users_to_mend() -> None:
@@ -256,8 +278,13 @@ def test_it_listens_on_loopback_unless_told_otherwise() -> None:
         assert endpoint.environ_for("host.docker.internal")["OPENAI_BASE_URL"].startswith(
             "http://host.docker.internal:"
         )
-        assert endpoint.environ_for("fd00::1")["ANTHROPIC_BASE_URL"] == f"http://[fd00::1]:{endpoint.port}"
-        hosts.update(c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == endpoint.port)
+        assert (
+            endpoint.environ_for("fd00::1")["ANTHROPIC_BASE_URL"]
+            == f"http://[fd00::1]:{endpoint.port}"
+        )
+        hosts.update(
+            c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == endpoint.port
+        )
 
     hosts: set[str] = set()
     Play([]).run(look)

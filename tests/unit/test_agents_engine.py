@@ -1,4 +1,5 @@
-"""Agents in front of the embedded engine: the example as it stands, and a client that vanishes, behind the router."""
+"""Agents in front of the embedded engine: the example as it stands, and a client that vanishes,
+behind the router."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ CONTEXT = 4096
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_tiny_model(tmp_path_factory.mktemp("model"))
-    config = json.loads((directory / "config.json").read_text()) | {"max_position_embeddings": CONTEXT}
+    config = json.loads((directory / "config.json").read_text()) | {
+        "max_position_embeddings": CONTEXT
+    }
     (directory / "config.json").write_text(json.dumps(config))
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -61,12 +64,23 @@ def state_of(url: str, model: Path, max_new_tokens: int, **flags: Any) -> Genera
     return state
 
 
-def test_the_example_gives_samples_of_exactly_what_the_engine_said(engine: Server, model: Path) -> None:
-    """Two processes of the agent, through the rollout's own runner; log-probs are those of transformers."""
+def test_the_example_gives_samples_of_exactly_what_the_engine_said(
+    engine: Server, model: Path
+) -> None:
+    """Two processes of the agent, through the rollout's own runner; log-probs are those of
+    transformers."""
 
     async def run() -> list[Sample]:
-        state = state_of(engine.url, model, 20, custom_generate_function_path="examples.api_agent.rollout.generate")
-        drawn = [Sample(index=i, group_index=0, prompt="What is 17 * 23 + 5?", label="396") for i in range(2)]
+        state = state_of(
+            engine.url,
+            model,
+            20,
+            custom_generate_function_path="examples.api_agent.rollout.generate",
+        )
+        drawn = [
+            Sample(index=i, group_index=0, prompt="What is 17 * 23 + 5?", label="396")
+            for i in range(2)
+        ]
         group = GroupRun.of(drawn)
         async with state.client:
             await GroupRunner(state, None, rollout_id=0).run(group)
@@ -86,12 +100,16 @@ def test_the_example_gives_samples_of_exactly_what_the_engine_said(engine: Serve
             if counts
         ]
         assert trained and max(abs(theirs - ours) for theirs, ours in trained) < 1e-3
-        assert "What is 17 * 23 + 5?" in byte_tokenizer().decode(sample.tokens[: sample.prompt_length])
+        assert "What is 17 * 23 + 5?" in byte_tokenizer().decode(
+            sample.tokens[: sample.prompt_length]
+        )
 
 
 def test_the_examples_calculator_and_score() -> None:
     assert calculate('{"expression": "17 * 23 + 5"}') == "396"
-    assert calculate('{"expression": "__import__"}').startswith("error") and calculate("[]").startswith("error")
+    assert calculate('{"expression": "__import__"}').startswith("error") and calculate(
+        "[]"
+    ).startswith("error")
     assert calculate(f'{{"expression": "{"1+" * 5_000}1"}}').startswith("error")
     assert rollout.score("so:\n 396 \n", "396") == 1.0 and rollout.score("", "396") == 0.0
 
@@ -100,7 +118,15 @@ def test_a_client_that_vanishes_ends_its_request_in_the_engine_behind_the_router
     engine: Server, model: Path, tmp_path: Path
 ) -> None:
     port = free_port()
-    argv = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    argv = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
 
     async def run(url: str) -> None:
         await register_workers(url, [engine.url], timeout=60.0)

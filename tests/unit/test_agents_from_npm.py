@@ -1,4 +1,5 @@
-"""Command-line agents as they come from npm, unmodified, in front of a model that plays its part."""
+"""Command-line agents as they come from npm, unmodified, in front of a model that plays its
+part."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.support.agents import Model, Play
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(shutil.which("npm") is None or shutil.which("node") is None, reason="needs node and npm"),
+    pytest.mark.skipif(
+        shutil.which("npm") is None or shutil.which("node") is None, reason="needs node and npm"
+    ),
 ]
 CODEX, CLAUDE = "@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.330"
 SECRET = "the-key-of-this-run"
@@ -36,14 +39,16 @@ def thinking(said: str) -> str:
 
 
 class Parts(Model):
-    """Speaks for several agents: the first mark that stands in a prompt tells whose line is next. Its tokens are single
-    characters, which a tokenizer would write in another way."""
+    """Speaks for several agents: the first mark that stands in a prompt tells whose line is next.
+    Its tokens are single characters, which a tokenizer would write in another way."""
 
     def __init__(self, parts: dict[str, list[str]]) -> None:
         super().__init__([], merges=True)
         self.parts = parts
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         prompt = self.tokenizer.decode(input_ids)
         line = next(lines for mark, lines in self.parts.items() if mark in prompt).pop(0)
         tokens = [token for character in line for token in self.tokenizer.encode(character)]
@@ -64,9 +69,21 @@ def install(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     folder = tmp_path / "npm"
 
     def put(package: str) -> Path:
-        options = ["--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel", "error"]
-        done = subprocess.run(["npm", "install", *options, package], capture_output=True, text=True, timeout=900)
-        if any(code in done.stderr for code in ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT")):
+        options = [
+            "--prefix",
+            str(folder),
+            "--ignore-scripts",
+            "--no-audit",
+            "--no-fund",
+            "--loglevel",
+            "error",
+        ]
+        done = subprocess.run(
+            ["npm", "install", *options, package], capture_output=True, text=True, timeout=900
+        )
+        if any(
+            code in done.stderr for code in ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT")
+        ):
             pytest.skip("npm's registry cannot be reached")
         assert done.returncode == 0, done.stderr
         return folder / "node_modules" / package.rpartition("@")[0]
@@ -75,7 +92,9 @@ def install(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def play(parts: dict[str, list[str]], command: list[str], environ: dict[str, str], room: Path) -> tuple[Play, Any]:
+def play(
+    parts: dict[str, list[str]], command: list[str], environ: dict[str, str], room: Path
+) -> tuple[Play, Any]:
     """Run an agent in ``room/work``; what it was told is compared with what it was to be told."""
     played = Play([], merges=True, max_new_tokens=4000)
     played.state.client = played.model = Parts(parts)
@@ -84,11 +103,16 @@ def play(parts: dict[str, list[str]], command: list[str], environ: dict[str, str
 
     async def agent(endpoint: AgentEndpoint) -> None:
         url = [word.replace("BASE_URL", endpoint.base_url) for word in command]
-        done = await endpoint.run(url, environ={"HOME": str(room), **environ}, timeout=300, cwd=work)
+        done = await endpoint.run(
+            url, environ={"HOME": str(room), **environ}, timeout=300, cwd=work
+        )
         assert done.status == 0, done.output
         assert "The file is there." in done.output
         seen = (work / "seen.txt").read_text()
-        assert (endpoint.api_key in seen, SECRET in seen) == (True, False)  # a failure does not print the environment
+        assert (endpoint.api_key in seen, SECRET in seen) == (
+            True,
+            False,
+        )  # a failure does not print the environment
 
     endpoint = played.run(agent)
     assert (work / "greeting.txt").read_text() == "hello\n"
@@ -97,7 +121,8 @@ def play(parts: dict[str, list[str]], command: list[str], environ: dict[str, str
 
 
 def check(played: Play, samples: list[Sample], said: list[int]) -> None:
-    """Tokens of every branch are the engine's, and each that was sampled is trained: ``said`` of them in each."""
+    """Tokens of every branch are the engine's, and each that was sampled is trained: ``said`` of
+    them in each."""
     model = played.model
     assert [sample.metadata["agent"]["turns"] for sample in samples] == said
     rest = {tuple(asked + answer) for asked, answer in zip(model.asked, model.said)}
@@ -106,7 +131,11 @@ def check(played: Play, samples: list[Sample], said: list[int]) -> None:
         sample.validate()
         assert tuple(sample.tokens) in rest
         trained += played.trained(sample)
-        turns = [(a, s) for a, s in zip(model.asked, model.said) if sample.tokens[: len(a) + len(s)] == a + s]
+        turns = [
+            (a, s)
+            for a, s in zip(model.asked, model.said)
+            if sample.tokens[: len(a) + len(s)] == a + s
+        ]
         assert [token for _, answer in turns for token in answer] == played.trained(sample)
     assert sorted(trained) == sorted(token for answer in model.said for token in answer)
 
@@ -119,18 +148,37 @@ def test_codex_through_responses(tmp_path: Path, install: Callable[[str], Path])
         "Once more, and wrong. " + call("exec_command", wrong=5.0),
         thinking("The file is there. "),
     ]
-    provider = {"name": "run", "base_url": "BASE_URL", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
-    settings = {"model_provider": "run", **{f"model_providers.run.{name}": value for name, value in provider.items()}}
-    command = ["node", str(found / "bin" / "codex.js"), "exec", "--skip-git-repo-check", "--model", "policy"]
+    provider = {
+        "name": "run",
+        "base_url": "BASE_URL",
+        "env_key": "OPENAI_API_KEY",
+        "wire_api": "responses",
+    }
+    settings = {
+        "model_provider": "run",
+        **{f"model_providers.run.{name}": value for name, value in provider.items()},
+    }
+    command = [
+        "node",
+        str(found / "bin" / "codex.js"),
+        "exec",
+        "--skip-git-repo-check",
+        "--model",
+        "policy",
+    ]
     command += ["--dangerously-bypass-approvals-and-sandbox"]
     command += [word for name, value in settings.items() for word in ("-c", f'{name}="{value}"')]
     environ = {"CODEX_HOME": str(tmp_path)}
-    played, endpoint = play({"": lines}, [*command, "Write hello to greeting.txt."], environ, tmp_path)
+    played, endpoint = play(
+        {"": lines}, [*command, "Write hello to greeting.txt."], environ, tmp_path
+    )
     check(played, endpoint.samples(), [4])
     assert "Output:\nhello\n" in played.text(played.model.asked[2])
 
 
-def test_claude_code_through_messages_with_an_agent_of_its_own(tmp_path: Path, install: Callable[[str], Path]) -> None:
+def test_claude_code_through_messages_with_an_agent_of_its_own(
+    tmp_path: Path, install: Callable[[str], Path]
+) -> None:
     found = install(CLAUDE)
     asks = {"description": "Count", "prompt": "Count letters.", "subagent_type": "general-purpose"}
     lines = [
@@ -140,9 +188,19 @@ def test_claude_code_through_messages_with_an_agent_of_its_own(tmp_path: Path, i
         call("Agent", **asks, run_in_background=False),
         thinking("The file is there. "),
     ]
-    command = ["node", str(found / "cli-wrapper.cjs"), "-p", "Write hello to greeting.txt.", "--model", "policy"]
+    command = [
+        "node",
+        str(found / "cli-wrapper.cjs"),
+        "-p",
+        "Write hello to greeting.txt.",
+        "--model",
+        "policy",
+    ]
     command += ["--permission-mode", "acceptEdits", "--allowedTools", "Bash,Agent"]
-    environ = {"CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    environ = {
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
     parts = {"greeting.txt": lines, "Count letters.": [thinking("There are five.")]}
     played, endpoint = play(parts, command, environ, tmp_path)
     check(played, endpoint.samples(), [1, 5])

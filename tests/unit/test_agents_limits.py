@@ -36,7 +36,8 @@ def test_a_full_context_refuses_and_its_branch_is_truncated() -> None:
 
 
 def full_context(*then: str, rewritten: bool = False) -> list[SampleStatus]:
-    """Of the branches of an agent that is refused for its length, then asks what is left, shorter than before."""
+    """Of the branches of an agent that is refused for its length, then asks what is left, shorter
+    than before."""
     play = Play(["a<|im_end|>", "b<|im_end|>"], max_context_len=60)
     session = session_of(play)
 
@@ -62,7 +63,8 @@ def test_an_agent_that_went_on_with_less_was_not_cut_short() -> None:
 
 
 def test_of_branches_the_one_that_was_too_long_is_truncated() -> None:
-    """Also if another agent of the sample was answered last, or was waiting for its answer meanwhile."""
+    """Also if another agent of the sample was answered last, or was waiting for its answer
+    meanwhile."""
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"], max_context_len=60)
     session = session_of(play)
 
@@ -121,10 +123,18 @@ def test_who_asks_the_same_twice_gets_two_seeds() -> None:
 
 def test_of_a_clients_sampling_only_fewer_tokens_and_more_stops_count() -> None:
     play = Play(["abc", "x STOP y"], max_new_tokens=50)
-    session = talk(play, Ask([user("1")], max_tokens=2), Ask([user("1")], max_tokens=900, stop=("STOP",)))
+    session = talk(
+        play, Ask([user("1")], max_tokens=2), Ask([user("1")], max_tokens=900, stop=("STOP",))
+    )
     first, second = (call["params"] for call in play.model.calls)
-    assert first["max_new_tokens"] == 2 and second["max_new_tokens"] == 50 and second["stop"] == ["STOP"]
-    assert session.book.turns[1].reading.text == "x " and session.book.turns[1].reading.stop == "STOP"
+    assert (
+        first["max_new_tokens"] == 2
+        and second["max_new_tokens"] == 50
+        and second["stop"] == ["STOP"]
+    )
+    assert (
+        session.book.turns[1].reading.text == "x " and session.book.turns[1].reading.stop == "STOP"
+    )
 
 
 def test_an_agent_that_asks_for_nothing_fails_its_sample() -> None:
@@ -156,7 +166,8 @@ def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:
     assert [sample.reward for sample in samples(session)] == [0.5, 0.5]
 
 
-# -- reasoning -----------------------------------------------------------------------------------------------------
+# -- reasoning
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,14 +187,19 @@ def test_reasoning_and_answer(text: str, opened: bool, thought: Thought) -> None
 
 def test_the_template_tells_how_a_model_thinks() -> None:
     assert reasoning_format("{{ m.content.split('</think>')[-1] }}") is THINK
-    assert reasoning_format("[THINK]{{ x }}[/THINK]") is FORMATS[1] and reasoning_format("{{ m.content }}") is None
+    assert (
+        reasoning_format("[THINK]{{ x }}[/THINK]") is FORMATS[1]
+        and reasoning_format("{{ m.content }}") is None
+    )
     assert THINK.opens("assistant\n<think>\n") and not THINK.opens("<think>\n\n</think>\n\n")
 
 
 def test_a_prompt_that_opens_reasoning_is_seen() -> None:
     play = Play(["hm\n</think>\n\nYes<|im_end|>"])
     play.model.tokenizer = copy.copy(play.model.tokenizer)
-    play.model.tokenizer.chat_template += '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
+    play.model.tokenizer.chat_template += (
+        '{% if add_generation_prompt %}{{ "<think>\\n" }}{% endif %}'
+    )
     session = talk(play, [user("1")])
     assert session.book.turns[0].reading.message() == {
         "role": "assistant",

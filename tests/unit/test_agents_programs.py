@@ -15,23 +15,34 @@ from slime.agents import programs
 from slime.agents.programs import Finished, run_program
 from slime.engines.keys import VARIABLE
 
-CHILD = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]])"
+CHILD = (
+    "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+    "time.sleep(600)', sys.argv[1]])"
+)
 
 
 def left(mark: str) -> list[int]:
     """Processes with this word in their command line."""
     found = psutil.process_iter(["cmdline", "status"])
-    return [p.pid for p in found if mark in (p.info["cmdline"] or ()) and p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [
+        p.pid
+        for p in found
+        if mark in (p.info["cmdline"] or ()) and p.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def ended(mark: str) -> bool:
-    psutil.wait_procs([psutil.Process(pid) for pid in left(mark) if psutil.pid_exists(pid)], timeout=10)
+    psutil.wait_procs(
+        [psutil.Process(pid) for pid in left(mark) if psutil.pid_exists(pid)], timeout=10
+    )
     return not left(mark)
 
 
 def test_it_gets_its_variables_and_its_output_and_status_come_back(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['OPENAI_API_KEY'], os.getcwd()); sys.exit('no')"
-    done = asyncio.run(run_program([sys.executable, "-c", code], {"OPENAI_API_KEY": "k"}, cwd=tmp_path, timeout=60))
+    done = asyncio.run(
+        run_program([sys.executable, "-c", code], {"OPENAI_API_KEY": "k"}, cwd=tmp_path, timeout=60)
+    )
     assert done == Finished(1, f"k {tmp_path}\nno\n")
 
 
@@ -51,7 +62,9 @@ def test_it_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
     mark = str(tmp_path / "child")
     code = f"{CHILD}; print('started')"
-    assert asyncio.run(run_program([sys.executable, "-c", code, mark], {})) == Finished(0, "started\n")
+    assert asyncio.run(run_program([sys.executable, "-c", code, mark], {})) == Finished(
+        0, "started\n"
+    )
     assert ended(mark)
 
 
@@ -101,7 +114,11 @@ print("started", flush=True)
 @pytest.mark.parametrize("way", DETACHED)
 @pytest.mark.parametrize("how", ["by itself", "when it is cancelled"])
 def test_what_has_left_its_process_group_ends_with_it_and_is_named(
-    tmp_path: Path, way: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    way: str,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
     monkeypatch.setattr(programs, "_leaves_behind", set())

@@ -1,4 +1,5 @@
-"""Conversations of agents as a tree of exact tokens: what continues, what branches, and what is trained."""
+"""Conversations of agents as a tree of exact tokens: what continues, what branches, and what is
+trained."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
 
 
-# -- what continues ------------------------------------------------------------------------------------------------
+# -- what continues
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
@@ -31,13 +33,16 @@ def test_a_conversation_is_one_sample_with_the_turns_between_masked() -> None:
     session = talk(play, [SYSTEM, user("Hi")], [SYSTEM, user("Hi"), 0, user("2+2")])
     (sample,) = check(play, session)
     assert play.text(sample.tokens) == (
-        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe "
+        "short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         "Yes?<|im_end|>\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\nFour<|im_end|>"
     )
     assert play.text(play.trained(sample)) == "Yes?<|im_end|>Four<|im_end|>"
     assert sample.response == "Yes?\n2+2\nFour" and sample.status is SampleStatus.COMPLETED
     assert sample.weight_versions == ["1", "1"] and sample.metadata["agent"]["answer"] == "Four"
-    assert sample is play.sample and sample.prefix_cache_info.total_prompt_tokens == sum(map(len, play.model.asked))
+    assert sample is play.sample and sample.prefix_cache_info.total_prompt_tokens == sum(
+        map(len, play.model.asked)
+    )
 
 
 def test_history_is_kept_once_however_often_it_is_sent() -> None:
@@ -50,10 +55,18 @@ def test_history_is_kept_once_however_often_it_is_sent() -> None:
 def test_every_token_keeps_the_version_of_its_turn() -> None:
     play = Play(["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
     conversation: Messages = [user("1")]
-    talked = [conversation, [*conversation, 0, user("2")], [*conversation, 0, user("2"), 1, user("3")]]
+    talked = [
+        conversation,
+        [*conversation, 0, user("2")],
+        [*conversation, 0, user("2"), 1, user("3")],
+    ]
     (sample,) = check(play, talk(play, *talked))
     sampled = [span for span in sample.token_spans if span.weight_version is not None]
-    assert [(span.end - span.start, span.weight_version) for span in sampled] == [(2, 1), (2, 1), (2, 2)]
+    assert [(span.end - span.start, span.weight_version) for span in sampled] == [
+        (2, 1),
+        (2, 1),
+        (2, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +99,21 @@ def test_an_answer_without_an_end_gets_one_that_is_not_trained() -> None:
 def test_how_arguments_are_written_does_not_matter_but_what_they_say_does() -> None:
     def call(arguments: str, name: str = "f") -> dict[str, Any]:
         function = {"name": name, "arguments": arguments}
-        return {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": function}]}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "function": function}],
+        }
 
     assert key_of(call('{"x": 1, "y": 2}')) == key_of(call('{"y":2,"x":1}'))
-    assert key_of(call('{"x": [5.0]}')) == key_of(call('{"x":[5]}')), "as clients in JavaScript send it back"
+    assert key_of(call('{"x": [5.0]}')) == key_of(call('{"x":[5]}')), (
+        "as clients in JavaScript send it back"
+    )
     assert len({key_of(call("{}")), key_of(call('{"x": 1}')), key_of(call("{}", "g"))}) == 3
 
 
-# -- what branches -------------------------------------------------------------------------------------------------
+# -- what branches
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_second_try_shares_its_beginning_which_is_trained_once() -> None:
@@ -160,12 +180,18 @@ def test_a_template_that_wants_turns_to_alternate_takes_results_before_a_past_an
     """As Mistral's, which count neither calls nor results."""
     strict = copy.copy(tokenizer())
     strict.chat_template = (
-        "{% for m in messages if m.role != 'tool' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{% for m in messages if m.role != 'tool' %}{% if (m.role == 'user') != (loop.index0 % 2 "
+        "== 0) %}"
         "{{ raise_exception('turns must alternate') }}{% endif %}{% endfor %}"
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>{% "
+        "endif %}{% endfor %}"
     )
     result = {"role": "tool", "content": "42"}
-    assert between_turns(strict, result, to_past=True) == between_turns(strict, result) == "</s>[tool]42"
+    assert (
+        between_turns(strict, result, to_past=True)
+        == between_turns(strict, result)
+        == "</s>[tool]42"
+    )
 
 
 def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
@@ -174,7 +200,9 @@ def test_the_same_told_in_another_way_is_found_by_its_tokens() -> None:
     whole = user("1<|im_end|>\n<|im_start|>user\n2")
     session = talk(play, [user("1"), user("2")], [whole, 0, user("3")])  # type: ignore[list-item]
     (sample,) = check(play, session)
-    assert play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>" and sample.response == "a\n3\nb"
+    assert (
+        play.text(play.trained(sample)) == "a<|im_end|>b<|im_end|>" and sample.response == "a\n3\nb"
+    )
 
 
 def test_a_twin_of_what_was_said_goes_on_from_its_own_call() -> None:
@@ -193,15 +221,37 @@ def test_chosen_branches_train_what_they_share() -> None:
     assert play.text(play.trained(only)) == "a<|im_end|>c<|im_end|>"
 
 
-# -- any tree ------------------------------------------------------------------------------------------------------
+# -- any tree
+# ------------------------------------------------------------------------------------------------------
 
 _WORDS = st.sampled_from(
-    ["ok", "no ", "<think>\nhm\n</think>\n\nyes", "<think>never ends", CALL, f"look {CALL}", "\n\n", "<|im_start|>"]
+    [
+        "ok",
+        "no ",
+        "<think>\nhm\n</think>\n\nyes",
+        "<think>never ends",
+        CALL,
+        f"look {CALL}",
+        "\n\n",
+        "<|im_start|>",
+    ]
 )
 _BYTES = st.lists(st.integers(0, 255), min_size=1, max_size=6)
-#: What a client does with its history before it asks again; the number chooses the turn to go on from.
+#: What a client does with its history before it asks again; the number chooses the turn to go on
+#: from.
 _STEP = st.tuples(
-    st.sampled_from(["go on", "go on", "go on", "drop the beginning", "edit", "drop reasoning", "drop tools", "anew"]),
+    st.sampled_from(
+        [
+            "go on",
+            "go on",
+            "go on",
+            "drop the beginning",
+            "edit",
+            "drop reasoning",
+            "drop tools",
+            "anew",
+        ]
+    ),
     st.integers(0, 30),
     st.one_of(_WORDS, _BYTES),
     st.booleans(),  # whether the answer ends by itself
@@ -209,13 +259,18 @@ _STEP = st.tuples(
 
 
 @settings(max_examples=60)
-@given(st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]), st.booleans())
+@given(
+    st.lists(_STEP, min_size=1, max_size=9), st.sampled_from(["branch", "continue"]), st.booleans()
+)
 def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
     steps: list[Any], policy: Any, merges: bool
 ) -> None:
     words = tokenizer(merges)
     ends = {True: [words.eos_token_id], False: []}
-    lines = [(words.encode(line) if isinstance(line, str) else line) + ends[end] for _, _, line, end in steps]
+    lines = [
+        (words.encode(line) if isinstance(line, str) else line) + ends[end]
+        for _, _, line, end in steps
+    ]
     play = Play(lines, merges=merges)
     session = session_of(play, dropped_reasoning=policy)
 
@@ -229,9 +284,13 @@ def test_any_tree_trains_each_sampled_token_once_and_is_what_the_engine_saw(
     check(play, session)
     for turn, asked in zip(session.book.turns, play.model.asked):
         for message in turn.ask.messages:
-            written = [known.output for known in session.book.turns if known.reading.message() == message]
+            written = [
+                known.output for known in session.book.turns if known.reading.message() == message
+            ]
             if message["role"] == "assistant" and message["content"] and written:
-                assert any(_holds(asked, output) for output in written), "an answer was tokenised again"
+                assert any(_holds(asked, output) for output in written), (
+                    "an answer was tokenised again"
+                )
 
 
 def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
@@ -243,7 +302,9 @@ def _next_ask(what: str, which: int, number: int, base: Turn | None) -> Ask:
     elif what == "edit":
         messages[which % len(messages)] = user("edited")
     elif what == "drop reasoning":
-        messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
+        messages = [
+            {k: v for k, v in message.items() if k != "reasoning_content"} for message in messages
+        ]
     return Ask(clean(messages), tools=None if what == "drop tools" else base.ask.tools)
 
 

@@ -1,4 +1,5 @@
-"""Alarms about runs that cannot learn: what sets them off, what does not, and that each is said once."""
+"""Alarms about runs that cannot learn: what sets them off, what does not, and that each is said
+once."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from tests.support.metrics_page import documented_names
 from tests.support.run_folders import create_run
 
 
-def step(number: int, low: float = 0.0, high: float = 1.0, flat: float = 0.5, **others: Any) -> dict[str, Any]:
-    """A step with rewards from ``low`` to ``high``, a share ``flat`` of whose groups have no contrast."""
+def step(
+    number: int, low: float = 0.0, high: float = 1.0, flat: float = 0.5, **others: Any
+) -> dict[str, Any]:
+    """A step with rewards from ``low`` to ``high``, a share ``flat`` of whose groups have no
+    contrast."""
     row = {"rollout/reward/min": low, "rollout/reward/max": high, "rollout/zero_std/ratio": flat}
     row |= {"rollout/num_samples": 16.0, "train/grad_norm": 0.3, "step": number}
     return {**row, **{name.replace("__", "/"): value for name, value in others.items()}}
@@ -35,9 +39,15 @@ def steps(count: int, **same: Any) -> list[dict[str, Any]]:
     return [step(number, **same) for number in range(1, count + 1)]
 
 
-@pytest.mark.parametrize(("moved", "advice"), [(0.15, "--fake-quantisation"), (0.05, "slime align")])
-def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(moved: float, advice: str) -> None:
-    rows = steps(1, train__train_rollout_logprob_abs_diff=0.2, train__canary_quantisation_abs_diff=moved)
+@pytest.mark.parametrize(
+    ("moved", "advice"), [(0.15, "--fake-quantisation"), (0.05, "slime align")]
+)
+def test_a_mismatch_that_the_engines_format_makes_is_told_as_that(
+    moved: float, advice: str
+) -> None:
+    rows = steps(
+        1, train__train_rollout_logprob_abs_diff=0.2, train__canary_quantisation_abs_diff=moved
+    )
     [alarm] = [alarm for alarm in find_alarms(rows) if alarm.name == "train_rollout_mismatch"]
     assert alarm.fix.startswith(advice) and ("quantised" in alarm.detail) == (moved > 0.1)
 
@@ -54,21 +64,50 @@ CONSTANT = {"low": 0.25, "high": 0.25, "flat": 1.0, "train__grad_norm": 0.0}
     ("name", "rows", "said"),
     [
         ("constant_reward", steps(3, **CONSTANT), "every reward of the last 3 steps is 0.25"),
-        ("no_contrast", steps(3, flat=1.0, train__grad_norm=0.0), "no group had two different rewards"),
+        (
+            "no_contrast",
+            steps(3, flat=1.0, train__grad_norm=0.0),
+            "no group had two different rewards",
+        ),
         ("no_contrast", steps(3, flat=1.0), "no group had"),  # an entropy bonus gives a gradient
-        ("zero_gradient", steps(1, train__grad_norm=0.0), "rewards go from 0 to 1, and yet train/grad_norm is 0"),
-        ("zero_gradient", [{"step": i, "train/grad_norm": 0.0} for i in range(3)], "in the last 3 steps"),
-        ("late_rewards", steps(1, rollout__reward_timeout=16.0, rollout__reward_crash=0.0), "16 calls ran into"),
+        (
+            "zero_gradient",
+            steps(1, train__grad_norm=0.0),
+            "rewards go from 0 to 1, and yet train/grad_norm is 0",
+        ),
+        (
+            "zero_gradient",
+            [{"step": i, "train/grad_norm": 0.0} for i in range(3)],
+            "in the last 3 steps",
+        ),
+        (
+            "late_rewards",
+            steps(1, rollout__reward_timeout=16.0, rollout__reward_crash=0.0),
+            "16 calls ran into",
+        ),
         ("late_rewards", steps(12, **CONSTANT, rollout__reward_timeout=16.0), "these count as 0"),
-        ("late_rewards", steps(1, rollout__reward_crash=9.0), "9 ended their process, for 16 samples"),
-        ("tool_text_trained", steps(1, rollout__unsampled_trained_ratio=0.25), "25.0% of the tokens trained on were"),
-        ("stale_samples", steps(4, rollout__staleness__num_too_old=2.0), "2 samples of the last step are older"),
+        (
+            "late_rewards",
+            steps(1, rollout__reward_crash=9.0),
+            "9 ended their process, for 16 samples",
+        ),
+        (
+            "tool_text_trained",
+            steps(1, rollout__unsampled_trained_ratio=0.25),
+            "25.0% of the tokens trained on were",
+        ),
+        (
+            "stale_samples",
+            steps(4, rollout__staleness__num_too_old=2.0),
+            "2 samples of the last step are older",
+        ),
         ("failing_samples", steps(3, rollout__num_failed_groups=1.0), "(3 in all)"),
         ("prompts_too_long", steps(4, **NO_ROOM), "in the last 4 steps (last: step 4)"),
         (
             "prompts_too_long",
             steps(1, **NO_ROOM),
-            "at step 1 a prompt, or a conversation of several turns, filled the context 8 times; 8 samples",
+            "at step 1 a prompt, or a conversation of several turns, filled the context 8 times; "
+            "8 samples",
         ),
         (
             "truncation",
@@ -91,9 +130,15 @@ def test_a_run_that_cannot_learn_says_so(name: str, rows: list[dict[str, Any]], 
         [*steps(2, **CONSTANT), {"step": 2, "eval/held-out": 0.0}, step(3)],
         steps(2, flat=1.0, train__grad_norm=0.0),  # by chance
         steps(9, rollout__reward_timeout=1.0, rollout__reward_crash=0.0),
-        [*steps(2, rollout__unsampled_trained_ratio=0.1), step(3, rollout__unsampled_trained_ratio=0.0)],
+        [
+            *steps(2, rollout__unsampled_trained_ratio=0.1),
+            step(3, rollout__unsampled_trained_ratio=0.0),
+        ],
         steps(9, rollout__staleness__num_too_old=0.0),
-        [*steps(1, **NO_ROOM), *steps(10, rollout__truncated_ratio=0.1, rollout__prompt_too_long=0.0)],
+        [
+            *steps(1, **NO_ROOM),
+            *steps(10, rollout__truncated_ratio=0.1, rollout__prompt_too_long=0.0),
+        ],
         steps(9, rollout__staleness__num_too_old=2.0, train__tis=1.0),
         [step(1, rollout__num_failed_groups=1.0), *steps(2, rollout__num_failed_groups=0.0)],
         [{"step": 0, "eval/held-out": 0.5}],
@@ -117,19 +162,36 @@ def test_an_alarm_is_new_once_and_again_when_it_has_come_back() -> None:
     flat, fine = step(0, **CONSTANT), step(0)
     seen = [watch.look(row) for row in (flat, flat, flat, flat, fine, flat, flat, flat)]
     assert [len(new) for new, _ in seen] == [0, 0, 1, 0, 0, 0, 0, 1]
-    assert [metrics.get("alarm/constant_reward") for _, metrics in seen] == [None, None, 1, 1, 0, None, None, 1]
+    assert [metrics.get("alarm/constant_reward") for _, metrics in seen] == [
+        None,
+        None,
+        1,
+        1,
+        0,
+        None,
+        None,
+        1,
+    ]
     resumed = AlarmWatch([flat, flat, flat])
-    assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), "its console said so before the resume"
+    assert resumed.look(flat) == ([], {"alarm/constant_reward": 1.0}), (
+        "its console said so before the resume"
+    )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory
+# ----------------------------------------------------------------------------------------------------------
 
 HELD = ("driver", "rollout", "engine", "trainer", "trainer_gpu")
 
 
-def series(values: Iterable[float], who: str = "trainer", free: float = 10.0) -> list[dict[str, Any]]:
+def series(
+    values: Iterable[float], who: str = "trainer", free: float = 10.0
+) -> list[dict[str, Any]]:
     of_host = {"perf/host_free_memory_gb": free}
-    return [step(number, **{f"perf/{who}_memory_gb": value}, **of_host) for number, value in enumerate(values, 1)]
+    return [
+        step(number, **{f"perf/{who}_memory_gb": value}, **of_host)
+        for number, value in enumerate(values, 1)
+    ]
 
 
 def noise(number: int, width: float) -> float:
@@ -143,7 +205,8 @@ def noise(number: int, width: float) -> float:
     [
         ([8 + 0.05 * i for i in range(60)], "went from "),
         ([8 + 0.05 * i + noise(i, 0.1) for i in range(60)], "in 25 steps"),
-        # behind a warm-up, an evaluation that takes memory every ten steps, and hundreds of steps without
+        # behind a warm-up, an evaluation that takes memory every ten steps, and hundreds of steps
+        # without
         ([8 - 6 * 0.8**i + 2 * (i % 10 == 0) + 0.06 * i for i in range(80)], "GB in"),
         ([8.0 + noise(i, 0.2) + 0.05 * max(0, i - 400) for i in range(520)], "GB in"),
         ([2.0 + 0.004 * i for i in range(900)], "GB in"),
@@ -163,7 +226,8 @@ def test_memory_that_grows_and_grows_is_told(who: str, values: list[float], said
         [8 - 6 * 0.9**i for i in range(300)],
         [8 - 6 * 0.99**i for i in range(600)],
         [min(8.0, 2 + 0.2 * i) for i in range(300)],  # a cache that is full after thirty steps
-        [2.0 + 3 * (i >= 10) + 2 * (i >= 50) + 4 * (i >= 170) for i in range(300)],  # first evaluation, first save, …
+        # first evaluation, first save, …
+        [2.0 + 3 * (i >= 10) + 2 * (i >= 50) + 4 * (i >= 170) for i in range(300)],
         [4.0 + 0.1 * (i % 25) for i in range(300)],  # collected now and then
         [6.0 + noise(i, 3.0) for i in range(900)],
         [0.368 + 0.0007 * i for i in range(160)],  # a trainer as measured, docs/performance.md
@@ -190,30 +254,43 @@ def test_growth_is_said_once_and_over_when_it_pauses() -> None:
     seen = [watch.look(row) for row in series(values)]
     assert [len(new) for new, _ in seen].count(1) == 1
     on = [metrics.get("alarm/memory_growth") for _, metrics in seen]
-    assert on.index(1.0) == 39 and on.index(0.0) == 119 and set(on[39:119]) == {1.0} and set(on[120:]) == {None}
+    assert (
+        on.index(1.0) == 39
+        and on.index(0.0) == 119
+        and set(on[39:119]) == {1.0}
+        and set(on[120:]) == {None}
+    )
 
 
 def test_memory_that_would_soon_be_used_up_is_told_before_there_are_windows() -> None:
     values = [8 + 1.5 * i for i in range(16)]
     (alarm,) = find_alarms(series(values, "rollout", free=40.0))
     assert alarm.detail == (
-        "the rollout actor with its reward workers went from 17.0 to 30.5 GB in 9 steps; the 40.0 GB that the host has"
+        "the rollout actor with its reward workers went from 17.0 to 30.5 GB in 9 steps; the 40.0 "
+        "GB that the host has"
         " left last for about 27 more"
     )
-    assert names(series(values, "rollout", free=400.0)) == [], "a warm-up, as far as anybody can tell"
+    assert names(series(values, "rollout", free=400.0)) == [], (
+        "a warm-up, as far as anybody can tell"
+    )
 
 
 def test_who_grows_fastest_is_told_first() -> None:
     both = [a | b for a, b in zip(series([8 + 0.05 * i for i in range(60)], "engine"),
                                   series([8 + 0.5 * i for i in range(60)], "trainer"))]  # fmt: skip
     (alarm,) = find_alarms(both)
-    assert alarm.detail.startswith("a trainer rank went from") and alarm.detail.endswith("so did an engine")
+    assert alarm.detail.startswith("a trainer rank went from") and alarm.detail.endswith(
+        "so did an engine"
+    )
 
 
-# -- the first gradient ----------------------------------------------------------------------------------------------
+# -- the first gradient
+# ----------------------------------------------------------------------------------------------
 
 
-def first_steps(norms: Iterable[float | None], log_prob: float | None = -0.4, **others: Any) -> list[dict[str, Any]]:
+def first_steps(
+    norms: Iterable[float | None], log_prob: float | None = -0.4, **others: Any
+) -> list[dict[str, Any]]:
     scored = {"rollout__log_probs": log_prob, "rollout__raw_reward": 0.5, **others}
     return [step(number, train__grad_norm=norm, **scored) for number, norm in enumerate(norms, 1)]
 
@@ -228,7 +305,9 @@ def first_steps(norms: Iterable[float | None], log_prob: float | None = -0.4, **
         (first_steps([900.0], high=250.0), "rewards go from 0 to 250"),
     ],
 )
-def test_a_gradient_that_is_large_from_the_first_step_on_is_told(rows: list[dict[str, Any]], said: str) -> None:
+def test_a_gradient_that_is_large_from_the_first_step_on_is_told(
+    rows: list[dict[str, Any]], said: str
+) -> None:
     (alarm,) = find_alarms(rows)
     assert alarm.name == "large_gradient" and said in f"{alarm.detail} {alarm.fix}"
     assert "at a mean log-prob of -0.400: below 5 is usual" in alarm.detail
@@ -245,8 +324,13 @@ def test_a_gradient_that_is_large_from_the_first_step_on_is_told(rows: list[dict
         first_steps([900.0], log_prob=None),
         first_steps([0.5, 0.5, 900.0]),  # a spike, which needs more steps to be told
         first_steps([900.0, 700.0, 3.0]),  # over
-        [{"step": 1, "train/grad_norm": 900.0, "rollout/log_probs": -0.4, "train/loss": 0.4}],  # supervised
-        [row | {"rollout/log_probs": -0.4 if row["step"] > 9 else -3.4} for row in first_steps([300.0] * 20)],
+        [
+            {"step": 1, "train/grad_norm": 900.0, "rollout/log_probs": -0.4, "train/loss": 0.4}
+        ],  # supervised
+        [
+            row | {"rollout/log_probs": -0.4 if row["step"] > 9 else -3.4}
+            for row in first_steps([300.0] * 20)
+        ],
     ],
 )
 def test_gradients_of_other_kinds_are_left_alone(rows: list[dict[str, Any]]) -> None:
@@ -260,7 +344,8 @@ def test_a_large_gradient_is_said_once_and_over_when_it_has_fallen() -> None:
     assert [metrics.get("alarm/large_gradient") for _, metrics in seen] == [1.0, 1.0, 0.0, None]
 
 
-# -- the end ---------------------------------------------------------------------------------------------------------
+# -- the end
+# ---------------------------------------------------------------------------------------------------------
 
 FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
 
@@ -269,15 +354,25 @@ FLAT = {"flat": 1.0, "train__grad_norm": 0.0}
     ("rows", "said"),
     [
         (steps(1, **CONSTANT), "in the only step every group had the same reward"),
-        ([*steps(2, **FLAT), {"step": 2, "eval/held-out": 0.0}], "in all 2 steps every group had the same reward"),
-        (steps(3, **FLAT), "in the last 3 steps no group had two different rewards"),  # and that once
+        (
+            [*steps(2, **FLAT), {"step": 2, "eval/held-out": 0.0}],
+            "in all 2 steps every group had the same reward",
+        ),
+        (
+            steps(3, **FLAT),
+            "in the last 3 steps no group had two different rewards",
+        ),  # and that once
     ],
 )
-def test_a_run_that_ends_without_any_contrast_says_so_however_short(rows: list[dict[str, Any]], said: str) -> None:
+def test_a_run_that_ends_without_any_contrast_says_so_however_short(
+    rows: list[dict[str, Any]], said: str
+) -> None:
     watch = AlarmWatch(rows)
     (alarm,) = watch.at_the_end()
     is_constant = rows[0]["rollout/reward/min"] == rows[0]["rollout/reward/max"]
-    assert said in alarm.detail and ("slime reward" in alarm.fix) == is_constant, "why all are 0 is in the reward"
+    assert said in alarm.detail and ("slime reward" in alarm.fix) == is_constant, (
+        "why all are 0 is in the reward"
+    )
     assert alarm in find_alarms(rows, ended=True), "the page says it, too"
 
 
@@ -302,14 +397,26 @@ def test_rewards_that_never_come_are_all_that_is_said() -> None:
 def test_console_metrics_and_page_say_it(tmp_path: Path) -> None:
     config = make_config(output_dir=str(tmp_path), run_name="flat")
     run = create_run(config)
-    console = Console(record=True, width=400, force_terminal=False, file=(tmp_path / "out").open("w"))
+    console = Console(
+        record=True, width=400, force_terminal=False, file=(tmp_path / "out").open("w")
+    )
     with Sinks(config, run, console) as sinks:
         sinks.begin(0, 4)
         for number in range(1, 5):
             row = step(number, **CONSTANT)
             sinks.log(row.pop("step"), row)
-    assert console.export_text().count("warning: The reward is constant: every reward of the last 3 steps is 0.25") == 1
-    assert [row.get("alarm/constant_reward") for row in read_lines(run.metrics_path)] == [None, None, 1.0, 1.0]
+    assert (
+        console.export_text().count(
+            "warning: The reward is constant: every reward of the last 3 steps is 0.25"
+        )
+        == 1
+    )
+    assert [row.get("alarm/constant_reward") for row in read_lines(run.metrics_path)] == [
+        None,
+        None,
+        1.0,
+        1.0,
+    ]
     assert "The reward is constant" in write_report(run.path).read_text()
 
 
@@ -317,9 +424,19 @@ def test_every_alarm_is_documented() -> None:
     assert {f"alarm/{check.__name__}" for check in CHECKS} <= documented_names()
 
 
-# -- what is refused before it runs --------------------------------------------------------------------------------
+# -- what is refused before it runs
+# --------------------------------------------------------------------------------
 
-RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4"]
+RUN = [
+    "--hf-checkpoint",
+    "m",
+    "--prompt-data",
+    "p.jsonl",
+    "--num-rollout",
+    "3",
+    "--rollout-batch-size",
+    "4",
+]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +474,9 @@ def test_one_sample_per_prompt_where_something_else_makes_the_difference(words: 
 def test_a_kl_that_is_only_measured_is_said_to_be() -> None:
     from slime.config import parse_args
 
-    config = parse_args([*RUN, *["--n-samples-per-prompt", "2", "--use-kl-loss", "--kl-loss-coef", "0"]])
+    config = parse_args(
+        [*RUN, *["--n-samples-per-prompt", "2", "--use-kl-loss", "--kl-loss-coef", "0"]]
+    )
     assert any("only measures the KL" in warning for warning in config.warnings)
 
 
@@ -374,5 +493,15 @@ def test_a_kl_that_is_only_measured_is_said_to_be() -> None:
 def test_a_kl_loss_that_pulls_nowhere_is_warned_of(words: str, is_warned: bool) -> None:
     from slime.config import parse_args
 
-    config = parse_args([*RUN, "--use-kl-loss", "--kl-loss-coef", "0.1", "--n-samples-per-prompt", "2", *words.split()])
+    config = parse_args(
+        [
+            *RUN,
+            "--use-kl-loss",
+            "--kl-loss-coef",
+            "0.1",
+            "--n-samples-per-prompt",
+            "2",
+            *words.split(),
+        ]
+    )
     assert any("--kl-loss-type k1" in warning for warning in config.warnings) == is_warned

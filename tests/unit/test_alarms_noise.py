@@ -1,4 +1,5 @@
-"""Alarms against noise: stationary runs raise next to none, planted faults are found, and remedies change something."""
+"""Alarms against noise: stationary runs raise next to none, planted faults are found, and remedies
+change something."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def correlated(rng: random.Random, correlation: float, spread: float) -> Callabl
 
 
 def stationary_run(seed: int) -> list[Row]:
-    """A run in which nothing changes: binary rewards whose probability wanders, heavy-tailed norms, and so on."""
+    """A run in which nothing changes: binary rewards whose probability wanders, heavy-tailed norms,
+    and so on."""
     rng = random.Random(seed)
     groups, samples = rng.choice([4, 8, 32]), 8
     hardness = rng.uniform(0.15, 0.85)
@@ -46,7 +48,9 @@ def stationary_run(seed: int) -> list[Row]:
     rows = []
     for number in range(1, STEPS + 1):
         probability = min(0.95, max(0.05, hardness + drift()))
-        rewards = [[float(rng.random() < probability) for _ in range(samples)] for _ in range(groups)]
+        rewards = [
+            [float(rng.random() < probability) for _ in range(samples)] for _ in range(groups)
+        ]
         flat = [reward for group in rewards for reward in group]
         total = len(flat)
         row = {
@@ -63,7 +67,8 @@ def stationary_run(seed: int) -> list[Row]:
             "train/grad_norm": 0.4 * rng.lognormvariate(norm_drift(), heavy),
             "train/entropy_loss": entropy * rng.lognormvariate(norm_drift() / 2, 0.2),
             "train/kl_loss": 0.01 * rng.lognormvariate(0, 0.5),
-            "train/train_rollout_logprob_abs_diff": mismatch * rng.lognormvariate(norm_drift() / 2, 0.3),
+            "train/train_rollout_logprob_abs_diff": mismatch
+            * rng.lognormvariate(norm_drift() / 2, 0.3),
             "perf/step_time": 10.0,
             "perf/data_wait_time": rng.expovariate(2.0),
         }
@@ -73,7 +78,9 @@ def stationary_run(seed: int) -> list[Row]:
 
 
 def alarms_while_it_goes_on(rows: list[Row], looks: int = LOOKS) -> set[str]:
-    return {alarm.name for end in range(1, len(rows) + 1, looks) for alarm in find_alarms(rows[:end])}
+    return {
+        alarm.name for end in range(1, len(rows) + 1, looks) for alarm in find_alarms(rows[:end])
+    }
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -97,19 +104,26 @@ def measured_runs() -> list[Any]:
 
 @pytest.mark.parametrize("rows", measured_runs())
 def test_measured_runs_raise_no_alarm(rows: list[Row]) -> None:
-    """Except for engines with weights of 4 and 8 bits, whose log-probs are as far away as that alarm is for."""
+    """Except for engines with weights of 4 and 8 bits, whose log-probs are as far away as that
+    alarm is for."""
     differences = [row.get("train/train_rollout_logprob_abs_diff", 0.0) for row in rows]
     expected = {"train_rollout_mismatch"} if max(differences) > 0.15 else set()
     assert alarms_while_it_goes_on(rows, looks=1) == expected
 
 
-# -- faults ----------------------------------------------------------------------------------------------------------
+# -- faults
+# ----------------------------------------------------------------------------------------------------------
 
 
 def from_step(first: int, **values: Callable[[Row, int], float]) -> Callable[[list[Row]], None]:
     def plant(rows: list[Row]) -> None:
         for row in rows[first:]:
-            row.update({name.replace("__", "/"): value(row, row["step"] - first) for name, value in values.items()})
+            row.update(
+                {
+                    name.replace("__", "/"): value(row, row["step"] - first)
+                    for name, value in values.items()
+                }
+            )
 
     return plant
 
@@ -159,7 +173,8 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
     assert name in {alarm.name for alarm in find_alarms(rows)}
 
 
-# -- what is advised -------------------------------------------------------------------------------------------------
+# -- what is advised
+# -------------------------------------------------------------------------------------------------
 
 SETTINGS = {
     "clip_grad": st.sampled_from([0.0, 0.5, 1.0, 10.0]),
@@ -171,12 +186,17 @@ SETTINGS = {
     "streaming_data": st.booleans(),
     "attention_backend": st.sampled_from(["auto", "flash"]),
     "router_policy": st.sampled_from(["cache_aware", "round_robin"]),
-    "dynamic_sampling_filter_path": st.sampled_from([None, "slime.rollout.filters.check_reward_nonzero_std"]),
+    "dynamic_sampling_filter_path": st.sampled_from(
+        [None, "slime.rollout.filters.check_reward_nonzero_std"]
+    ),
 }
 _ADVISED = re.compile(r"--([a-z][a-z-]+)(?: ([\w.]+)(?![\w.]))?(?! \(it is)")
 
 
-@given(flags=st.fixed_dictionaries(SETTINGS), name=st.sampled_from([*FAULTS, "nonfinite", "large_gradient"]))
+@given(
+    flags=st.fixed_dictionaries(SETTINGS),
+    name=st.sampled_from([*FAULTS, "nonfinite", "large_gradient"]),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_remedy_differs_from_what_is_set(flags: dict[str, Any], name: str) -> None:
     flags = vars(make_config().flat()) | flags

@@ -15,7 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.advantages import AdvantageInputs, discounted_returns, reinforce_plus_plus, whiten
+from slime.algorithms.advantages import (
+    AdvantageInputs,
+    discounted_returns,
+    reinforce_plus_plus,
+    whiten,
+)
 from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.kl import KL_KINDS, kl_estimate
 from slime.algorithms.losses import (
@@ -38,7 +43,9 @@ lists_of_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def randn(n: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -69,7 +76,13 @@ def test_kl_of_two_categoricals_is_the_mean_of_the_estimators() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "weighted", "pulls"),
-    [("k1", False, False), ("k1", True, True), ("k2", False, True), ("k3", False, True), ("low_var_kl", False, True)],
+    [
+        ("k1", False, False),
+        ("k1", True, True),
+        ("k2", False, True),
+        ("k3", False, True),
+        ("low_var_kl", False, True),
+    ],
 )
 def test_which_kl_loss_pulls_on_policy(kind: str, weighted: bool, pulls: bool) -> None:
     """The expectation over the policy's own samples of the estimate's gradient by the logits."""
@@ -104,13 +117,22 @@ def test_discounted_returns_follow_the_recurrence(length: int, gamma: float) -> 
     assert torch.allclose(returns, expected, rtol=1e-9, atol=1e-9)
 
 
-@given(mask=st.lists(st.booleans(), min_size=1, max_size=40), gamma=st.floats(0.0, 1.0), seed=st.integers(0, 99))
+@given(
+    mask=st.lists(st.booleans(), min_size=1, max_size=40),
+    gamma=st.floats(0.0, 1.0),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=60)
-def test_nothing_is_discounted_across_tokens_that_are_not_trained(mask: list[bool], gamma: float, seed: int) -> None:
-    """As if the sample had its trained tokens alone: the recurrence over these, zeros in between."""
+def test_nothing_is_discounted_across_tokens_that_are_not_trained(
+    mask: list[bool], gamma: float, seed: int
+) -> None:
+    """As if the sample had its trained tokens alone: the recurrence over these, zeros in
+    between."""
     kl = randn(len(mask), seed)
     masks = torch.tensor(mask, dtype=torch.float64)
-    [advantages], [returns] = reinforce_plus_plus(AdvantageInputs([2.0], [kl], [masks], kl_coef=0.3, gamma=gamma))
+    [advantages], [returns] = reinforce_plus_plus(
+        AdvantageInputs([2.0], [kl], [masks], kl_coef=0.3, gamma=gamma)
+    )
     expected, following, is_last = [0.0] * len(mask), 0.0, True
     for t in reversed(range(len(mask))):
         if mask[t]:
@@ -132,13 +154,16 @@ def test_whitening_is_by_the_mean_and_deviation_of_trained_tokens() -> None:
     trained = [1.0, 4.0, -2.0, 7.0, 3.0]
     mean, deviation = statistics.mean(trained), statistics.stdev(trained)
     for found, given_values in zip(whiten(values, masks), values):
-        assert found.tolist() == pytest.approx([(v - mean) / deviation for v in given_values.tolist()], rel=1e-5)
+        assert found.tolist() == pytest.approx(
+            [(v - mean) / deviation for v in given_values.tolist()], rel=1e-5
+        )
 
 
 @given(lengths=lists_of_lengths, cut=st.integers(0, 6), seed=st.integers(0, 50))
 @settings(max_examples=30)
 def test_whitening_over_two_ranks_equals_one(lengths: list[int], cut: int, seed: int) -> None:
-    """Each rank sees its part; the sums of both are what `all_reduce` would give. One of them may be empty."""
+    """Each rank sees its part; the sums of both are what `all_reduce` would give. One of them may
+    be empty."""
     values = [randn(n, seed + i) for i, n in enumerate(lengths)]
     masks = [torch.ones(n) for n in lengths]
     whole = whiten(values, masks)
@@ -194,7 +219,8 @@ def test_ppo_clip_equals_the_case_by_case_formula(seed: int, lengths: list[int])
 @given(seed=st.integers(0, 200), lengths=lists_of_lengths)
 @settings(max_examples=30)
 def test_gspo_and_cispo_equal_their_formulas_token_by_token(seed: int, lengths: list[int]) -> None:
-    """With masked tokens, whose log-probs must not move a sequence's ratio, and ratios beyond both bounds."""
+    """With masked tokens, whose log-probs must not move a sequence's ratio, and ratios beyond both
+    bounds."""
     inputs = inputs_of(seed, lengths, spread=0.4, eps_clip=0.15, eps_clip_high=0.3)
     masks = (randn(sum(lengths), seed + 3) > -0.5).double()
     inputs = dataclasses.replace(inputs, masks=masks)
@@ -209,20 +235,30 @@ def test_gspo_and_cispo_equal_their_formulas_token_by_token(seed: int, lengths: 
             a = inputs.advantages[t].item()
             of_sequence = math.exp(mean)
             clipped = min(max(of_sequence, 0.85), 1.3)
-            assert gspo.loss[t].item() == pytest.approx(max(-of_sequence * a, -clipped * a), abs=1e-9)
+            assert gspo.loss[t].item() == pytest.approx(
+                max(-of_sequence * a, -clipped * a), abs=1e-9
+            )
             ratio = math.exp(log_ratios[t])
             weight = min(max(ratio, 0.85), 1.3)
-            assert cispo.loss[t].item() == pytest.approx(-weight * a * inputs.log_probs[t].item(), abs=1e-9)
+            assert cispo.loss[t].item() == pytest.approx(
+                -weight * a * inputs.log_probs[t].item(), abs=1e-9
+            )
             assert cispo.clipped[t].item() == float(weight != ratio)
         start += length
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_on_policy_every_loss_has_the_reinforce_gradient(name: str) -> None:
-    """At ratio 1 the gradient is -A (for GSPO: of its sample's mean), which is what makes them policy gradients."""
+    """At ratio 1 the gradient is -A (for GSPO: of its sample's mean), which is what makes them
+    policy gradients."""
     inputs = inputs_of(3, [4, 2])
     same = PolicyInputs(
-        inputs.log_probs, inputs.log_probs.detach(), inputs.advantages, inputs.masks, inputs.lengths, eps_clip=1.0
+        inputs.log_probs,
+        inputs.log_probs.detach(),
+        inputs.advantages,
+        inputs.masks,
+        inputs.lengths,
+        eps_clip=1.0,
     )
     ESTIMATORS[name].loss(same).loss.sum().backward()
     expected = -inputs.advantages
@@ -235,17 +271,24 @@ def test_on_policy_every_loss_has_the_reinforce_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 @pytest.mark.parametrize("far", [-300.0, 300.0, -float("inf")])
 def test_no_ratio_is_too_large_for_finite_gradients(name: str, far: float) -> None:
-    """A token that is not trained has a gradient of 0 whatever its ratio; one that is, a finite one."""
+    """A token that is not trained has a gradient of 0 whatever its ratio; one that is, a finite
+    one."""
     log_probs = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
     old = torch.tensor([-1.0, far, far])
     masks = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([2, 1])
     if name == "gspo" and far == -float("inf"):
-        masks = torch.tensor([1.0, 1.0, 1.0])  # its mean over a sample knows no token without a probability
-    out = ESTIMATORS[name].loss(PolicyInputs(log_probs, old, torch.tensor([1.0, -1.0, -1.0]), masks, lengths))
+        masks = torch.tensor(
+            [1.0, 1.0, 1.0]
+        )  # its mean over a sample knows no token without a probability
+    out = ESTIMATORS[name].loss(
+        PolicyInputs(log_probs, old, torch.tensor([1.0, -1.0, -1.0]), masks, lengths)
+    )
     loss = weighted_sum(out.loss, masks)
     loss.backward()
-    assert torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    assert (
+        torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    )
     if masks[1] == 0:
         assert log_probs.grad[1] == 0
 
@@ -258,7 +301,9 @@ def test_no_kl_is_too_large_for_finite_gradients(kind: str, weighted: bool) -> N
     ratio = log_probs - torch.tensor([-1.0, -300.0]) if weighted else None
     loss = kl_estimate(log_probs, base, kind, ratio).sum()
     loss.backward()
-    assert torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    assert (
+        torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    )
 
 
 @given(x=st.floats(-20, 20))
@@ -273,7 +318,9 @@ def test_losses_are_differentiated_right() -> None:
     def of(loss: object) -> object:
         return lambda lp: (
             loss(  # type: ignore[operator]
-                PolicyInputs(lp, inputs.old_log_probs, inputs.advantages, inputs.masks, inputs.lengths)
+                PolicyInputs(
+                    lp, inputs.old_log_probs, inputs.advantages, inputs.masks, inputs.lengths
+                )
             ).loss
         )
 
@@ -283,14 +330,18 @@ def test_losses_are_differentiated_right() -> None:
 
 @given(lengths=lists_of_lengths, seed=st.integers(0, 99), per_token=st.booleans())
 @settings(max_examples=40)
-def test_weighted_sums_add_up_over_any_split(lengths: list[int], seed: int, per_token: bool) -> None:
+def test_weighted_sums_add_up_over_any_split(
+    lengths: list[int], seed: int, per_token: bool
+) -> None:
     masks = [(randn(n, seed + i) > -0.5).float() for i, n in enumerate(lengths)]
     values = [randn(n, seed + 50 + i).float() for i, n in enumerate(lengths)]
     sums = [float(m.sum()) for m in masks]
     tokens = int(sum(sums)) if per_token else None
 
     def part(members: range) -> Tensor:
-        weights = token_weights([masks[i] for i in members], [sums[i] for i in members], len(lengths), tokens)
+        weights = token_weights(
+            [masks[i] for i in members], [sums[i] for i in members], len(lengths), tokens
+        )
         flat = torch.cat([values[i] for i in members]) if len(members) else torch.zeros(0)
         return weighted_sum(flat, weights)
 
@@ -320,7 +371,9 @@ def test_a_rank_without_samples_whitens_where_the_others_do() -> None:
 
 
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
-    mean = sequence_mean(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2, 1]))
+    mean = sequence_mean(
+        torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2, 1])
+    )
     assert mean.tolist() == [0.0, 0.0, 5.0]
 
 
@@ -334,11 +387,14 @@ def test_importance_weights_are_the_ratio_inside_the_band() -> None:
 
 def test_sequence_mask_spares_positive_advantages() -> None:
     old, new = torch.zeros(2), torch.full((2,), -1.0)
-    keep = off_policy_sequence_mask(new, old, torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([1, 1]), 0.1)
+    keep = off_policy_sequence_mask(
+        new, old, torch.tensor([-1.0, 1.0]), torch.ones(2), torch.tensor([1, 1]), 0.1
+    )
     assert keep.tolist() == [0.0, 1.0]
 
 
-# -- the table of estimators -----------------------------------------------------------------------------------------
+# -- the table of estimators
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fact", [field.name for field in dataclasses.fields(Estimator)])
@@ -356,9 +412,13 @@ def test_a_record_that_leaves_a_fact_out_cannot_be_made(fact: str) -> None:
 
 
 def test_every_name_that_the_flags_take_has_its_row() -> None:
-    estimator, kl, loss = (own_flags()[name] for name in ("advantage_estimator", "kl_loss_type", "loss_type"))
+    estimator, kl, loss = (
+        own_flags()[name] for name in ("advantage_estimator", "kl_loss_type", "loss_type")
+    )
     assert estimator.choices is not None
-    assert set(estimator.choices) - set(estimator.meta.refused_values) == set(ESTIMATORS) == set(FACTS)
+    assert (
+        set(estimator.choices) - set(estimator.meta.refused_values) == set(ESTIMATORS) == set(FACTS)
+    )
     assert (set(kl.choices or ()), set(loss.choices or ())) == (set(KL_KINDS), set(LOSS_TYPES))
     assert all(row.facts is FACTS[name] for name, row in ESTIMATORS.items())
 
@@ -366,7 +426,13 @@ def test_every_name_that_the_flags_take_has_its_row() -> None:
 def accepts(estimator: str, **flags: Any) -> bool:
     row = ESTIMATORS[estimator]
     try:
-        trainer_config(**{"advantage_estimator": estimator, "normalize_advantages": row.facts.needs_whitening, **flags})
+        trainer_config(
+            **{
+                "advantage_estimator": estimator,
+                "normalize_advantages": row.facts.needs_whitening,
+                **flags,
+            }
+        )
     except UserError as error:
         assert "advantage-estimator" in str(error), error
         return False
@@ -389,13 +455,17 @@ def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     assert (row.baseline is not None) is row.facts.compares_group
 
     def advantages(**changes: Any) -> list[float]:
-        return row.advantages(AdvantageInputs([1.0], [torch.tensor([0.5, 0.1, 0.2])], masks, **changes))[0][0].tolist()
+        return row.advantages(
+            AdvantageInputs([1.0], [torch.tensor([0.5, 0.1, 0.2])], masks, **changes)
+        )[0][0].tolist()
 
     assert (advantages() != advantages(kl_coef=0.1)) is row.facts.takes_token_kl
     assert (advantages() != advantages(gamma=0.5)) is row.facts.discounts
 
     def loss(**changes: float) -> list[float]:
         far = torch.tensor([3.0, 0.0])
-        return row.loss(PolicyInputs(far, -far, -far, torch.ones(2), torch.tensor([2]), **changes)).loss.tolist()
+        return row.loss(
+            PolicyInputs(far, -far, -far, torch.ones(2), torch.tensor([2]), **changes)
+        ).loss.tolist()
 
     assert (loss() != loss(eps_clip_c=1.5)) is row.facts.clips_twice

@@ -25,15 +25,31 @@ def _stats(n: int) -> Tensor:
 CALLS: dict[str, Call] = {
     "running softmax": (
         logprobs._absorb,
-        lambda n, dtype: [torch.randn(n, 3 * n).to(dtype), torch.randint(-n, 4 * n, (n,)), _stats(n), 0.7, True],
+        lambda n, dtype: [
+            torch.randn(n, 3 * n).to(dtype),
+            torch.randint(-n, 4 * n, (n,)),
+            _stats(n),
+            0.7,
+            True,
+        ],
     ),
     "slope": (
         logprobs._slope,
-        lambda n, dtype: [torch.randn(n, 3 * n).to(dtype), 0.7, torch.rand(n, 1) + 9, torch.randn(n, 1)],
+        lambda n, dtype: [
+            torch.randn(n, 3 * n).to(dtype),
+            0.7,
+            torch.rand(n, 1) + 9,
+            torch.randn(n, 1),
+        ],
     ),
     "slope with entropy": (
         logprobs._slope,
-        lambda n, dtype: [torch.randn(n, n).to(dtype), 1.0, torch.rand(n, 1) + 9, *torch.randn(3, n, 1)],
+        lambda n, dtype: [
+            torch.randn(n, n).to(dtype),
+            1.0,
+            torch.rand(n, 1) + 9,
+            *torch.randn(3, n, 1),
+        ],
     ),
     "rotation of a part": (
         rotary.rotate,
@@ -52,7 +68,8 @@ CALLS: dict[str, Call] = {
 
 @pytest.fixture(autouse=True)
 def traceable_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's stand-in for ``Tensor.to`` (slime/trainer/megatron/device.py), if it is there, is nothing to trace."""
+    """The CPU's stand-in for ``Tensor.to`` (slime/trainer/megatron/device.py), if it is there, is
+    nothing to trace."""
     monkeypatch.setattr(torch.Tensor, "to", torch._C.TensorBase.to)
 
 

@@ -1,4 +1,5 @@
-"""The fused linear → log-prob equals the plain computation, in value and gradient, at any blocking."""
+"""The fused linear → log-prob equals the plain computation, in value and gradient, at any
+blocking."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import slime.algorithms.logprobs as module
 from slime.algorithms.logprobs import VocabShard, linear_log_probs
 
 
-def problem(n: int, vocab: int, hidden: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    n: int, vocab: int, hidden: int, seed: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     h = torch.randn(n, hidden, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     w = torch.randn(vocab, hidden, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
@@ -33,14 +36,22 @@ def plain(h: Tensor, w: Tensor, t: Tensor, temperature: float, real: int) -> tup
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
-def test_equals_the_plain_formula(n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int) -> None:
+def test_equals_the_plain_formula(
+    n: int, vocab: int, padding: int, chunk: int, temperature: float, seed: int
+) -> None:
     h, w, _ = problem(n, vocab + padding, 5, seed, torch.float64)
     t = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:  # blocks of 7 columns, so that there are several
         patch.setattr(module, "_MIN_COLUMNS", 7)
         patch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": 1})
         lp, entropy = linear_log_probs(
-            h, w, t, temperature=temperature, with_entropy=True, shard=VocabShard(0, vocab), chunk_size=chunk
+            h,
+            w,
+            t,
+            temperature=temperature,
+            with_entropy=True,
+            shard=VocabShard(0, vocab),
+            chunk_size=chunk,
         )
         assert entropy is not None
         up = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

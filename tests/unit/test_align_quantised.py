@@ -1,4 +1,5 @@
-"""`slime align` where engines hold quantised weights, and what a run's samples and weights are known by."""
+"""`slime align` where engines hold quantised weights, and what a run's samples and weights are
+known by."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ def config_of(**flags: Any) -> Config:
 
 
 @pytest.mark.parametrize(("family", "quantisation"), FORMATS, ids=str)
-def test_an_engine_of_quantised_weights(family: str, quantisation: Quantisation, tmp_path: Path) -> None:
-    """Trained are the weights of --ref-load: those that the engine stores are named as what parts the two."""
+def test_an_engine_of_quantised_weights(
+    family: str, quantisation: Quantisation, tmp_path: Path
+) -> None:
+    """Trained are the weights of --ref-load: those that the engine stores are named as what parts
+    the two."""
     pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
     plain, small = save_tiny_model(tmp_path / "plain", family), tmp_path / "small"
     quantise_directory(plain, small, quantisation)
@@ -59,14 +63,22 @@ def test_an_engine_of_quantised_weights(family: str, quantisation: Quantisation,
     result = examined(config, samples, Wish(plain, with_parts=False), engine)
     best = result.told[0]
     assert best.cause.trouble.name == "align-quantisation" and best.best.share > 0.99, text(result)
-    assert f"as --hf-checkpoint stores them: {quantisation}" in best.best.what and best.best.side == "engine"
+    assert (
+        f"as --hf-checkpoint stores them: {quantisation}" in best.best.what
+        and best.best.side == "engine"
+    )
     held = engine.fingerprints()
-    all_of_them = f"all {len(held)} of {len(held)} tensors of the engine that can be compared are the trainer's"
+    all_of_them = (
+        f"all {len(held)} of {len(held)} tensors of the engine that can be compared are the "
+        "trainer's"
+    )
     assert _said_of_weights(result) == all_of_them
     scale = "weight_scale_inv" if quantisation.method == "fp8" else "weight_scale"
     name = f"model.layers.1.self_attn.o_proj.{scale}"
     stored = engine.scheduler.store.held
-    parts = {part: stored[part].clone() for part in held if part.startswith(name.removesuffix(scale))}
+    parts = {
+        part: stored[part].clone() for part in held if part.startswith(name.removesuffix(scale))
+    }
     parts[name] *= 2
     engine.scheduler.store.update(parts.items())
     damaged = examined(config, samples, Wish(plain, with_parts=False), engine)
@@ -84,7 +96,11 @@ def test_samples_of_one_execution_are_found_by_their_tokens(tmp_path: Path) -> N
         made = Sample(index=min(number, 1), prompt=f"{number}", tokens=tokens[:1])
         made.append_response_tokens(tokens=tokens[1:], log_probs=[-0.5] * (len(tokens) - 1))
         generated.append(made)
-        row = {"sample_index": made.index, "tokens": torch.tensor(tokens), "response_length": len(tokens) - 1}
+        row = {
+            "sample_index": made.index,
+            "tokens": torch.tensor(tokens),
+            "response_length": len(tokens) - 1,
+        }
         rows.append(row | {"raw_reward": 0.0, "log_probs": torch.zeros(len(tokens) - 1)})
         rows[-1]["rollout_log_probs"] = torch.full((len(tokens) - 1,), -0.5)
     rows[0]["tokens"] = torch.tensor([1, 2, 3, 3])  # and one that was
@@ -92,15 +108,25 @@ def test_samples_of_one_execution_are_found_by_their_tokens(tmp_path: Path) -> N
     paths.append(save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, [Shard(0, rows, [])]))
     found = dumps.read(paths)
     assert [sample.prompt for sample in found] == ["0", "1", "2"]
-    assert [None if sample.sent is None else sample.sent.tolist() for sample in found] == [[1, 2, 3, 4], None, None]
+    assert [None if sample.sent is None else sample.sent.tolist() for sample in found] == [
+        [1, 2, 3, 4],
+        None,
+        None,
+    ]
 
 
 def test_the_weights_that_a_run_began_with(tmp_path: Path) -> None:
-    base, loaded, saved = save_tiny_model(tmp_path / "base"), save_tiny_model(tmp_path / "loaded"), tmp_path / "saved"
+    base, loaded, saved = (
+        save_tiny_model(tmp_path / "base"),
+        save_tiny_model(tmp_path / "loaded"),
+        tmp_path / "saved",
+    )
     (saved / "iter_0000003").mkdir(parents=True)
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
     flags = {"hf_checkpoint": str(base), "save": str(saved)}
     assert _model(config_of(**flags), {}) == base
     assert _model(config_of(**flags, load=str(saved)), {}) == base
-    assert _model(config_of(**flags, load=str(loaded)), {}) == loaded  # though --save holds what came of it
+    assert (
+        _model(config_of(**flags, load=str(loaded)), {}) == loaded
+    )  # though --save holds what came of it
     assert _model(config_of(**flags, ref_load=str(loaded)), {}) == loaded

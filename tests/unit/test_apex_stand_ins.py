@@ -1,5 +1,5 @@
-"""What megatron-core takes from Apex and gets from slime: products that add to gradient buffers, one norm of many
-tensors."""
+"""What megatron-core takes from Apex and gets from slime: products that add to gradient buffers,
+one norm of many tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from slime.trainer.megatron.backend import MegatronBackend
 from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, trainer_config
 from tests.support.trainers import gradients, trainer
 
-# -- products --------------------------------------------------------------------------------------------------------
+# -- products
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -31,7 +32,9 @@ from tests.support.trainers import gradients, trainer
     ],
     ids=str,
 )
-def test_a_product_is_added_in_place(sink: torch.dtype, factors: torch.dtype, transposed: bool) -> None:
+def test_a_product_is_added_in_place(
+    sink: torch.dtype, factors: torch.dtype, transposed: bool
+) -> None:
     torch.manual_seed(0)
     a = torch.randn(5, 3).to(factors).t() if transposed else torch.randn(3, 5).to(factors)
     b, start = torch.randn(5, 4).to(factors), torch.randn(3, 4).to(sink)
@@ -84,7 +87,9 @@ def check_column_parallel(backend: MegatronBackend, products: list[tuple[int, ..
     assert products == [(128, 32)] * 2
 
 
-def test_a_layer_adds_its_gradient_to_the_buffer(backend: MegatronBackend, products: list[tuple[int, ...]]) -> None:
+def test_a_layer_adds_its_gradient_to_the_buffer(
+    backend: MegatronBackend, products: list[tuple[int, ...]]
+) -> None:
     check_column_parallel(backend, products)
 
 
@@ -93,7 +98,9 @@ def test_megatron_may_have_been_imported_before(
 ) -> None:
     from megatron.core.tensor_parallel import layers
 
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)  # as an import without Apex leaves it
+    monkeypatch.setattr(
+        layers, "_grad_accum_fusion_available", False
+    )  # as an import without Apex leaves it
     monkeypatch.delattr(layers, "fused_weight_gradient_mlp_cuda")
     device._offer_accumulating_products.__wrapped__()
     assert layers._grad_accum_fusion_available
@@ -119,7 +126,12 @@ def both_ways_job(info: Any, flags: dict[str, Any]) -> tuple[dict[str, Tensor], 
     if backend.layout.data_parallel_size == 2:
         batch = shard(batch, [[0, 1, 4], [2, 3, 5]][backend.data_parallel_rank], [[0, 1], [2]])
     fused = gradients(backend, batch)
-    layers = [m for chunk in backend.model_chunks for m in chunk.modules() if "gradient_accumulation_fusion" in vars(m)]
+    layers = [
+        m
+        for chunk in backend.model_chunks
+        for m in chunk.modules()
+        if "gradient_accumulation_fusion" in vars(m)
+    ]
     assert len(layers) >= 4 * 4 and all(layer.gradient_accumulation_fusion for layer in layers)
     for layer in layers:
         layer.gradient_accumulation_fusion = False
@@ -134,7 +146,11 @@ OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 1}
     [
         OVERLAP,
         {**OVERLAP, "freeze_params_name_list": [r"mlp", "embedding"], "bf16": True},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "freeze_params_name_list": [r"layers\.1\."]},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "freeze_params_name_list": [r"layers\.1\."],
+        },
     ],
     ids=["dp2, overlapped", "dp2, overlapped, frozen, bfloat16", "tp2+sp, frozen, tied"],
 )
@@ -144,10 +160,13 @@ def test_gradients_are_those_of_autograd(ranks: Pools, flags: dict[str, Any]) ->
         for name, expected in plain.items():
             scale = float(expected.abs().max())
             assert scale > 0, name
-            assert (fused[name] - expected).abs().max() <= (2e-2 if flags.get("bf16") else 1e-5) * scale, name
+            assert (fused[name] - expected).abs().max() <= (
+                2e-2 if flags.get("bf16") else 1e-5
+            ) * scale, name
 
 
-# -- the norm --------------------------------------------------------------------------------------------------------
+# -- the norm
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,16 +175,29 @@ def test_gradients_are_those_of_autograd(ranks: Pools, flags: dict[str, Any]) ->
         [[torch.tensor([3.0, 4.0])]],
         [[torch.ones(3, 2), torch.full((4,), -2.0)], [torch.tensor(5.0)]],
         [[torch.zeros(0), torch.ones(7)], []],
-        [[torch.linspace(-1, 1, 1001, dtype=torch.bfloat16), torch.ones(3)], [torch.ones(2, dtype=torch.float16)]],
+        [
+            [torch.linspace(-1, 1, 1001, dtype=torch.bfloat16), torch.ones(3)],
+            [torch.ones(2, dtype=torch.float16)],
+        ],
         [[torch.full((100,), 300.0, dtype=torch.float16)] * 50],  # more than float16 can say
         [[]],
         [],
     ],
-    ids=["one", "several lists", "an empty tensor", "several dtypes", "float16", "an empty list", "no list"],
+    ids=[
+        "one",
+        "several lists",
+        "an empty tensor",
+        "several dtypes",
+        "float16",
+        "an empty list",
+        "no list",
+    ],
 )
 def test_the_norm_is_that_of_all_entries(lists: list[list[Tensor]]) -> None:
     norm, none = device._norm_at_once(65536, torch.zeros(1, dtype=torch.int), lists, False)
-    whole = torch.cat([torch.zeros(0), *(t.double().flatten() for tensors in lists for t in tensors)])
+    whole = torch.cat(
+        [torch.zeros(0), *(t.double().flatten() for tensors in lists for t in tensors)]
+    )
     assert norm.shape == (1,) and norm.dtype == torch.float32 and none is None
     assert float(norm) == pytest.approx(float(whole.norm()), rel=1e-6)
 

@@ -1,4 +1,5 @@
-"""`slime.train` from Python: what is passed on to the driver, and what the handle tells of a run folder."""
+"""`slime.train` from Python: what is passed on to the driver, and what the handle tells of a run
+folder."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ SAMPLE = Sample(prompt="1+1=", response="2", label="2", metadata={"bonus": 3})
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What would be started; nothing is."""
     started: list[list[str]] = []
-    monkeypatch.setattr(api.TrainingRun, "_start", lambda self, command, log: started.append(command))
+    monkeypatch.setattr(
+        api.TrainingRun, "_start", lambda self, command, log: started.append(command)
+    )
     return started
 
 
-def settings_of(tmp_path: Path, commands: list[list[str]], *arguments: Any, **flags: Any) -> dict[str, Any]:
+def settings_of(
+    tmp_path: Path, commands: list[list[str]], *arguments: Any, **flags: Any
+) -> dict[str, Any]:
     api.train(*arguments, name="r", output_dir=tmp_path, **flags)
     (command,) = commands
     assert command[1:5] == ["-m", "slime", "train", "--config"]
@@ -56,7 +61,9 @@ def test_rows_functions_and_flags_are_passed_on(tmp_path: Path, commands: list[l
     )  # fmt: skip
     assert settings["hf_checkpoint"] == "models/tiny" and settings["rollout_stop"] == ["a", "b"]
     assert (settings["input_key"], settings["label_key"]) == ("question", "answer")
-    assert [json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()] == ROWS
+    assert [
+        json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()
+    ] == ROWS
     assert settings["eval_prompt_data"][0] == "eval" and settings["save"] == "{run}/checkpoints"
     pool = RewardPool(make_config(custom_rm_path=settings["custom_rm_path"]))
     assert asyncio.run(pool.score(SAMPLE)) == 1.0
@@ -64,9 +71,15 @@ def test_rows_functions_and_flags_are_passed_on(tmp_path: Path, commands: list[l
 
 @pytest.mark.parametrize(
     ("reward", "flag", "value"),
-    [("math", "rm_type", "math"), ("a.b", "custom_rm_path", "a.b"), ("f.py:g", "custom_rm_path", "f.py:g")],
+    [
+        ("math", "rm_type", "math"),
+        ("a.b", "custom_rm_path", "a.b"),
+        ("f.py:g", "custom_rm_path", "f.py:g"),
+    ],
 )
-def test_rewards_by_name(tmp_path: Path, commands: list[list[str]], reward: str, flag: str, value: str) -> None:
+def test_rewards_by_name(
+    tmp_path: Path, commands: list[list[str]], reward: str, flag: str, value: str
+) -> None:
     settings = settings_of(tmp_path, commands, "m", ROWS, reward, input_key="question")
     assert settings[flag] == value and settings["input_key"] == "question"
 
@@ -75,7 +88,9 @@ def test_a_data_set_is_as_good_as_a_list(tmp_path: Path, commands: list[list[str
     import datasets
 
     settings = settings_of(tmp_path, commands, "m", datasets.Dataset.from_list(ROWS), "math")
-    assert [json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()] == ROWS
+    assert [
+        json.loads(line) for line in Path(settings["prompt_data"]).read_text().splitlines()
+    ] == ROWS
 
 
 @pytest.mark.parametrize("data", [[], {"a": 1}, 5, ["text"], [{"a": object()}]])
@@ -112,12 +127,15 @@ def test_what_cannot_work_is_refused_here_and_leaves_nothing(
     assert commands == [] and not (tmp_path / "out").exists()
 
 
-def test_runs_without_a_name_get_one_of_their_own(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_runs_without_a_name_get_one_of_their_own(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
     paths = {api.train("m", ROWS, "math", output_dir=tmp_path).path for _ in range(3)}
     assert len(paths) == 3
 
 
-# -- functions ---------------------------------------------------------------------------------------------
+# -- functions
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,7 +151,9 @@ def test_a_reward_takes_what_its_parameters_are_called(function: Any, expected: 
     assert RewardByName.of(function)(None, SAMPLE) == expected
 
 
-def test_a_label_that_has_a_default_is_not_needed(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_a_label_that_has_a_default_is_not_needed(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
     def reward(response: str, label: str | None = None) -> float:
         return float(label is None)
 
@@ -166,7 +186,8 @@ def test_functions_find_their_way_into_other_processes(tmp_path: Path) -> None:
         load_function(f"{tmp_path}/broken.pkl:f")
 
 
-# -- the handle --------------------------------------------------------------------------------------------
+# -- the handle
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:
@@ -177,15 +198,23 @@ def test_the_handle_reads_a_run_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the run is starting; it exports the model when it ends"):
         _ = run.model
     (tmp_path / "run.json").write_text(json.dumps({"stages": {"": {"state": "running"}}}))
-    rows = [{"step": 0, "eval/e": 0.0}, {"step": 1, "rollout/raw_reward": 0.25}, {"step": 2, "rollout/raw_reward": 1}]
+    rows = [
+        {"step": 0, "eval/e": 0.0},
+        {"step": 1, "rollout/raw_reward": 0.25},
+        {"step": 2, "rollout/raw_reward": 1},
+    ]
     rows.append({"step": 1, "eval/e": 0.5})  # which went on beside step 2
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "samples").mkdir()
     for rollout_id in (0, 1):
-        (tmp_path / "samples" / f"rollout_{rollout_id:06d}.jsonl").write_text(json.dumps({"response": str(rollout_id)}))
+        (tmp_path / "samples" / f"rollout_{rollout_id:06d}.jsonl").write_text(
+            json.dumps({"response": str(rollout_id)})
+        )
     assert run.series("rollout/raw_reward") == [0.25, 1] and run.series("eval/e") == [0.0, 0.5]
     assert [row["step"] for row in run.metrics] == [0, 1, 2]
-    assert run.samples(1) == [{"response": "0"}] and run.samples(-1) == run.samples(2) == [{"response": "1"}]
+    assert run.samples(1) == [{"response": "0"}] and run.samples(-1) == run.samples(2) == [
+        {"response": "1"}
+    ]
     with pytest.raises(UserError, match="steps 1 to 2"):
         run.samples(3)
     with hold(RunFolder(tmp_path)):
@@ -205,13 +234,16 @@ def hold(folder: RunFolder) -> Iterator[None]:
     descriptor.close()
 
 
-def test_nothing_that_an_earlier_run_was_given_is_written_over(tmp_path: Path, commands: list[list[str]]) -> None:
+def test_nothing_that_an_earlier_run_was_given_is_written_over(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
     for rows in (ROWS, ROWS[:1]):
         api.train("m", rows, "math", name="r", output_dir=tmp_path)
     first, second = (yaml.safe_load(Path(command[5]).read_text()) for command in commands)
     assert first["run_name"] == second["run_name"] == "r"
     assert (
-        len(Path(first["prompt_data"]).read_text().splitlines()) == 2 and first["prompt_data"] != second["prompt_data"]
+        len(Path(first["prompt_data"]).read_text().splitlines()) == 2
+        and first["prompt_data"] != second["prompt_data"]
     )
 
 
@@ -221,11 +253,21 @@ def started(tmp_path: Path, code: str) -> api.TrainingRun:
     return run
 
 
-def test_a_run_that_fails_says_what_the_driver_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "error: an earlier one\\nerror: there is no flag --a-b\\n  why: a reason\\n  fix: did you mean --bc?"
-    waits = f"import sys, time, pathlib\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+def test_a_run_that_fails_says_what_the_driver_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "error: an earlier one\\nerror: there is no flag --a-b\\n  why: a reason\\n  fix: did you "
+        "mean --bc?"
+    )
+    waits = (
+        f"import sys, time, pathlib\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): "
+        "time.sleep(0.01)\n"
+    )
     run = started(tmp_path, waits + f"print('{said}', file=sys.stderr); sys.exit(2)")
-    awaited = threading.Thread(target=lambda: wait_until(lambda: run._is_awaited, "wait") and (tmp_path / "go").touch())
+    awaited = threading.Thread(
+        target=lambda: wait_until(lambda: run._is_awaited, "wait") and (tmp_path / "go").touch()
+    )
     awaited.start()
     with pytest.raises(RunFailed) as failed:
         run.wait()
@@ -251,9 +293,12 @@ def test_stopping_lets_the_driver_save_first(tmp_path: Path) -> None:
 
 
 def test_a_run_outlives_the_thread_that_began_it(tmp_path: Path) -> None:
-    """The kernel ends a child with the thread that started it; a web page's or an executor's is a short one."""
+    """The kernel ends a child with the thread that started it; a web page's or an executor's is a
+    short one."""
     begun: list[api.TrainingRun] = []
-    code = f"import pathlib, time; time.sleep(0.5); pathlib.Path({str(tmp_path / 'done')!r}).touch()"
+    code = (
+        f"import pathlib, time; time.sleep(0.5); pathlib.Path({str(tmp_path / 'done')!r}).touch()"
+    )
     thread = threading.Thread(target=lambda: begun.append(started(tmp_path, code)))
     thread.start()
     thread.join()
@@ -262,7 +307,8 @@ def test_a_run_outlives_the_thread_that_began_it(tmp_path: Path) -> None:
 
 
 def test_the_driver_says_its_last_words_also_when_the_caller_is_gone(tmp_path: Path) -> None:
-    """As a script does that gets SIGTERM, a notebook whose kernel is restarted, a host that is short of memory."""
+    """As a script does that gets SIGTERM, a notebook whose kernel is restarted, a host that is
+    short of memory."""
     driver = """if True:
         import pathlib, signal, sys, threading
         def end(*_):

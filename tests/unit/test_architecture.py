@@ -1,4 +1,5 @@
-"""The rules of docs/architecture.md that a machine can check: who imports whom, sizes, names, handled exceptions."""
+"""The rules of docs/architecture.md that a machine can check: who imports whom, sizes, names,
+handled exceptions."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def trees() -> Iterator[None]:
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-#: From the ground up: a package or file imports only from those before it. docs/architecture.md says what each is for.
+#: From the ground up: a package or file imports only from those before it. docs/architecture.md
+#: says what each is for.
 FLOORS = (
     *("documentation", "errors", "data_path", "redact", "files", "paths"),
     *(f"processes.{name}" for name in ("stacks", "children", "host", "garbage", "footprint")),
@@ -71,7 +73,11 @@ def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def test_imports_lead_downwards() -> None:
@@ -89,7 +95,8 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert in_circles(imports_of_modules()) == []  # these, or what imports them
 
 
-#: Modules on the longest chain of imports from the loop: who follows a fact from there to its ground passes so many.
+#: Modules on the longest chain of imports from the loop: who follows a fact from there to its
+#: ground passes so many.
 MAX_CHAIN = 19
 
 
@@ -99,7 +106,12 @@ def test_the_longest_chain_of_imports_from_the_loop_is_short() -> None:
 
 
 def test_the_longest_chain_is_found() -> None:
-    assert longest_chain({"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}, "a") == ("a", "c", "b", "d")
+    assert longest_chain({"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}, "a") == (
+        "a",
+        "c",
+        "b",
+        "d",
+    )
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -119,7 +131,9 @@ def test_light_modules_import_nothing_heavy_at_their_top() -> None:
         if not is_within(module_name(path), LIGHT):
             continue
         for statement in tree_of(path).body:
-            if is_type_checking(statement) or isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            if is_type_checking(statement) or isinstance(
+                statement, (ast.FunctionDef, ast.ClassDef)
+            ):
                 continue
             for module, line in imported_modules(statement):
                 if module.split(".")[0] in HEAVY_LIBRARIES:
@@ -128,7 +142,8 @@ def test_light_modules_import_nothing_heavy_at_their_top() -> None:
 
 
 def test_tests_share_through_their_support_alone() -> None:
-    """No test module imports another one or a conftest, and each shared name is imported from where it is made."""
+    """No test module imports another one or a conftest, and each shared name is imported from where
+    it is made."""
     names = {path.stem for path in TESTS if path.stem.startswith("test_")} | {"conftest"}
     found = []
     for path in TESTS:
@@ -136,12 +151,29 @@ def test_tests_share_through_their_support_alone() -> None:
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
             place = f"{path.relative_to(ROOT)}:{node.lineno}"
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [f"{place} imports {module}" for module in modules if set(module.split(".")) & names]
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
+            found += [
+                f"{place} imports {module}" for module in modules if set(module.split(".")) & names
+            ]
             source = ROOT / (modules[0].replace(".", "/") + ".py")
-            if modules[0].startswith("tests.support.") and source.exists() and isinstance(node, ast.ImportFrom):
-                borrowed = {name for name in (alias.name for alias in node.names) if name not in made_in(source)}
-                found += [f"{place} imports {name} from {source.stem}, where it is borrowed" for name in borrowed]
+            if (
+                modules[0].startswith("tests.support.")
+                and source.exists()
+                and isinstance(node, ast.ImportFrom)
+            ):
+                borrowed = {
+                    name
+                    for name in (alias.name for alias in node.names)
+                    if name not in made_in(source)
+                }
+                found += [
+                    f"{place} imports {name} from {source.stem}, where it is borrowed"
+                    for name in borrowed
+                ]
     assert found == []
 
 
@@ -159,7 +191,11 @@ def made_in(path: Path) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             made.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            made |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and type(part.ctx) is ast.Store}
+            made |= {
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and type(part.ctx) is ast.Store
+            }
     return made
 
 
@@ -173,7 +209,8 @@ def asked_which_engine(tree: ast.AST) -> Iterator[int]:
         if isinstance(node, (ast.Compare, ast.Match)):
             words = ast.unparse(node)
             if "rollout_engine" in words.replace("'rollout_engine'] == 'auto'", "") or any(
-                isinstance(part, ast.Constant) and part.value in ("embedded", "sglang") for part in operands(node)
+                isinstance(part, ast.Constant) and part.value in ("embedded", "sglang")
+                for part in operands(node)
             ):
                 yield node.lineno
 
@@ -183,7 +220,8 @@ def operands(node: ast.AST) -> list[ast.AST]:
 
 
 def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
-    """What depends on the engine is a field of `slime.engines.kinds`, or of its options in the configuration."""
+    """What depends on the engine is a field of `slime.engines.kinds`, or of its options in the
+    configuration."""
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in FILES
@@ -192,7 +230,11 @@ def test_the_record_of_an_engine_is_asked_and_never_its_name() -> None:
         for line in asked_which_engine(tree_of(path))
     ]
     assert found == []
-    asks = {name for name, path in ((module_name(path), path) for path in FILES) if " is_embedded" in path.read_text()}
+    asks = {
+        name
+        for name, path in ((module_name(path), path) for path in FILES)
+        if " is_embedded" in path.read_text()
+    }
     assert asks - {"engines.api"} == set(ASK_A_LIVE_ENGINE)
 
 
@@ -216,7 +258,10 @@ def test_names_say_what_is_inside() -> None:
 
 def _catches_everything(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(k is None or (isinstance(k, ast.Name) and k.id in ("Exception", "BaseException")) for k in kinds)
+    return any(
+        k is None or (isinstance(k, ast.Name) and k.id in ("Exception", "BaseException"))
+        for k in kinds
+    )
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:

@@ -43,7 +43,11 @@ def norm(kind: type = RMSNorm) -> torch.nn.Module:
 
 def layer(q: Any, k: Any, groups: int = 2, ranks: int = 1, **more: Any) -> Any:
     return SimpleNamespace(
-        q_layernorm=q, k_layernorm=k, world_size=ranks, config=SimpleNamespace(num_query_groups=groups), **more
+        q_layernorm=q,
+        k_layernorm=k,
+        world_size=ranks,
+        config=SimpleNamespace(num_query_groups=groups),
+        **more,
     )
 
 
@@ -123,13 +127,22 @@ def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPat
         get_query_key_value_tensors=lambda hidden, split_qkv: (mixed, [16, 4, 4]) if not split_qkv else None,
     )  # fmt: skip
     given.config.rotary_interleaved = True
-    PackedSelfAttention._heads_in_one_pass(given, None, cos := torch.ones(5, 1, 2), sin := torch.zeros(5, 1, 2))
+    PackedSelfAttention._heads_in_one_pass(
+        given, None, cos := torch.ones(5, 1, 2), sin := torch.zeros(5, 1, 2)
+    )
     flat, query_weight, key_weight, *rest = kernel.given
-    assert torch.equal(flat, mixed[:, 0]) and rest == [cos, sin, 4, 1e-5 if with_norm else 0.0, True]
+    assert torch.equal(flat, mixed[:, 0]) and rest == [
+        cos,
+        sin,
+        4,
+        1e-5 if with_norm else 0.0,
+        True,
+    ]
     assert (query_weight, key_weight) == ((q.weight, k.weight) if with_norm else (None, None))
 
 
-# -- which kernel ----------------------------------------------------------------------------------------------------
+# -- which kernel
+# ----------------------------------------------------------------------------------------------------
 
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 SEQUENCES = PackedSequences(cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3)
@@ -140,7 +153,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that were taken; flash-attn-4 is "installed"."""
     names: list[str] = []
 
-    def torchs(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    def torchs(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+    ) -> Tensor:
         assert sequences is SEQUENCES and scale == 0.5
         names.append("torch")
         return torch.zeros_like(query)
@@ -148,7 +163,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def fast(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         ends = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
         assert ends[0] is ends[1] is ENDS
-        assert options == {"max_seqlen_q": 3, "max_seqlen_k": 3, "softmax_scale": 0.5, "causal": True}
+        assert options == {
+            "max_seqlen_q": 3,
+            "max_seqlen_k": 3,
+            "softmax_scale": 0.5,
+            "causal": True,
+        }
         names.append("flash-attn-4")
         out = query.new_ones(*query.shape[:2], value.size(-1))
         return (out, None) if len(names) % 2 else out  # versions differ
@@ -162,7 +182,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def attend(dim: int = 64, value_dim: int | None = None) -> Tensor:
     shapes = (4, dim), (2, dim), (2, value_dim or dim)
     query, key, value = (torch.randn(5, *shape, dtype=torch.bfloat16) for shape in shapes)
-    core = PackedAttention(SimpleNamespace(attention_dropout=0.0, kv_channels=dim), 1, softmax_scale=0.5)
+    core = PackedAttention(
+        SimpleNamespace(attention_dropout=0.0, kv_channels=dim), 1, softmax_scale=0.5
+    )
     return core(query, key, value, SEQUENCES)
 
 
@@ -185,20 +207,26 @@ def test_torchs_kernel_where_bits_must_repeat(called: list[str]) -> None:
     assert called == ["torch"]
 
 
-def test_torchs_kernel_where_there_is_no_other(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_where_there_is_no_other(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_flash4", lambda place: None)
     attend()
     assert called == ["torch"]
 
 
-def flash4(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Callable[..., Any] | None:
+def flash4(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> Callable[..., Any] | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # put back afterwards
     return attention._flash4.__wrapped__(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0), (12, 0)])
-def test_flash_attention_4_is_for_some_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_4_is_for_some_gpus(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kernel() -> None: ...
 
     package = types.ModuleType("flash_attn")
@@ -209,20 +237,30 @@ def test_flash_attention_4_is_for_some_gpus(capability: tuple[int, int], monkeyp
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_flash_attention_4_may_be_missing_or_another_version(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None if missing else types.ModuleType("flash_attn"))
+def test_flash_attention_4_may_be_missing_or_another_version(
+    missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", None if missing else types.ModuleType("flash_attn")
+    )
     monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
     assert flash4(monkeypatch, (9, 0)) is None
 
 
-# -- weights that no module is called for ------------------------------------------------------------------------------
+# -- weights that no module is called for
+# ------------------------------------------------------------------------------
 
 
-def heads_at_once(self: PackedSelfAttention, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`PackedSelfAttention._heads_in_one_pass` in torch: it reads the norms' weights, and calls no norm."""
+def heads_at_once(
+    self: PackedSelfAttention, hidden: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`PackedSelfAttention._heads_in_one_pass` in torch: it reads the norms' weights, and calls no
+    norm."""
     mixed, sizes = self.get_query_key_value_tensors(hidden, split_qkv=False)
     dim = self.hidden_size_per_attention_head
-    query, key, value = (x.reshape(hidden.size(0), -1, dim) for x in mixed[:, 0].split(sizes, dim=-1))
+    query, key, value = (
+        x.reshape(hidden.size(0), -1, dim) for x in mixed[:, 0].split(sizes, dim=-1)
+    )
     query = F.rms_norm(query, (dim,), self.q_layernorm.weight, self.q_layernorm.eps)
     key = F.rms_norm(key, (dim,), self.k_layernorm.weight, self.k_layernorm.eps)
     return Rotate.apply(query, cos, sin, False), Rotate.apply(key, cos, sin, False), value
@@ -237,4 +275,7 @@ def test_late_parameters_are_awaited_for_norms_that_are_not_called(ranks: Pools)
     late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
     plain, overlapped = (ranks.run(2, one_pass_job, flags) for flags in ({}, late))
     for ours, theirs in zip(overlapped, plain):
-        assert all(torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4) for n in theirs["weights"])
+        assert all(
+            torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4)
+            for n in theirs["weights"]
+        )

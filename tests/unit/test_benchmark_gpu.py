@@ -1,5 +1,5 @@
-"""What of the GPU benchmarks can be wrong on any machine: how the trainer's peer hands packed sequences to the kernel,
-and how an engine is awaited."""
+"""What of the GPU benchmarks can be wrong on any machine: how the trainer's peer hands packed
+sequences to the kernel, and how an engine is awaited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from slime.trainer.megatron import (
 from slime.trainer.megatron.packed import PackedSequences
 
 
-def sequence_by_sequence(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def sequence_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
     """The kernel's result, [T, heads, dim], on a CPU."""
     ends = sequences.cu_seqlens_q.tolist()
     outputs = []
@@ -43,13 +45,23 @@ def test_the_peer_computes_what_separate_sequences_give(monkeypatch: pytest.Monk
     config = dict(SHAPES["tiny"])
     made = AutoConfig.for_model(config.pop("model_type"), **config)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation=PEER_ATTENTION)
+    model = AutoModelForCausalLM.from_config(
+        made, dtype=torch.float32, attn_implementation=PEER_ATTENTION
+    )
     tokens = torch.randint(0, 1000, (1, 12))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
-    packed = model(input_ids=tokens, position_ids=positions, use_cache=False, cu_seq_lens_q=ends, max_length_q=7).logits
+    packed = model(
+        input_ids=tokens,
+        position_ids=positions,
+        use_cache=False,
+        cu_seq_lens_q=ends,
+        max_length_q=7,
+    ).logits
     model.set_attn_implementation("sdpa")
-    alone = [model(input_ids=part, use_cache=False).logits for part in (tokens[:, :5], tokens[:, 5:])]
+    alone = [
+        model(input_ids=part, use_cache=False).logits for part in (tokens[:, :5], tokens[:, 5:])
+    ]
     assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-5)
 
 

@@ -19,7 +19,9 @@ def test_neither_what_begins_together_nor_what_is_behind_the_steps_counts(ahead:
     whole = (steps - first) // first * first
     assert [row["step"] for row in chosen] == list(range(first + 1, first + whole + 1))
     assert took / len(chosen) == 10.0
-    with pytest.raises(ValueError, match=f"the pace is that of {first} or more behind the first {first}"):
+    with pytest.raises(
+        ValueError, match=f"the pace is that of {first} or more behind the first {first}"
+    ):
         between(rows[: 2 * first - 1], steps, ahead)
 
 
@@ -29,4 +31,6 @@ def test_a_run_that_goes_on_is_slower_than_one_told_up_to_its_end() -> None:
     far = ends(args, 43, num_rollouts(43, 3))
     assert far[0] == ended[0], "until rollouts are missing it is the same run"
     assert (far[-1] - far[2]) / 40 > (ended[-1] - ended[0]) / 6
-    assert (far[-1] - far[2]) / 40 < ended[-1] / 7, "and faster than one that is told from its launch"
+    assert (far[-1] - far[2]) / 40 < ended[-1] / 7, (
+        "and faster than one that is told from its launch"
+    )

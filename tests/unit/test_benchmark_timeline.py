@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from benchmarks.gpu.timeline import Gap, find_gaps, summary
 
 
-def event(name: str, start: float, length: float, category: str = "kernel", stream: int = 7) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": {"stream": stream}}
+def event(
+    name: str, start: float, length: float, category: str = "kernel", stream: int = 7
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "args": {"stream": stream},
+    }
 
 
 TRACE = [
@@ -36,7 +45,9 @@ def test_gaps_of_two_streams() -> None:
     found = find_gaps(reversed(TRACE))
     assert (found.span, found.busy) == (1000.0, 1000.0 - 10 - 200 - 100)
     assert found.gaps == [
-        Gap(1300, 1500, "softmax", "fill", ("optimizer.step", "aten::item", "cudaStreamSynchronize")),
+        Gap(
+            1300, 1500, "softmax", "fill", ("optimizer.step", "aten::item", "cudaStreamSynchronize")
+        ),
         Gap(1550, 1650, "fill", "adam", ("optimizer.step",)),
     ]
     assert [gap.length for gap in found.gaps] == [200, 100]
@@ -44,27 +55,40 @@ def test_gaps_of_two_streams() -> None:
 
 
 def test_the_last_to_end_is_the_one_before_a_gap() -> None:
-    found = find_gaps([event("long", 0, 100, stream=1), event("short", 10, 5, stream=2), event("next", 150, 1)])
+    found = find_gaps(
+        [event("long", 0, 100, stream=1), event("short", 10, 5, stream=2), event("next", 150, 1)]
+    )
     assert found.gaps == [Gap(100, 150, "long", "next")]
 
 
 def test_a_summary_says_what_the_host_did() -> None:
     first, *lines = summary(find_gaps(TRACE)).splitlines()
     assert first == (
-        "GPU: 1.0 ms from first to last kernel, 0.7 ms busy, 0.3 ms idle (31.0 %), 0.3 ms of it in 2 gaps:"
+        "GPU: 1.0 ms from first to last kernel, 0.7 ms busy, 0.3 ms idle (31.0 %), 0.3 ms of it "
+        "in 2 gaps:"
     )
-    assert lines[0].split("  ")[-1] == "softmax | fill | optimizer.step > aten::item > cudaStreamSynchronize"
+    assert (
+        lines[0].split("  ")[-1]
+        == "softmax | fill | optimizer.step > aten::item > cudaStreamSynchronize"
+    )
     assert "fill | adam | optimizer.step" in lines[1]
-    assert [line.split(" in all: ")[1] for line in lines[2:]] == ["cudaStreamSynchronize", "optimizer.step"]
+    assert [line.split(" in all: ")[1] for line in lines[2:]] == [
+        "cudaStreamSynchronize",
+        "optimizer.step",
+    ]
 
 
 def test_gaps_that_nothing_explains() -> None:
     found = find_gaps([event("a", 0, 10), event("b", 60, 10), event("c", 140, 0)])
     assert summary(found).splitlines()[-1].endswith("0.120 ms in all: between operations")
-    assert summary(find_gaps([event("a", 5, 0)])).startswith("GPU: 0.0 ms")  # one kernel, shorter than the clock
+    assert summary(find_gaps([event("a", 5, 0)])).startswith(
+        "GPU: 0.0 ms"
+    )  # one kernel, shorter than the clock
 
 
-@pytest.mark.parametrize("events", [[], [event("aten::add", 0, 9, "cpu_op")], [{"ph": "i", "cat": "kernel"}]])
+@pytest.mark.parametrize(
+    "events", [[], [event("aten::add", 0, 9, "cpu_op")], [{"ph": "i", "cat": "kernel"}]]
+)
 def test_a_profile_without_kernels_is_refused(events: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="no kernels"):
         find_gaps(events)
@@ -78,4 +102,6 @@ def test_busy_and_gaps_make_up_the_span(pairs: list[tuple[int, int]]) -> None:
     first, last = min(s for s, _ in pairs), max(s + n for s, n in pairs)
     assert found.busy == len(covered) and found.span == last - first
     assert found.busy + sum(gap.length for gap in found.gaps) == found.span
-    assert {t for gap in found.gaps for t in range(int(gap.start), int(gap.end))} == set(range(first, last)) - covered
+    assert {t for gap in found.gaps for t in range(int(gap.start), int(gap.end))} == set(
+        range(first, last)
+    ) - covered

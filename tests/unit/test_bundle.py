@@ -1,4 +1,5 @@
-"""`slime bundle`: all that an issue needs, and nothing that is secret, private, huge, or outside of the run folder."""
+"""`slime bundle`: all that an issue needs, and nothing that is secret, private, huge, or outside of
+the run folder."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ PASSWORD = "correct-horse-battery"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A failed run whose files hold secrets in all the ways that they come about, and everything that is private."""
+    """A failed run whose files hold secrets in all the ways that they come about, and everything
+    that is private."""
     run = tmp_path / "outputs" / "demo"
-    write(run / "run.json", {"stages": {"": {"state": "failed", "started": 1.0, "argv": ["--wandb-key", HIDDEN]}}})
+    write(
+        run / "run.json",
+        {"stages": {"": {"state": "failed", "started": 1.0, "argv": ["--wandb-key", HIDDEN]}}},
+    )
     write(
         run / "config.json",
         {
@@ -36,10 +41,19 @@ def folder(tmp_path: Path) -> Path:
         },
     )
     write(run / "metrics.jsonl", {"step": 1, "train/loss": 0.5})
-    write(run / "logs" / "driver.log", f"calm\nHF_TOKEN={KEY}\npulled https://me:{PASSWORD}@hub.example/x\n")
-    write(run / "logs" / "rollout.log", f"sent with Authorization: Bearer {WANDB}\nthe value is {PASSWORD}.\n")
+    write(
+        run / "logs" / "driver.log",
+        f"calm\nHF_TOKEN={KEY}\npulled https://me:{PASSWORD}@hub.example/x\n",
+    )
+    write(
+        run / "logs" / "rollout.log",
+        f"sent with Authorization: Bearer {WANDB}\nthe value is {PASSWORD}.\n",
+    )
     crash = run / "crash" / "20261123-064012"
-    write(crash / "crash.json", {"error": "UserError", "message": f"x: {KEY}", "time": 2.0, "notes": []})
+    write(
+        crash / "crash.json",
+        {"error": "UserError", "message": f"x: {KEY}", "time": 2.0, "notes": []},
+    )
     write(crash / "traceback.txt", f"Traceback\n  File 'x'\nValueError: api_key='{PASSWORD}'\n")
     write(crash / "samples.jsonl", {"prompt": "a private prompt", "response": KEY})
     write(crash / "step.pt", "tensors")
@@ -62,25 +76,41 @@ def pack(folder: Path, *words: str) -> dict[str, str]:
     assert main(["bundle", str(folder), "--output", str(archive), *words]) == 0
     with tarfile.open(archive) as tar:
         members = tar.getmembers()
-        assert all(member.isfile() and not member.name.startswith(("/", "..")) for member in members)
+        assert all(
+            member.isfile() and not member.name.startswith(("/", "..")) for member in members
+        )
         assert {member.name.split("/")[0] for member in members} == {f"{folder.name}-bundle"}
         read = {member.name.split("/", 1)[1]: tar.extractfile(member) for member in members}
         return {name: file.read().decode() for name, file in read.items() if file is not None}
 
 
-def test_it_holds_what_an_issue_needs_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_holds_what_an_issue_needs_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = pack(folder)
     assert set(texts) == {
-        *("explain.txt", "explain.json", "versions.txt", "config.json", "run.json", "metrics.jsonl"),
+        *(
+            "explain.txt",
+            "explain.json",
+            "versions.txt",
+            "config.json",
+            "run.json",
+            "metrics.jsonl",
+        ),
         *("logs/driver.log", "logs/rollout.log"),
         *("crash/20261123-064012/crash.json", "crash/20261123-064012/traceback.txt"),
     }
     assert "torch " in texts["versions.txt"] and '"findings"' in texts["explain.json"]
-    assert json.loads(texts["config.json"])["data"]["input_key"] == "prompt", "what is no secret stays readable"
+    assert json.loads(texts["config.json"])["data"]["input_key"] == "prompt", (
+        "what is no secret stays readable"
+    )
     assert '"NCCL_DEBUG": "INFO"' in texts["config.json"]
     told = capsys.readouterr().out
     assert all(name in told for name in texts)
-    assert "samples are not in it" in told and f"{(folder.parent / 'b.tar.gz').stat().st_size:,} bytes" in told
+    assert (
+        "samples are not in it" in told
+        and f"{(folder.parent / 'b.tar.gz').stat().st_size:,} bytes" in told
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("--samples",)])
@@ -91,7 +121,9 @@ def test_no_secret_is_in_it(folder: Path, words: tuple[str, ...]) -> None:
     assert HIDDEN in whole and "hub.example/x" in whole
 
 
-def test_samples_only_where_they_are_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_only_where_they_are_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "a private prompt" not in "\n".join(pack(folder).values())
     capsys.readouterr()
     texts = pack(folder, "--samples")
@@ -110,8 +142,11 @@ def test_secrets_of_the_environment_are_hidden_wherever_they_stand(
     assert pack(folder)["logs/engine-0.log"] == f"asked with {HIDDEN}, answered 401\n"
 
 
-def test_links_lead_nowhere(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither of files nor of folders, nor pipes, and a link to the run folder itself is no obstacle."""
+def test_links_lead_nowhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of files nor of folders, nor pipes, and a link to the run folder itself is no
+    obstacle."""
     outside = tmp_path / "outside"
     write(outside / "private.log", "not of this run")
     write(outside / "samples" / "rollout_000009.jsonl", "not of this run")
@@ -126,7 +161,10 @@ def test_links_lead_nowhere(folder: Path, tmp_path: Path, capsys: pytest.Capture
     texts = pack(folder, "--samples")
     assert "not of this run" not in "\n".join(texts.values())
     told = capsys.readouterr().out
-    assert "left out: logs/engine-0.log: a link" in told and "left out: config.sft.json: a link" in told
+    assert (
+        "left out: logs/engine-0.log: a link" in told
+        and "left out: config.sft.json: a link" in told
+    )
     archive = tmp_path / "c.tar.gz"
     assert main(["bundle", str(link), "--output", str(archive)]) == 0
     with tarfile.open(archive) as tar:
@@ -141,7 +179,11 @@ def test_huge_files_are_cut_and_damaged_ones_taken_as_they_are(folder: Path) -> 
     (folder / "config.json").write_bytes(b'{"wandb_key": "' + WANDB.encode() + b'", \xff')
     texts = pack(folder)
     log_text = texts["logs/engine-0.log"]
-    assert len(log_text) < 1 << 20 and log_text.startswith("the first line\n") and log_text.endswith("the last line\n")
+    assert (
+        len(log_text) < 1 << 20
+        and log_text.startswith("the first line\n")
+        and log_text.endswith("the last line\n")
+    )
     assert "bytes left out" in log_text
     assert WANDB not in texts["config.json"]
 
@@ -152,15 +194,20 @@ def test_a_folder_that_has_almost_nothing_is_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["x.txt", "{folder}", "{folder}/config.json/x.tar.gz"])
-def test_a_wrong_place_is_refused(output: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_place_is_refused(
+    output: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (folder / "config.json").read_bytes()
     assert main(["bundle", str(folder), "--output", output.replace("{folder}", str(folder))]) == 2
     assert "--output" in capsys.readouterr().err and (folder / "config.json").read_bytes() == before
 
 
-# -- the words that are hidden ----------------------------------------------------------------------------------------
+# -- the words that are hidden
+# ----------------------------------------------------------------------------------------
 
-_SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/+.", min_size=6, max_size=60)
+_SECRET = st.text(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/+.", min_size=6, max_size=60
+)
 
 
 @given(st.text(max_size=80), _SECRET, st.text(max_size=80))
@@ -168,7 +215,9 @@ def test_a_known_secret_is_nowhere(before: str, secret: str, after: str) -> None
     assert secret not in redact_text(f"{before}{secret}{after}", [secret]).replace(HIDDEN, "")
 
 
-_NAME = st.sampled_from(["HF_TOKEN", "WANDB_API_KEY", "api_key", "--wandb-key", "MY_SECRET", "db_password", "X_TOKEN"])
+_NAME = st.sampled_from(
+    ["HF_TOKEN", "WANDB_API_KEY", "api_key", "--wandb-key", "MY_SECRET", "db_password", "X_TOKEN"]
+)
 _BETWEEN = st.sampled_from(["=", ": ", " = ", "='", '="', '": "'])
 _VALUE = st.text("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", min_size=8, max_size=40)
 
@@ -219,7 +268,13 @@ def test_secrets_are_known_by_where_they_stand(text: str) -> None:
 
 def test_a_known_secret_is_hidden_in_every_shape() -> None:
     secret = 'first line "of" é\\\nthe second line of it/'
-    shapes = [secret, json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret), quote(secret, safe="")]
+    shapes = [
+        secret,
+        json.dumps(secret),
+        json.dumps(secret, ensure_ascii=False),
+        repr(secret),
+        quote(secret, safe=""),
+    ]
     for text in [*shapes, *secret.splitlines()]:
         left = redact_text(text, [secret])
         assert HIDDEN in left and "second" not in left and "first" not in left, text
@@ -230,7 +285,11 @@ def test_short_secrets_do_not_blank_everything() -> None:
 
 
 def test_secrets_are_known_by_the_names_of_flags_and_variables() -> None:
-    flags = {"wandb_key": "abcdefgh", "input_key": "prompt", "train_env_vars": {"A_TOKEN": "ijklmnop", "B": "qrstuvwx"}}
+    flags = {
+        "wandb_key": "abcdefgh",
+        "input_key": "prompt",
+        "train_env_vars": {"A_TOKEN": "ijklmnop", "B": "qrstuvwx"},
+    }
     assert secrets_in([flags, {"S3_SECRET_KEY": "12345678", "HOME": "/root"}]) == {
         *("abcdefgh", "ijklmnop", "12345678"),
     }

@@ -16,7 +16,10 @@ from slime.run.stopping import StopSignals
 from slime.user_code import loading as hook_loading
 from tests.support.checkpoint_dirs import complete
 
-CODE = "from {helper} import score\n\n\ndef reward(args, sample, **kwargs):\n    return score(sample)\n"
+CODE = (
+    "from {helper} import score\n\n\ndef reward(args, sample, **kwargs):\n    return "
+    "score(sample)\n"
+)
 
 
 @pytest.fixture
@@ -75,11 +78,19 @@ JOURNAL_AGAIN = "groups in the journal are generated again"
     ("edit", "told"),
     [
         (edit_middle_row, {"--prompt-data": "the position in the data is kept if"}),
-        (edit_weights, {"--hf-checkpoint": f"tokenizer and chat template are taken from now on; {JOURNAL_AGAIN}"}),
+        (
+            edit_weights,
+            {
+                "--hf-checkpoint": f"tokenizer and chat template are taken from now on; {JOURNAL_AGAIN}"
+            },
+        ),
         (edit_tokenizer, {"--hf-checkpoint": JOURNAL_AGAIN}),
         (
             edit_imported_file,
-            {"--custom-rm-path": JOURNAL_AGAIN, "--custom-loss-function-path": "by weights that were pushed after"},
+            {
+                "--custom-rm-path": JOURNAL_AGAIN,
+                "--custom-loss-function-path": "by weights that were pushed after",
+            },
         ),
         (edit_filter, {"--dynamic-sampling-filter-path": "it counts from the next rollout on"}),
     ],
@@ -121,10 +132,15 @@ def test_large_weight_files_are_told_apart_by_pieces(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(20 << 20)
         file.write(b"x")
-    assert content_fingerprint(path) != before[0] and content_fingerprint(path, whole=True) != before[1]
+    assert (
+        content_fingerprint(path) != before[0]
+        and content_fingerprint(path, whole=True) != before[1]
+    )
     assert content_fingerprint(tmp_path / "nothing") == ""
 
 
 def test_installed_packages_are_no_files_of_the_users(config: Config) -> None:
-    files = hook_loading._imported_files(hook_loading.load_function(str(config.reward.custom_rm_path)))
+    files = hook_loading._imported_files(
+        hook_loading.load_function(str(config.reward.custom_rm_path))
+    )
     assert sorted(path.name.partition("_")[0] for path in files) == ["helper", "mine"], files

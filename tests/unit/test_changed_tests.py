@@ -1,4 +1,5 @@
-"""`make check`: which tests a change concerns, in which order, and what happens when their time is over."""
+"""`make check`: which tests a change concerns, in which order, and what happens when their time is
+over."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def names(files: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("changed", "concerned"),
     [
-        (["slime/packing.py"], ["packing", "patches", "batches", "engine"]),  # of equals the one with fewer imports
+        (
+            ["slime/packing.py"],
+            ["packing", "patches", "batches", "engine"],
+        ),  # of equals the one with fewer imports
         (["slime/engine.py"], ["engine"]),
         (["slime/errors.py"], ["packing", "patches", "batches", "engine"]),
         (["slime/rows.json"], ["engine"]),
@@ -96,7 +100,9 @@ def check(branch: Path, seconds: int) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tools" / "changed_tests.py", branch / "tools")
     command = [sys.executable, "tools/changed_tests.py", "--seconds", str(seconds)]
     environment = {**os.environ, "PYTHONPATH": str(branch)}
-    return subprocess.run(command, cwd=branch, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=branch, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_tests_are_run_until_the_time_is_over(branch: Path) -> None:

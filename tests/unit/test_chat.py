@@ -72,7 +72,9 @@ def test_what_is_no_run_has_no_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("forgets", "turns"), [(True, [1, 1]), (False, [1, 3])])
-def test_a_toy_gets_each_question_by_itself(forgets: bool, turns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_toy_gets_each_question_by_itself(
+    forgets: bool, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def answer(self: Conversation, path: str, body: dict[str, Any], text_of: Any) -> Iterator[str]:

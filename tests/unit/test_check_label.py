@@ -1,4 +1,5 @@
-"""Labels that the built-in graders cannot compare a response with, and those that are rarely meant."""
+"""Labels that the built-in graders cannot compare a response with, and those that are rarely
+meant."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_labels_that_cannot_be_graded(rm_type: str, label: Any, said: str) -> No
         (None, "", {}),
     ],
 )
-def test_labels_that_can_be_graded(rm_type: str | None, label: Any, metadata: dict[str, Any]) -> None:
+def test_labels_that_can_be_graded(
+    rm_type: str | None, label: Any, metadata: dict[str, Any]
+) -> None:
     assert check_label(rm_type, label, metadata) is None
 
 

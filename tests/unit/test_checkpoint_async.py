@@ -1,4 +1,5 @@
-"""--async-save: training goes on while a snapshot is written; nothing is visible before it is whole; errors surface."""
+"""--async-save: training goes on while a snapshot is written; nothing is visible before it is
+whole; errors surface."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_saving(
         assert all(torch.equal(a, b) for a, b in zip(parameters(backend), after_two, strict=True))
 
 
-def test_the_next_save_waits_and_the_memory_is_used_again(model: Path, tmp_path: Path, gate: Gate) -> None:
+def test_the_next_save_waits_and_the_memory_is_used_again(
+    model: Path, tmp_path: Path, gate: Gate
+) -> None:
     with single(model, save=str(tmp_path), async_save=True) as backend:
         backend.save(0)
         first = backend.writer._memory._buffer.data_ptr()
@@ -104,7 +107,10 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call(
         backend.save(1)
         backend.writer._thread.join(SECONDS)
         call = {"train": lambda: backend.train(make_batch()), "save": lambda: backend.save(2)}
-        with pytest.raises(UserError, match=r"iter_0000001(.|\n)*No space left(.|\n)*previous checkpoint is untouched"):
+        with pytest.raises(
+            UserError,
+            match=r"iter_0000001(.|\n)*No space left(.|\n)*previous checkpoint is untouched",
+        ):
             call.get(noticed_by, backend.finish_saving)()
         assert sorted(entry.name for entry in tmp_path.iterdir()) == [
             ".latest",
@@ -120,7 +126,13 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call(
 def test_host_memory_copies_any_tensor_into_storage_of_its_own() -> None:
     memory = HostMemory()
     whole = torch.arange(12.0).view(3, 4)
-    tensors = [whole[:, 1:3], torch.tensor(3, dtype=torch.int64), torch.empty(0, 5), whole.bfloat16(), whole > 3]
+    tensors = [
+        whole[:, 1:3],
+        torch.tensor(3, dtype=torch.int64),
+        torch.empty(0, 5),
+        whole.bfloat16(),
+        whole > 3,
+    ]
     copies = memory.copy(tensors)
     for copy, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype

@@ -24,6 +24,13 @@ def test_boxes_hold_the_run_and_nothing_else(run: tuple[tuple[int, ...], int, in
     shape, start, end = run
     whole = torch.arange(math.prod(shape)).view(shape)
     found = boxes(shape, start, end)
-    pieces = [whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.size))].reshape(-1) for box in found]
-    assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(range(start, end))
-    assert len(found) <= max(1, 2 * len(shape) - 1) and all(math.prod(box.size) > 0 for box in found)
+    pieces = [
+        whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.size))].reshape(-1)
+        for box in found
+    ]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(
+        range(start, end)
+    )
+    assert len(found) <= max(1, 2 * len(shape) - 1) and all(
+        math.prod(box.size) > 0 for box in found
+    )

@@ -34,14 +34,19 @@ def root(tmp_path: Path) -> Path:
 
 
 def plan_of(**flags: object) -> LoadPlan:
-    return resolve_load(make_config(**{key: str(v) if isinstance(v, Path) else v for key, v in flags.items()}))
+    return resolve_load(
+        make_config(**{key: str(v) if isinstance(v, Path) else v for key, v in flags.items()})
+    )
 
 
-# -- what is loaded ----------------------------------------------------------------------------------------
+# -- what is loaded
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("present", [False, True])
-def test_load_equal_to_save_starts_fresh_when_nothing_is_there(hf: Path, root: Path, present: bool) -> None:
+def test_load_equal_to_save_starts_fresh_when_nothing_is_there(
+    hf: Path, root: Path, present: bool
+) -> None:
     if present:
         root.mkdir()
         (root / ".iter_0000001.partial").mkdir()  # a first save that died
@@ -74,14 +79,20 @@ def test_weights_without_a_past(hf: Path, root: Path) -> None:
     (root / ckpt.TRACKER).write_text("release")
     (root / "iter_0000007").rename(root / "release")
     released = plan_of(load=root, hf_checkpoint=hf)
-    assert (released.iteration, released.start_rollout_id, released.load_optimizer) == (None, 0, False)
+    assert (released.iteration, released.start_rollout_id, released.load_optimizer) == (
+        None,
+        0,
+        False,
+    )
 
 
 def test_the_reference_model(hf: Path, root: Path) -> None:
     complete(root, 2)
     complete(root, 4)
     assert resolve_reference(make_config(hf_checkpoint=str(hf))).kind == "hf"
-    plan = resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root), ref_ckpt_step=2))
+    plan = resolve_reference(
+        make_config(hf_checkpoint=str(hf), ref_load=str(root), ref_ckpt_step=2)
+    )
     assert plan.path == root / "iter_0000002" and plan.start_rollout_id == 0
     with pytest.raises(UserError, match="--ref-load"):
         resolve_reference(make_config(hf_checkpoint=str(hf), ref_load=str(root.parent)))
@@ -105,7 +116,11 @@ def test_weights_that_are_not_there_are_named_by_the_flag_that_was_given(tmp_pat
 def test_an_iteration_of_the_reference_needs_no_tracker(hf: Path, root: Path) -> None:
     complete(root, 3, track=False)
     flags = {"hf_checkpoint": str(hf), "ref_load": str(root), "ref_ckpt_step": 3}
-    assert resolve_reference(make_config(**flags)).path == plan_of(**flags).path == root / "iter_0000003"
+    assert (
+        resolve_reference(make_config(**flags)).path
+        == plan_of(**flags).path
+        == root / "iter_0000003"
+    )
 
 
 def test_an_iteration_of_a_hugging_face_directory_is_refused(hf: Path) -> None:
@@ -126,7 +141,9 @@ def test_an_iteration_of_a_hugging_face_directory_is_refused(hf: Path) -> None:
         (lambda root: (root / "iter_0000004").mkdir(parents=True), "it holds: iter_0000004"),
     ],
 )
-def test_nothing_to_load_names_the_directory_its_content_and_the_flags(hf: Path, root: Path, make, text: str) -> None:
+def test_nothing_to_load_names_the_directory_its_content_and_the_flags(
+    hf: Path, root: Path, make, text: str
+) -> None:
     make(root)
     with pytest.raises(UserError) as caught:
         plan_of(load=root, hf_checkpoint=hf)
@@ -139,13 +156,20 @@ def test_a_lost_tracker_is_no_fresh_start(hf: Path, root: Path) -> None:
     complete(root, 5, track=False)
     assert plan_of(load=root, save=root, hf_checkpoint=hf).iteration == 5
     assert plan_of(load=root, save=root, ckpt_step=5, hf_checkpoint=hf).iteration == 5
-    with pytest.raises(UserError, match=r"no latest_checkpointed_iteration\.txt(.|\n)*iter_0000005"):
+    with pytest.raises(
+        UserError, match=r"no latest_checkpointed_iteration\.txt(.|\n)*iter_0000005"
+    ):
         plan_of(load=root, save=root.parent / "other", hf_checkpoint=hf)
 
 
 @settings(max_examples=150, deadline=None)
-@given(content=st.binary(max_size=12) | st.sampled_from([b"\xb2", b"9" * 5000, b"1\x00", b"relea\xf3e", b"-3", b"1_0"]))
-def test_a_resume_goes_on_whatever_the_tracker_says(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    content=st.binary(max_size=12)
+    | st.sampled_from([b"\xb2", b"9" * 5000, b"1\x00", b"relea\xf3e", b"-3", b"1_0"])
+)
+def test_a_resume_goes_on_whatever_the_tracker_says(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     root = tmp_path_factory.mktemp("ckpt")
     for iteration in (3, 10):
         complete(root, iteration)
@@ -162,7 +186,9 @@ def test_a_resume_goes_on_where_a_folder_has_the_name_of_the_tracker(root: Path)
 
 def test_an_iteration_that_is_not_there(hf: Path, root: Path) -> None:
     complete(root, 5)
-    with pytest.raises(UserError, match=r"no checkpoint of iteration 6(.|\n)*--ckpt-step(.|\n)*: 5"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint of iteration 6(.|\n)*--ckpt-step(.|\n)*: 5"
+    ):
         plan_of(load=root, ckpt_step=6, hf_checkpoint=hf)
     (root / ckpt.TRACKER).write_text("8")
     with pytest.raises(UserError, match="iteration 8"):
@@ -213,11 +239,13 @@ def test_resolving_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# -- crashes -----------------------------------------------------------------------------------------------
+# -- crashes
+# -----------------------------------------------------------------------------------------------
 
 
 class CrashRecorder:
-    """Copies a directory before every file-system change, as a crash at that moment would leave it."""
+    """Copies a directory before every file-system change, as a crash at that moment would leave
+    it."""
 
     CALLS = ("rename", "replace", "fsync", "rmdir", "unlink", "mkdir")
 
@@ -263,7 +291,8 @@ def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("keep", "expected"), [(None, [1, 2, 3, 4]), (10, [1, 2, 3, 4]), (2, [3, 4]), (1, [4]), (0, [4])]
+    ("keep", "expected"),
+    [(None, [1, 2, 3, 4]), (10, [1, 2, 3, 4]), (2, [3, 4]), (1, [4]), (0, [4])],
 )
 def test_retention(root: Path, keep: int | None, expected: list[int]) -> None:
     for iteration in range(1, 5):
@@ -288,7 +317,8 @@ def test_unwritable_places_are_refused(tmp_path: Path) -> None:
         ckpt.partial_dir(tmp_path / "file" / "iter_0000001")
 
 
-# -- after a run that failed -------------------------------------------------------------------------------
+# -- after a run that failed
+# -------------------------------------------------------------------------------
 
 
 def test_the_newest_whole_checkpoint(root: Path) -> None:
@@ -312,7 +342,9 @@ def test_a_save_counts_once_it_is_tracked_and_not_under_way_again(root: Path) ->
     partial = ckpt.partial_dir(root / "iter_0000003")
     assert not ckpt.is_saved(root, 3)
     (partial / "data.distcp").write_text("half")
-    assert ckpt.discard_partial(root / "iter_0000003") and not ckpt.discard_partial(root / "iter_0000003")
+    assert ckpt.discard_partial(root / "iter_0000003") and not ckpt.discard_partial(
+        root / "iter_0000003"
+    )
     there = sorted(path.name for path in root.iterdir())
     assert ckpt.is_saved(root, 3) and there == [".latest", "iter_0000003", ckpt.TRACKER]
 
@@ -336,7 +368,12 @@ def test_the_next_save_removes_what_could_not_be_discarded_whole(root: Path) -> 
 
 def test_an_iteration_that_was_being_replaced_is_put_back_not_removed(tmp_path: Path) -> None:
     """Killed between the two renames: the former state of iteration 4 is all there is of it."""
-    for name in (".iter_0000004.replaced", "iter_0000006", ".iter_0000006.replaced", ".iter_0000008.partial"):
+    for name in (
+        ".iter_0000004.replaced",
+        "iter_0000006",
+        ".iter_0000006.replaced",
+        ".iter_0000008.partial",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_text(name)
     ckpt.retain(tmp_path, None)
@@ -346,7 +383,8 @@ def test_an_iteration_that_was_being_replaced_is_put_back_not_removed(tmp_path: 
 
 
 def test_a_run_that_ends_before_where_it_stands_is_refused(tmp_path: Path) -> None:
-    """Its length is that of the whole run. At its end one stands that was killed as it ended: it still has to save."""
+    """Its length is that of the whole run. At its end one stands that was killed as it ended: it
+    still has to save."""
     complete(tmp_path, 5)
     for length, wrong in ((0, False), (5, True), (6, False), (9, False)):
         config = make_config(load=str(tmp_path), save=str(tmp_path), num_rollout=length)

@@ -1,7 +1,8 @@
-"""SIGKILL at every file operation of a save and within writes of tensors: the run resumes from a whole checkpoint.
+"""SIGKILL at every file operation of a save and within writes of tensors: the run resumes from a
+whole checkpoint.
 
-Each point is a trainer of its own, forked from a server that has imported everything, which resumes from iteration 0,
-trains, saves iteration 1 and kills itself on the way.
+Each point is a trainer of its own, forked from a server that has imported everything, which resumes
+from iteration 0, trains, saves iteration 1 and kills itself on the way.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from tests.support.trainer_ranks import trainer_config
 
 SECONDS = 60
 Point = tuple[str, int]
-"""("change", 3): at the third file that is made, opened for writing, renamed, removed or brought to the disk;
-("write", 3): with a part of the third piece of tensor data in the file."""
+"""("change", 3): at the third file that is made, opened for writing, renamed, removed or brought to
+the disk; ("write", 3): with a part of the third piece of tensor data in the file."""
 NOWHERE: Point = ("change", 0)
 _CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 class Killer:
-    """Counts what changes files below ``root`` in this process, and ends the process at the point ``at``."""
+    """Counts what changes files below ``root`` in this process, and ends the process at the point
+    ``at``."""
 
     def __init__(self, root: Path, at: Point) -> None:
         self.root, self.at, self.armed = str(root), at, False
@@ -47,7 +49,9 @@ class Killer:
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.armed or not arguments:
             return
-        is_write = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        is_write = (
+            event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        )
         if (is_write or event in _CHANGES) and str(arguments[0]).startswith(self.root):
             self._step("change")
 
@@ -61,7 +65,9 @@ class Killer:
             fsync(descriptor)
 
         def counted_write(file: Any, data: Any) -> int:
-            if self.armed and ("write", self.count["write"] + 1) == self.at:  # a part of it reaches the file
+            if (
+                self.armed and ("write", self.count["write"] + 1) == self.at
+            ):  # a part of it reaches the file
                 view = memoryview(data).cast("B")
                 write(file, view[: self.random.randint(0, len(view))])
                 file.flush()
@@ -81,13 +87,19 @@ class Killer:
 def save_and_die(
     model: Path, root: Path, asynchronous: bool, at: Point, place: tuple[int, int, int], told: Any
 ) -> None:
-    """Resume, train, save iteration 1, dying at ``at`` of this rank; tells how often what happened if it lives."""
+    """Resume, train, save iteration 1, dying at ``at`` of this rank; tells how often what happened
+    if it lives."""
     from slime.trainer.megatron.parallel import RankInfo, shut_down
 
     torch.set_num_threads(1)
     rank, ranks, port = place
     killer = Killer(root, at)
-    flags: dict[str, Any] = {"save": str(root), "load": str(root), "async_save": asynchronous, "bf16": True}
+    flags: dict[str, Any] = {
+        "save": str(root),
+        "load": str(root),
+        "async_save": asynchronous,
+        "bf16": True,
+    }
     flags |= {"tensor_model_parallel_size": ranks, "save_retain": 1}
     backend = jobs.backend_of(RankInfo(rank, ranks, rank, "127.0.0.1", port), model, **flags)
     jobs.fake_step(backend, 2)
@@ -100,12 +112,19 @@ def save_and_die(
 
 
 class Range:
-    """Where trainers die: a run with iteration 0 saved, and what its weights are after iterations 0 and 1."""
+    """Where trainers die: a run with iteration 0 saved, and what its weights are after iterations 0
+    and 1."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.model, self.origin = folder, jobs.make_model(folder / "model"), folder / "origin"
+        self.folder, self.model, self.origin = (
+            folder,
+            jobs.make_model(folder / "model"),
+            folder / "origin",
+        )
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["slime.trainer.megatron.backend", "tests.support.megatron_jobs"])
+        self.context.set_forkserver_preload(
+            ["slime.trainer.megatron.backend", "tests.support.megatron_jobs"]
+        )
         with single(self.model, save=str(self.origin), bf16=True) as backend:
             jobs.fake_step(backend, 1)
             backend.save(0)
@@ -116,7 +135,8 @@ class Range:
     def run(
         self, name: str, asynchronous: bool, at: Point, ranks: int = 1, victim: int = 0
     ) -> tuple[Path, dict[str, int] | None]:
-        """A trainer that dies at ``at``; the run it leaves, and how often what happened on that rank if it lived."""
+        """A trainer that dies at ``at``; the run it leaves, and how often what happened on that
+        rank if it lived."""
         root, told = self.folder / name, self.context.Queue()
         shutil.copytree(self.origin, root)
         port = free_port()
@@ -142,9 +162,11 @@ class Range:
         return root, None
 
     def survives(self, root: Path, ranks: int = 1) -> int:
-        """Resume from what is left, check every bit, save again; returns the iteration that was found.
+        """Resume from what is left, check every bit, save again; returns the iteration that was
+        found.
 
-        What two ranks make of the weights differs in rounding: it is taken from their first run, the unharmed one.
+        What two ranks make of the weights differs in rounding: it is taken from their first run,
+        the unharmed one.
         """
         flags = {"save": str(root), "load": str(root), "bf16": True}
         plan = resolve_load(trainer_config(hf_checkpoint=str(self.model), **flags))
@@ -152,7 +174,9 @@ class Range:
         check_contents(plan.path)
         with single(self.model, **flags) as backend:
             expected = self.weights.setdefault((ranks, plan.iteration), parameters(backend))
-            assert all(torch.equal(a, b) for a, b in zip(parameters(backend), expected, strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(parameters(backend), expected, strict=True)
+            )
             assert backend.next_rollout_id == plan.iteration + 1
             backend.save(2)
         return plan.iteration
@@ -164,7 +188,8 @@ def shooting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
 
 
 def points(counts: dict[str, int], changes: int | None, writes: int) -> list[Point]:
-    """Of the changes all or so many, of the writes so many, in the order of a save as far as it is known."""
+    """Of the changes all or so many, of the writes so many, in the order of a save as far as it is
+    known."""
     chosen = random.Random(0)
     every = range(1, counts["change"] + 1)
     some = every if changes is None else sorted(chosen.sample(every, min(changes, len(every))))
@@ -185,7 +210,9 @@ def test_killed_at_every_file_operation(shooting: Range, asynchronous: bool) -> 
         found[at[0]].append(shooting.survives(root))
         shutil.rmtree(root)
     assert set(found["write"]) == {0}
-    assert found["change"] == sorted(found["change"]), "the old one until the tracker moves, then the new one"
+    assert found["change"] == sorted(found["change"]), (
+        "the old one until the tracker moves, then the new one"
+    )
     assert set(found["change"]) == {0, 1}
 
 

@@ -1,7 +1,9 @@
-"""Saved at each layout, loaded at each other: the next training step is that of a run that was never interrupted.
+"""Saved at each layout, loaded at each other: the next training step is that of a run that was
+never interrupted.
 
-Compared are the step's metrics (loss and gradient norm among them) and every weight after it, with an unbroken run in a
-single process: Adam's moments and step count, master weights and the schedule must all have come along. float32, gloo.
+Compared are the step's metrics (loss and gradient norm among them) and every weight after it, with
+an unbroken run in a single process: Adam's moments and step count, master weights and the schedule
+must all have come along. float32, gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, shard
 
 TOLERANCE = 1e-5
-#: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from being blown up.
+#: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from
+#: being blown up.
 TRAINING: dict[str, Any] = {
     "adam_eps": 1e-3, "lr": 1e-2, "lr_decay_style": "linear", "lr_warmup_init": 3e-3, "lr_warmup_iters": 3,
     "weight_decay": 0.1, "clip_grad": 0.5, "entropy_coef": 0.01, "rollout_batch_size": 12,
@@ -59,11 +62,17 @@ LAYOUTS = {
     "PP2 x EP2": Layout(4, 2, PP2 | EP2),
 }
 EXPERTS = {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
-#: The first has tied embeddings and a vocabulary of 97 rows, which two tensor-parallel ranks pad to 98.
+#: The first has tied embeddings and a vocabulary of 97 rows, which two tensor-parallel ranks pad to
+#: 98.
 FAMILIES = ["qwen3", "llama", "qwen2", "glm4", *sorted(EXPERTS)]
 #: What `make test` tries, in this order: few saves, every kind of resharding.
 ALWAYS = {
-    "qwen3": [("DP2", "TP2+SP"), ("TP2+SP", "PP2 virtual"), ("PP2 virtual", "DP2"), ("PP2 virtual", "CP2")],
+    "qwen3": [
+        ("DP2", "TP2+SP"),
+        ("TP2+SP", "PP2 virtual"),
+        ("PP2 virtual", "DP2"),
+        ("PP2 virtual", "CP2"),
+    ],
     "qwen3_moe": [("EP2", "TP2"), ("PP2", "EP2")],
 }
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
@@ -86,7 +95,10 @@ def _pairs() -> Iterator[Any]:
 def batches_of(layout: str, first_rollout: int = 0, rollouts: int = 2) -> jobs.Batches:
     """For each data-parallel rank a batch for every rollout."""
     plans = SHARDS[LAYOUTS[layout].data_parallel]
-    whole = [replace(make_batch(MICRO_BATCHES, seed=i), rollout_id=first_rollout + i) for i in range(rollouts)]
+    whole = [
+        replace(make_batch(MICRO_BATCHES, seed=i), rollout_id=first_rollout + i)
+        for i in range(rollouts)
+    ]
     return [[shard(batch, members, plan) for batch in whole] for members, plan in plans]
 
 
@@ -109,7 +121,9 @@ class Runs:
         """The run that is never interrupted."""
         if family not in self.unbroken:
             arguments = (self.model(family), TRAINING, batches_of("one rank"), None)
-            self.unbroken[family] = self.ranks.run(2, jobs.alone, jobs.train_and_save, *arguments)[0]
+            self.unbroken[family] = self.ranks.run(2, jobs.alone, jobs.train_and_save, *arguments)[
+                0
+            ]
         return self.unbroken[family]
 
     def checkpoint(self, family: str, layout: str) -> Path:
@@ -135,31 +149,48 @@ def worst(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "source", "target"), list(_pairs()))
-def test_the_next_step_is_that_of_an_unbroken_run(family: str, source: str, target: str, runs: Runs) -> None:
+def test_the_next_step_is_that_of_an_unbroken_run(
+    family: str, source: str, target: str, runs: Runs
+) -> None:
     expected, root = runs.single(family), runs.checkpoint(family, source)
     flags = {**TRAINING, **LAYOUTS[target].flags, "load": str(root)}
-    results = runs.ranks.run(LAYOUTS[target].ranks, jobs.last_step, runs.model(family), flags, batches_of(target))
+    results = runs.ranks.run(
+        LAYOUTS[target].ranks, jobs.last_step, runs.model(family), flags, batches_of(target)
+    )
     [metrics] = [result["metrics"] for result in results if result["reporting"]]
     assert {"train/loss", "train/grad_norm"} <= expected["metrics"].keys()
     for name, value in expected["metrics"].items():
         assert metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
     for name, weight in expected["weights"].items():
         assert worst(results[0]["weights"][name], weight) <= TOLERANCE, name
-    moved = max(worst(weight, expected["before"][name]) for name, weight in expected["weights"].items())
+    moved = max(
+        worst(weight, expected["before"][name]) for name, weight in expected["weights"].items()
+    )
     assert moved > 1e-3, "or the comparison proves little"
 
 
 @pytest.mark.slow
 def test_the_updated_reference_model_goes_on_at_another_layout(runs: Runs, tmp_path: Path) -> None:
-    """Taken after rollout 1, it is neither the policy nor --ref-load when rollout 3 is trained on."""
-    flags = {**TRAINING, "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "ref_update_interval": 2}
+    """Taken after rollout 1, it is neither the policy nor --ref-load when rollout 3 is trained
+    on."""
+    flags = {
+        **TRAINING,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.3,
+        "kl_loss_type": "k3",
+        "ref_update_interval": 2,
+    }
     model, source, target = runs.model("qwen3"), "TP2+SP", "PP2 virtual"
 
     def batches(layout: str) -> jobs.Batches:
         return batches_of(layout, first_rollout=1, rollouts=3)
 
-    [expected, _] = runs.ranks.run(2, jobs.alone, jobs.train_and_save, model, flags, batches("one rank"), None)
-    runs.ranks.run(2, jobs.train_and_save, model, flags | LAYOUTS[source].flags, batches(source), tmp_path)
+    [expected, _] = runs.ranks.run(
+        2, jobs.alone, jobs.train_and_save, model, flags, batches("one rank"), None
+    )
+    runs.ranks.run(
+        2, jobs.train_and_save, model, flags | LAYOUTS[source].flags, batches(source), tmp_path
+    )
     resuming = flags | LAYOUTS[target].flags | {"load": str(tmp_path)}
     results = runs.ranks.run(2, jobs.last_step, model, resuming, batches(target))
     [metrics] = [result["metrics"] for result in results if result["reporting"]]

@@ -1,4 +1,5 @@
-"""A run that goes on takes the newest checkpoint whose every byte is what was written, and says what it skipped."""
+"""A run that goes on takes the newest checkpoint whose every byte is what was written, and says
+what it skipped."""
 
 from __future__ import annotations
 
@@ -65,11 +66,19 @@ def root(tmp_path: Path) -> Path:
 
 def resumed(root: Path) -> LoadPlan:
     """As by `slime resume`, of a run that began elsewhere."""
-    return resolve_load(going_on(make_config(save=str(root), load="elsewhere", ckpt_step=7, num_rollout=9)))
+    return resolve_load(
+        going_on(make_config(save=str(root), load="elsewhere", ckpt_step=7, num_rollout=9))
+    )
 
 
 HARMS = [
-    *(cut_short, without_a_file, without_a_manifest_to_read, without_its_manifest, without_a_shard_in_the_manifest),
+    *(
+        cut_short,
+        without_a_file,
+        without_a_manifest_to_read,
+        without_its_manifest,
+        without_a_shard_in_the_manifest,
+    ),
     *(of_another_iteration, gone),
 ]
 
@@ -78,16 +87,25 @@ HARMS = [
 def test_the_one_before_a_damaged_one_is_taken(root: Path, harm: Callable[[Path], str]) -> None:
     why = harm(root / "iter_0000005")
     plan = resumed(root)
-    assert (plan.iteration, plan.start_rollout_id, plan.is_resume, plan.load_optimizer) == (3, 4, True, True)
+    assert (plan.iteration, plan.start_rollout_id, plan.is_resume, plan.load_optimizer) == (
+        3,
+        4,
+        True,
+        True,
+    )
     assert [damage.iteration for damage in plan.damaged] == [5] and why in plan.damaged[0].why
-    assert why in plan.note and ckpt.newest_whole(root) == plan.path, "what an error names is where resume goes on"
+    assert why in plan.note and ckpt.newest_whole(root) == plan.path, (
+        "what an error names is where resume goes on"
+    )
     assert ckpt.read_tracker(root) == 5, "looking changes nothing"
 
 
 def test_two_damaged_ones(root: Path) -> None:
     for iteration in (3, 5):
         cut_short(root / f"iter_{iteration:07d}")
-    assert [damage.iteration for damage in resumed(root).damaged] == [5, 3] and resumed(root).iteration == 1
+    assert [damage.iteration for damage in resumed(root).damaged] == [5, 3] and resumed(
+        root
+    ).iteration == 1
 
 
 def test_a_branch_that_was_left_comes_last(root: Path) -> None:
@@ -114,7 +132,9 @@ def test_what_another_program_wrote_is_loaded_as_that(root: Path) -> None:
 
 def test_a_tracker_that_names_an_earlier_iteration_is_refused(root: Path) -> None:
     (root / ckpt.TRACKER).write_text("3\n")
-    with pytest.raises(UserError, match=r"says 3, and the run has saved 5 last(.|\n)*--ckpt-step 3"):
+    with pytest.raises(
+        UserError, match=r"says 3, and the run has saved 5 last(.|\n)*--ckpt-step 3"
+    ):
         resumed(root)
     assert resolve_load(make_config(save=str(root), load=str(root), ckpt_step=3)).iteration == 3
     ckpt.set_latest(root, 3)
@@ -127,7 +147,14 @@ def test_a_tracker_that_names_what_is_not_there(root: Path) -> None:
 
 
 def test_names_that_only_look_like_an_iteration(root: Path) -> None:
-    for name in ("iter_0000005 - Copy", "iter_00000009", "iter_٠٠٠٠٠٠9", "iter_9", f"iter_{'9' * 60}", "iter_0000005~"):
+    for name in (
+        "iter_0000005 - Copy",
+        "iter_00000009",
+        "iter_٠٠٠٠٠٠9",
+        "iter_9",
+        f"iter_{'9' * 60}",
+        "iter_0000005~",
+    ):
         shutil.copytree(root / "iter_0000003", root / name)
     (root / "iter_0000007").write_text("a file")
     assert ckpt.saved_iterations(root) == [1, 3, 5] and resumed(root).damaged == ()
@@ -143,7 +170,9 @@ def test_checkpoints_out_of_reach_are_no_fresh_start(root: Path) -> None:
 def test_none_that_is_whole_is_no_fresh_start(root: Path) -> None:
     for iteration in (1, 3, 5):
         cut_short(root / f"iter_{iteration:07d}")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole(.|\n)*iter_0000005: data(.|\n)*move .* away"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .* is whole(.|\n)*iter_0000005: data(.|\n)*move .* away"
+    ):
         resumed(root)
 
 
@@ -161,10 +190,14 @@ def test_what_lies_aside_is_in_nobodys_way(root: Path) -> None:
         assert ckpt.saved_iterations(root) == [1, 3] and ckpt.set_aside(root, 5) is None
         complete(root, 5, "again")
     ckpt.retain(root, 1)
-    assert ckpt.saved_iterations(root) == [5] and (root / "iter_0000005" / "common.pt").read_text() == "again"
+    assert (
+        ckpt.saved_iterations(root) == [5]
+        and (root / "iter_0000005" / "common.pt").read_text() == "again"
+    )
 
 
-# -- in the ranks ------------------------------------------------------------------------------------------
+# -- in the ranks
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +207,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["*.distcp", "common.pt", "extra_state.pt", ".metadata"])
 def test_a_flipped_byte(model: Path, tmp_path: Path, name: str) -> None:
-    flags = {"save": str(tmp_path), "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1}
+    flags = {
+        "save": str(tmp_path),
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "ref_update_interval": 1,
+    }
     with single(model, **flags) as backend:
         backend.save(0, {"rollout": 0})
         before = parameters(backend)
@@ -186,15 +224,24 @@ def test_a_flipped_byte(model: Path, tmp_path: Path, name: str) -> None:
         assert backend.next_rollout_id == 1 and backend.extra_state == {"rollout": 0}
         assert all(torch.equal(a, b) for a, b in zip(parameters(backend), before, strict=True))
         [line] = backend.skipped
-    assert f"iter_0000001 is skipped, {file.name} is corrupt: its content is not what was written" in line
-    assert f"going on from {tmp_path / 'iter_0000000'}" in line and "iter_0000001.damaged now" in line
-    assert ckpt.read_tracker(tmp_path) == 0 and (tmp_path / "iter_0000001.damaged" / file.name).is_file()
+    assert (
+        f"iter_0000001 is skipped, {file.name} is corrupt: its content is not what was written"
+        in line
+    )
+    assert (
+        f"going on from {tmp_path / 'iter_0000000'}" in line and "iter_0000001.damaged now" in line
+    )
+    assert (
+        ckpt.read_tracker(tmp_path) == 0
+        and (tmp_path / "iter_0000001.damaged" / file.name).is_file()
+    )
     with single(model, **flags, load=str(tmp_path)) as backend:
         assert backend.skipped == [], "said once"
 
 
 def test_a_flipped_byte_without_the_manifest(model: Path, tmp_path: Path) -> None:
-    """Nothing would notice it: the checkpoint is not trusted, neither by its own run nor by another one."""
+    """Nothing would notice it: the checkpoint is not trusted, neither by its own run nor by another
+    one."""
     with single(model, save=str(tmp_path)) as backend:
         backend.save(0, {"rollout": 0})
         backend.save(1, {"rollout": 1})

@@ -1,4 +1,5 @@
-"""When checkpoints are written: how often at the least and at the most, and where without a word."""
+"""When checkpoints are written: how often at the least and at the most, and where without a
+word."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from slime.run import saving as module
 from slime.run.saving import Saving
 from slime.run.schedule import Schedule
 
-RUN = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--rollout-batch-size", "2", "--run-name", "sums"]
+RUN = [
+    "--hf-checkpoint",
+    "m",
+    "--prompt-data",
+    "p.jsonl",
+    "--rollout-batch-size",
+    "2",
+    "--run-name",
+    "sums",
+]
 
 
 def saved_at(seconds: list[float], **flags: Any) -> list[int]:
@@ -25,7 +35,9 @@ def saved_at(seconds: list[float], **flags: Any) -> list[int]:
     schedule = Schedule(config)
     schedule.begin(0, 0)
     written = []
-    cluster: Any = SimpleNamespace(has_trainers=True, save=lambda rollout_id, *_: written.append(rollout_id))
+    cluster: Any = SimpleNamespace(
+        has_trainers=True, save=lambda rollout_id, *_: written.append(rollout_id)
+    )
     sinks: Any = SimpleNamespace(phase=lambda _: nullcontext())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -42,7 +54,9 @@ def saved_at(seconds: list[float], **flags: Any) -> list[int]:
     seconds=st.lists(st.floats(1, 400), min_size=1, max_size=40),
     least=st.sampled_from([0.0, 60.0, 120.0, 1000.0]),
 )
-def test_checkpoints_are_apart_and_the_last_step_has_one(seconds: list[float], least: float) -> None:
+def test_checkpoints_are_apart_and_the_last_step_has_one(
+    seconds: list[float], least: float
+) -> None:
     written = saved_at(seconds, save_min_seconds=least)
     ends = [sum(seconds[: rollout_id + 1]) for rollout_id in written]
     assert written[-1] == len(seconds) - 1
@@ -51,7 +65,12 @@ def test_checkpoints_are_apart_and_the_last_step_has_one(seconds: list[float], l
 
 def test_by_default_short_runs_save_once_and_long_ones_every_tenth() -> None:
     assert saved_at([5.0] * 5) == [4]
-    assert saved_at([50.0] * 10) == [2, 5, 8, 9]  # due after each, written when two minutes have passed
+    assert saved_at([50.0] * 10) == [
+        2,
+        5,
+        8,
+        9,
+    ]  # due after each, written when two minutes have passed
     assert saved_at([100.0] * 40) == [3, 7, 11, 15, 19, 23, 27, 31, 35, 39]
     assert saved_at([2000.0] * 40) == list(range(40)), "half an hour is enough"
 

@@ -18,7 +18,9 @@ GOOD = {"train/train_rollout_logprob_abs_diff": 0.05, "train/ppo_kl": 0.0, "trai
 ROLLOUT = {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5}
 
 
-def check(step: dict[str, float] | None = None, rollout: dict[str, float] | None = None, **flags: Any) -> None:
+def check(
+    step: dict[str, float] | None = None, rollout: dict[str, float] | None = None, **flags: Any
+) -> None:
     rollout_id, step_id = flags.pop("rollout_id", 0), flags.pop("step_id", 0)
     config = make_config(**{"ci_test": True, "use_kl_loss": True, "hf_checkpoint": "x", **flags})
     steps = [GOOD] * step_id + [{**GOOD, **(step or {})}]
@@ -27,9 +29,15 @@ def check(step: dict[str, float] | None = None, rollout: dict[str, float] | None
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("train_rollout_logprob_abs_diff", {"step": {"train/train_rollout_logprob_abs_diff": 0.11}}),
-    ("train_rollout_logprob_abs_diff", {"step": {"train/train_rollout_logprob_abs_diff": math.nan}}),
+    (
+        "train_rollout_logprob_abs_diff",
+        {"step": {"train/train_rollout_logprob_abs_diff": math.nan}},
+    ),
     ("train_rollout_logprob_abs_diff", {"ci_train_rollout_logprob_abs_diff_threshold": 0.04}),
-    ("train_rollout_logprob_abs_diff", {"step_id": 2, "step": {"train/train_rollout_logprob_abs_diff": 0.2}}),
+    (
+        "train_rollout_logprob_abs_diff",
+        {"step_id": 2, "step": {"train/train_rollout_logprob_abs_diff": 0.2}},
+    ),
     ("ppo_kl", {"step": {"train/ppo_kl": 1e-6}}),
     ("ppo_kl", {"step": {"train/ppo_kl": -1e-6}}),
     ("ppo_kl", {"rollout_id": 5, "step": {"train/ppo_kl": 1e-6}}),

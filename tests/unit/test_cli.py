@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def slime(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime", *words]
     environment = {**os.environ, "SLIME_DEBUG": "0", **env}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
+    )
 
 
 def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,11 +39,15 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0
     told = capsys.readouterr().out
     assert told.startswith("slime ") and "torch " in told and "sglang " in told
-    assert main([word, "extra"]) == 2 and "slime version takes no 'extra'" in capsys.readouterr().err
+    assert (
+        main([word, "extra"]) == 2 and "slime version takes no 'extra'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["chat", "serve", "export", "push", "report", "reward", "convert"])
-def test_a_command_without_arguments_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_arguments_says_how_it_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([name]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: slime {name}: the following arguments are required: ")
@@ -51,11 +57,19 @@ def test_a_command_without_arguments_says_how_it_is_called(name: str, capsys: py
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chat", "--temprature", "0", "model"], "there is no flag --temprature; did you mean --temperature?"),
-        (["chat", "model", "--max-tokens", "0"], "argument --max-tokens: must be a whole number, at least 1, not '0'"),
+        (
+            ["chat", "--temprature", "0", "model"],
+            "there is no flag --temprature; did you mean --temperature?",
+        ),
+        (
+            ["chat", "model", "--max-tokens", "0"],
+            "argument --max-tokens: must be a whole number, at least 1, not '0'",
+        ),
     ],
 )
-def test_a_wrong_flag_alone_is_blamed(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_alone_is_blamed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     told = capsys.readouterr().err.splitlines()[0]
     assert said in told and "path" not in told
@@ -73,7 +87,12 @@ def test_help_of_training(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert text.startswith("usage: slime train") and len(text.splitlines()) < 40
     assert main([name, "--help", "all"]) == 0
     text = capsys.readouterr().out
-    for expected in ("usage: slime train", "rollout: Sampling", "--rollout-batch-size INT", "--moe-permute-fusion"):
+    for expected in (
+        "usage: slime train",
+        "rollout: Sampling",
+        "--rollout-batch-size INT",
+        "--moe-permute-fusion",
+    ):
         assert expected in text
     assert "[no effect: it is about speed" in " ".join(text.split())
     assert "--use-opd" not in text  # refused flags are in docs/flags.md
@@ -83,7 +102,10 @@ def test_help_of_one_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "reward"]) == 0
     text = capsys.readouterr().out
     assert "--rm-timeout FLOAT" in text and "--rollout-batch-size" not in text
-    for topic, flag in (("router", "--router-policy"), ("fault-tolerance", "--use-fault-tolerance")):
+    for topic, flag in (
+        ("router", "--router-policy"),
+        ("fault-tolerance", "--use-fault-tolerance"),
+    ):
         assert main(["train", "--help", topic]) == 0
         assert flag in capsys.readouterr().out
     assert main(["train", "--help", "rewrd"]) == 2
@@ -105,13 +127,19 @@ def test_the_help_opens_with_an_example_that_is_accepted(
     assert example <= shown and len(shown) <= 12 and ("--colocate" in shown) == (entry == "train")
     config = parse_args(words, entry)
     rollout = config.rollout
-    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, config.train.global_batch_size) == (32, 8, 256)
+    assert (
+        rollout.rollout_batch_size,
+        rollout.n_samples_per_prompt,
+        config.train.global_batch_size,
+    ) == (32, 8, 256)
     assert config.data.rollout_shuffle and not config.warnings
 
 
 def test_what_the_help_says_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
-    values = parse_args(["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "1"]).values()
+    values = parse_args(
+        ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "1"]
+    ).values()
     said = re.findall(r"--([\w-]+) .*\(default: (.*)\)", capsys.readouterr().out)
     assert len(said) == 3
     for option, default in said:
@@ -120,7 +148,8 @@ def test_what_the_help_says_of_defaults(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("word", "named"), [("rewrd", "--reward-key"), ("shufle", "--rollout-shuffle"), ("kl-cof", "--kl-coef")]
+    ("word", "named"),
+    [("rewrd", "--reward-key"), ("shufle", "--rollout-shuffle"), ("kl-cof", "--kl-coef")],
 )
 def test_a_misspelt_word_of_a_flag_is_answered_with_the_nearest(
     word: str, named: str, capsys: pytest.CaptureFixture[str]
@@ -158,13 +187,19 @@ def test_defects_keep_their_traceback() -> None:
 
 @pytest.mark.parametrize("words", [["train.py"], ["train_async.py"], ["-m", "slime", "train"]])
 def test_a_python_without_the_requirements_is_told_what_to_install(words: list[str]) -> None:
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SLIME_DEBUG")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "SLIME_DEBUG")
+    }
     command = [sys.executable, "-S", *words, "--help"]  # -S: nothing of site-packages
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
     assert done.returncode == UserError.exit_status and done.stdout == ""
     what, why, fix = done.stderr.splitlines()
     assert what == f"error: the module psutil is not installed for {sys.executable}"
-    assert why.startswith("  why: ") and re.match(r"  fix: (\. |in a virtual environment: pip install -e )/", fix)
+    assert why.startswith("  why: ") and re.match(
+        r"  fix: (\. |in a virtual environment: pip install -e )/", fix
+    )
 
 
 def test_a_missing_distribution_is_a_missing_package(
@@ -186,7 +221,8 @@ def test_a_missing_distribution_is_a_missing_package(
 def test_what_to_do_about_a_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In an installation, in a checkout, in a checkout that has an environment; and only of slime's own imports."""
+    """In an installation, in a checkout, in a checkout that has an environment; and only of slime's
+    own imports."""
     package = tmp_path / "slime"
     monkeypatch.setattr("slime.__main__.__file__", str(package / "__main__.py"))
 
@@ -202,7 +238,10 @@ def test_what_to_do_about_a_missing_package(
     assert fix() == f". {tmp_path}/.venv/bin/activate"
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert fix() == f"in a virtual environment: pip install -e {tmp_path}"
-    for file, name in ((tmp_path / "theirs.py", "absent_package"), (package / "cli" / "x.py", "slime.absent")):
+    for file, name in (
+        (tmp_path / "theirs.py", "absent_package"),
+        (package / "cli" / "x.py", "slime.absent"),
+    ):
         with pytest.raises(ModuleNotFoundError):  # a defect, of whoever wrote it
             fix(file, name)
 
@@ -288,7 +327,11 @@ def test_a_flag_is_shown_with_its_declaration_and_its_value_in_a_run(
     assert capsys.readouterr().out.endswith("    value: 0.5\n    origin: flag\n")
     assert main(["flags", "global-batch-size", str(tmp_path)]) == 0
     assert "origin: derived: rollout_batch_size × n_samples_per_prompt" in capsys.readouterr().out
-    assert main(["flags", "num-layers", str(tmp_path)]) == main(["flags", "wandb-key", str(tmp_path)]) == 0
+    assert (
+        main(["flags", "num-layers", str(tmp_path)])
+        == main(["flags", "wandb-key", str(tmp_path)])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "value: not set" in shown and "hidden" not in shown
     assert main(["flags", "lr", str(tmp_path / "none")]) == UserError.exit_status

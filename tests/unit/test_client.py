@@ -26,7 +26,10 @@ PARAMS = {"max_new_tokens": 6, "sampling_seed": 3}
 
 def run(test: Callable[[FakeEngine, RolloutClient], Awaitable[Any]], **kwargs: Any) -> Any:
     async def main() -> Any:
-        async with FakeEngine() as engine, RolloutClient(engine.url, **{"max_concurrency": 8, **kwargs}) as client:
+        async with (
+            FakeEngine() as engine,
+            RolloutClient(engine.url, **{"max_concurrency": 8, **kwargs}) as client,
+        ):
             return await asyncio.wait_for(test(engine, client), timeout=30)
 
     return asyncio.run(main())
@@ -63,7 +66,9 @@ def test_a_failing_engine_is_asked_again_and_the_answer_is_the_same(status: int)
 def test_retries_end_and_say_how_many_there_were() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         engine.failures = 10**6
-        with pytest.raises(EngineError, match=r"engine is down.*given up after \d+ tries") as caught:
+        with pytest.raises(
+            EngineError, match=r"engine is down.*given up after \d+ tries"
+        ) as caught:
             await client.generate([5], PARAMS)
         assert caught.value.status == 503 and client.counters.retries >= 1
 
@@ -112,7 +117,8 @@ def test_abort_brings_back_partial_answers_and_sends_nothing_new() -> None:
 
 
 def test_an_abort_leaves_other_servers_alone() -> None:
-    """A judge that is asked while a rollout ends answers as ever, holds up no abort, and is tried again."""
+    """A judge that is asked while a rollout ends answers as ever, holds up no abort, and is tried
+    again."""
 
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         async with FakeEngine() as judge:
@@ -128,7 +134,10 @@ def test_an_abort_leaves_other_servers_alone() -> None:
                 assert await client.post("/generate", body, url=engine.url) is None
                 judge.hold.set()
                 for answer in (await early, await late):
-                    assert answer is not None and answer["meta_info"]["finish_reason"]["type"] != "abort"
+                    assert (
+                        answer is not None
+                        and answer["meta_info"]["finish_reason"]["type"] != "abort"
+                    )
         assert judge.num_aborts == 0 and client.counters.retries == 1
 
     run(test)
@@ -162,7 +171,8 @@ def test_an_abort_beside_another_rollout_waits_for_its_own_requests_alone() -> N
 
 
 def test_the_time_without_a_request_is_that_of_all_clients_together() -> None:
-    """Some are there from 1 s to 4 s and from 5 s to 6 s, of 10 s; then a judge, no engine, has one."""
+    """Some are there from 1 s to 4 s and from 5 s to 6 s, of 10 s; then a judge, no engine, has
+    one."""
     now = 0.0
 
     async def test(engine: FakeEngine, base: RolloutClient) -> None:
@@ -187,7 +197,8 @@ def test_the_time_without_a_request_is_that_of_all_clients_together() -> None:
 
 
 class DyingEngine:
-    """Two engines behind a router, as a client's clock sees them: one is dead, and taken out after so many seconds.
+    """Two engines behind a router, as a client's clock sees them: one is dead, and taken out after
+    so many seconds.
 
     Args:
         others: engines that serve.
@@ -213,7 +224,10 @@ class DyingEngine:
 
     async def get(self, path: str, timeout: float) -> dict[str, Any]:
         dead = [] if self.now else [{"id": "0", "url": "http://dead", "is_healthy": True}]
-        there = [{"id": str(n), "url": f"http://{n}", "is_healthy": True} for n in range(1, self.others + 1)]
+        there = [
+            {"id": str(n), "url": f"http://{n}", "is_healthy": True}
+            for n in range(1, self.others + 1)
+        ]
         return {"workers": dead + there}
 
     url = "http://router"
@@ -223,7 +237,8 @@ class DyingEngine:
 def test_what_a_dead_engine_has_lost_waits_three_seconds_at_most_for_another(
     monkeypatch: pytest.MonkeyPatch, taken_out_after: float
 ) -> None:
-    """By the longest sleeps that the client may ask for, where the router has lost the dead one within 1.8 s."""
+    """By the longest sleeps that the client may ask for, where the router has lost the dead one
+    within 1.8 s."""
     monkeypatch.setattr(client_module, "_FIRST_BACKOFF", 0.1)
     monkeypatch.setattr(client_module.random, "uniform", lambda least, most: most)
 
@@ -263,7 +278,10 @@ def test_abort_ends_the_wait_between_tries() -> None:
 def test_an_engine_that_does_not_stop_is_named() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         engine.in_flight = 3  # claims load for ever
-        with client.abort_scope(), pytest.raises(EngineError, match=r"abort is not finished.*has 3 requests"):
+        with (
+            client.abort_scope(),
+            pytest.raises(EngineError, match=r"abort is not finished.*has 3 requests"),
+        ):
             await client.abort_all(timeout=0.05)
 
     run(test)
@@ -309,10 +327,13 @@ def test_a_router_that_does_not_answer_holds_up_no_abort(monkeypatch: pytest.Mon
 
 
 def test_loads_are_those_of_the_engines_of_a_dead_router() -> None:
-    """The watchdog asks for them where nothing moves, which a router that is started again must not make worse."""
+    """The watchdog asks for them where nothing moves, which a router that is started again must not
+    make worse."""
 
     async def main() -> dict[str, tuple[int, int]]:
-        async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=["http://127.0.0.1:8"]) as client:
+        async with RolloutClient(
+            "http://127.0.0.1:9", max_concurrency=1, engine_urls=["http://127.0.0.1:8"]
+        ) as client:
             return await client.worker_loads()
 
     assert asyncio.run(main()) == {"http://127.0.0.1:8": (-1, -1)}
@@ -336,7 +357,9 @@ def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         engine = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with RolloutClient("http://127.0.0.1:9", max_concurrency=1, engine_urls=[engine]) as client:
+        async with RolloutClient(
+            "http://127.0.0.1:9", max_concurrency=1, engine_urls=[engine]
+        ) as client:
             with client.abort_scope():
                 await client.abort_all(timeout=60)
         await runner.cleanup()
@@ -348,12 +371,20 @@ def test_an_abort_reaches_the_engines_of_a_dead_router() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"output_ids": [5, 6, 7], "meta_info": {"output_token_logprobs": [[-0.1, 5, None]]}}, "1 log-probs for 3"),
-        ({"output_ids": [5], "meta_info": {"output_token_logprobs": [[None, 5, None]]}}, "0 log-probs for 1"),
+        (
+            {"output_ids": [5, 6, 7], "meta_info": {"output_token_logprobs": [[-0.1, 5, None]]}},
+            "1 log-probs for 3",
+        ),
+        (
+            {"output_ids": [5], "meta_info": {"output_token_logprobs": [[None, 5, None]]}},
+            "0 log-probs for 1",
+        ),
         ({"text": "<html>"}, "no meta_info"),
     ],
 )
-def test_answers_without_a_log_prob_for_each_token_are_refused(answer: dict[str, Any], said: str) -> None:
+def test_answers_without_a_log_prob_for_each_token_are_refused(
+    answer: dict[str, Any], said: str
+) -> None:
     with pytest.raises(EngineError, match=said):
         GenerateResult.from_json(answer)
 
@@ -361,14 +392,18 @@ def test_answers_without_a_log_prob_for_each_token_are_refused(answer: dict[str,
 def test_routing_key_is_sent_only_where_the_policy_reads_it() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
         await client.generate([5], PARAMS, routing_key="session")
-        assert engine.headers[0].get("X-SMG-Routing-Key") == ("session" if client.send_routing_key else None)
+        assert engine.headers[0].get("X-SMG-Routing-Key") == (
+            "session" if client.send_routing_key else None
+        )
 
     run(test, send_routing_key=True)
     run(test, send_routing_key=False)
 
 
 def test_policy_names() -> None:
-    assert router_policy("consistent_hashing") == "manual" and wants_routing_key("consistent_hashing")
+    assert router_policy("consistent_hashing") == "manual" and wants_routing_key(
+        "consistent_hashing"
+    )
     assert router_policy("round_robin") == "round_robin" and not wants_routing_key("round_robin")
     with pytest.raises(UserError, match="no such policy") as caught:
         router_policy("best")
@@ -380,7 +415,8 @@ def test_num_requests_counts_all_data_parallel_ranks() -> None:
     assert num_requests({"loads": [rank, rank]}) == 10
 
 
-# -- the real router -----------------------------------------------------------------------------------------
+# -- the real router
+# -----------------------------------------------------------------------------------------
 
 
 def test_real_router_registers_routes_aborts_and_removes() -> None:
@@ -391,8 +427,12 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
             await register_workers(url, [a.url, b.url], timeout=20)  # a second time changes nothing
             assert {worker.url for worker in await list_workers(api)} == {a.url, b.url}
             async with RolloutClient(url, max_concurrency=8) as client:
-                results = await asyncio.gather(*(client.generate([20 + i], PARAMS) for i in range(8)))
-                assert [r.token_ids for r in results] == [answer([20 + i], 3, 6)[0] for i in range(8)]
+                results = await asyncio.gather(
+                    *(client.generate([20 + i], PARAMS) for i in range(8))
+                )
+                assert [r.token_ids for r in results] == [
+                    answer([20 + i], 3, 6)[0] for i in range(8)
+                ]
                 assert (len(a.bodies), len(b.bodies)) == (4, 4)  # round robin
                 a.failures = 1  # our client retries, the router does not
                 await asyncio.gather(*(client.generate([20], PARAMS) for _ in range(2)))
@@ -405,7 +445,10 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
                 tasks = [asyncio.create_task(client.generate([40 + i], PARAMS)) for i in range(4)]
                 while a.in_flight + b.in_flight < 4:
                     await asyncio.sleep(0.01)
-                assert {url: load[0] for url, load in (await client.worker_loads()).items()} == {a.url: 2, b.url: 2}
+                assert {url: load[0] for url, load in (await client.worker_loads()).items()} == {
+                    a.url: 2,
+                    b.url: 2,
+                }
                 with client.abort_scope():
                     await client.abort_all(timeout=10)
                     await asyncio.gather(*tasks)
@@ -416,7 +459,9 @@ def test_real_router_registers_routes_aborts_and_removes() -> None:
                 before = len(a.bodies)
                 await asyncio.gather(*(client.generate([5], PARAMS) for _ in range(3)))
                 assert len(a.bodies) == before
-            with pytest.raises(EngineError, match=r"not healthy behind the router .*127\.0\.0\.1:9"):
+            with pytest.raises(
+                EngineError, match=r"not healthy behind the router .*127\.0\.0\.1:9"
+            ):
                 await register_workers(url, ["http://127.0.0.1:9"], timeout=0.5)
 
     with router_process("round_robin") as url:
@@ -436,7 +481,10 @@ def test_sampling_parameters_that_the_real_router_drops_reach_the_engine() -> No
                     "ignore_eos": True,
                     "min_p": 0.1,
                 }
-                own = {"logit_bias": {"3": -100.0}, "temperatur": 1.0}  # and one that no engine knows, who says so
+                own = {
+                    "logit_bias": {"3": -100.0},
+                    "temperatur": 1.0,
+                }  # and one that no engine knows, who says so
                 params = {**PARAMS, **forwarded, **own}
                 await client.post("/generate", {"input_ids": [5], "sampling_params": params})
                 sent = engine.bodies[-1]["sampling_params"]
@@ -457,16 +505,23 @@ def test_requests_for_experts_go_past_the_real_router_which_drops_the_field() ->
             async with RolloutClient(url, max_concurrency=8) as client:
                 body = {"input_ids": [5], "sampling_params": PARAMS, "return_routed_experts": True}
                 await client.post("/generate", body)
-                assert "return_routed_experts" not in (a.bodies + b.bodies)[0], "the way past it is no longer needed"
+                assert "return_routed_experts" not in (a.bodies + b.bodies)[0], (
+                    "the way past it is no longer needed"
+                )
                 a.hold.clear()
                 b.hold.clear()
                 tasks = [
-                    asyncio.create_task(client.generate([i], PARAMS, return_routed_experts=True)) for i in range(6)
+                    asyncio.create_task(client.generate([i], PARAMS, return_routed_experts=True))
+                    for i in range(6)
                 ]
                 while a.in_flight + b.in_flight < 6:
                     await asyncio.sleep(0.01)
                 assert (a.in_flight, b.in_flight) == (3, 3)
-                assert all(body["return_routed_experts"] for engine in (a, b) for body in engine.bodies[-3:])
+                assert all(
+                    body["return_routed_experts"]
+                    for engine in (a, b)
+                    for body in engine.bodies[-3:]
+                )
                 with client.abort_scope():
                     await client.abort_all(timeout=10)
                     await asyncio.gather(*tasks)
@@ -503,7 +558,9 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
                 async with EngineClient(url) as api:
                     await api.wait_healthy(30)
                 await register_workers(url, [a.url, b.url], timeout=20, policy="power_of_two")
-                while min(a.num_load_reports, b.num_load_reports) < 2:  # the first ones have been taken in
+                while (
+                    min(a.num_load_reports, b.num_load_reports) < 2
+                ):  # the first ones have been taken in
                     await asyncio.sleep(0.05)
                 async with RolloutClient(url, max_concurrency=8) as client:
                     for i in range(12):
@@ -516,7 +573,8 @@ def test_real_router_sends_requests_where_fewer_tokens_are_under_power_of_two() 
 @settings(max_examples=100)
 @given(st.lists(st.one_of(st.just("take"), st.just("give"), st.integers(1, 6)), max_size=40))
 def test_slots_follow_the_engines(orders: list[str | int]) -> None:
-    """However many slots there are to be, and whoever holds some then: what is free is what there are without those."""
+    """However many slots there are to be, and whoever holds some then: what is free is what there
+    are without those."""
 
     async def main() -> None:
         slots, held = Slots(3), 0

@@ -1,4 +1,5 @@
-"""docs/coming-from.md names flags that there are, and unknown flags are answered from its tables."""
+"""docs/coming-from.md names flags that there are, and unknown flags are answered from its
+tables."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "row"), NAMES)
-def test_a_name_of_another_system_is_answered_from_the_table(name: str, row: OtherName, tmp_path: Path) -> None:
+def test_a_name_of_another_system_is_answered_from_the_table(
+    name: str, row: OtherName, tmp_path: Path
+) -> None:
     dashed = name.replace("_", "-")
     for words in ([f"--{name}", "1"], [f"--{dashed}", "1"], [f"{name}=1"]):
         if "." in name and words[0].startswith("--"):
@@ -69,9 +72,12 @@ def test_common_names_lead_to_their_flag(asked: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [("lora", "LoRA is not"), ("ppo", "no PPO critic"), ("temperature", "--rollout-temperature")]
+    ("word", "told"),
+    [("lora", "LoRA is not"), ("ppo", "no PPO critic"), ("temperature", "--rollout-temperature")],
 )
-def test_slime_flags_answers_from_the_table(word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slime_flags_answers_from_the_table(
+    word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         flags_command.main([word])
         said = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Every declaration of a flag keeps its word: whom it serves reads it, and where it would do nothing it is refused."""
+"""Every declaration of a flag keeps its word: whom it serves reads it, and where it would do
+nothing it is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def cpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
 
 
-# -- who reads a flag ----------------------------------------------------------------------------------------
+# -- who reads a flag
+# ----------------------------------------------------------------------------------------
 
 
 def unread(specs: Iterable[FlagSpec]) -> list[str]:
@@ -52,7 +54,9 @@ def unread(specs: Iterable[FlagSpec]) -> list[str]:
             continue
         files = files_that_read(spec)
         found += [
-            f"{spec.dest}: {part}" for part in spec.meta.serves if not any(acts_for(file, part) for file in files)
+            f"{spec.dest}: {part}"
+            for part in spec.meta.serves
+            if not any(acts_for(file, part) for file in files)
         ]
     return found
 
@@ -75,17 +79,22 @@ def test_a_flag_is_read_by_whom_it_serves_and_by_nobody_else() -> None:
 def test_a_flag_that_nobody_reads_is_found() -> None:
     read = own_flags()["use_wandb"]
     nobody = FlagSpec("brand_new", "observe", "brand_new", "bool", False, meta=read.meta)
-    elsewhere = FlagSpec("seed", "observe", "seed", "int", 0, meta=read.meta)  # config.train.seed is another one
+    elsewhere = FlagSpec(
+        "seed", "observe", "seed", "int", 0, meta=read.meta
+    )  # config.train.seed is another one
     assert unread([read, nobody, elsewhere]) == ["brand_new: driver", "seed: driver"]
 
 
 def test_a_reader_that_a_flag_does_not_name_is_found() -> None:
     learning_rate = own_flags()["lr"]
-    told = dataclasses.replace(learning_rate, meta=dataclasses.replace(learning_rate.meta, serves=("engine",)))
+    told = dataclasses.replace(
+        learning_rate, meta=dataclasses.replace(learning_rate.meta, serves=("engine",))
+    )
     assert undeclared([learning_rate, told]) == ["lr: trainer/megatron/optimizer.py"]
 
 
-# -- where a flag does nothing -------------------------------------------------------------------------------
+# -- where a flag does nothing
+# -------------------------------------------------------------------------------
 
 WITH_NEEDS = {dest: spec for dest, spec in ALL_WORKING.items() if spec.meta.needs}
 
@@ -115,7 +124,11 @@ def options(need: Need) -> Iterator[tuple[str, Any]]:
         if not setting.negated:
             yield setting.dest, setting.values[0] if setting.values else given_value(setting.dest)
         elif setting.values:
-            allowed = [c for c in spec.choices if c not in (*setting.values, *not_taken(spec), spec.default)]
+            allowed = [
+                c
+                for c in spec.choices
+                if c not in (*setting.values, *not_taken(spec), spec.default)
+            ]
             yield from ((setting.dest, choice) for choice in allowed)
         else:
             yield setting.dest, False
@@ -128,7 +141,8 @@ def given_value(dest: str) -> Any:
 
 
 def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[str, Any]:
-    """The settings and, over and over, what they need: all but one need, which is kept from holding."""
+    """The settings and, over and over, what they need: all but one need, which is kept from
+    holding."""
     fixed = set(settings)
     while True:
         more: dict[str, Any] = {}
@@ -142,7 +156,10 @@ def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[
                     more[dest_of] = wanted
         if all(settings.get(dest) == value or dest in fixed for dest, value in more.items()):
             return settings
-        settings = {**settings, **{dest: value for dest, value in more.items() if dest not in fixed}}
+        settings = {
+            **settings,
+            **{dest: value for dest, value in more.items() if dest not in fixed},
+        }
 
 
 def against(need: Need) -> dict[str, Any]:
@@ -150,9 +167,13 @@ def against(need: Need) -> dict[str, Any]:
     settings = {}
     for setting in need.settings:
         if setting.negated:
-            settings[setting.dest] = setting.values[0] if setting.values else given_value(setting.dest)
+            settings[setting.dest] = (
+                setting.values[0] if setting.values else given_value(setting.dest)
+            )
         elif setting.holds(values_of({})):
-            choices = [c for c in all_flags()[setting.dest].choices if c not in (*setting.values, "auto")]
+            choices = [
+                c for c in all_flags()[setting.dest].choices if c not in (*setting.values, "auto")
+            ]
             settings[setting.dest] = choices[0] if choices else False
     return settings
 
@@ -175,13 +196,20 @@ def test_where_it_does_nothing_it_is_refused_or_warned_of(spec: FlagSpec, need: 
     with pytest.raises(UserError) as caught:
         make_config(**settings)
     assert caught.value.what == said and "leave" in caught.value.fix
-    make_config(**{dest: value for dest, value in settings.items() if not goes_with(dest, spec, need)})
+    make_config(
+        **{dest: value for dest, value in settings.items() if not goes_with(dest, spec, need)}
+    )
 
 
 def goes_with(dest: str, spec: FlagSpec, need: Need) -> bool:
-    """The flag, one that has the same need, or one that needs the flag: without them the settings are in order."""
+    """The flag, one that has the same need, or one that needs the flag: without them the settings
+    are in order."""
     needs = all_flags()[dest].meta.needs
-    return dest == spec.dest or need in needs or any(spec.dest == s.dest for other in needs for s in other.settings)
+    return (
+        dest == spec.dest
+        or need in needs
+        or any(spec.dest == s.dest for other in needs for s in other.settings)
+    )
 
 
 @pytest.mark.parametrize("dest", sorted(WITH_NEEDS))
@@ -189,7 +217,9 @@ def test_where_its_needs_hold_it_is_accepted(dest: str) -> None:
     spec = WITH_NEEDS[dest]
     config: Config = make_config(**completed({dest: other_than_default(spec)}))
     assert config.origins[dest] == "flag"
-    assert not [warning for warning in config.warnings if warning.startswith(f"{spec.option} has no effect")]
+    assert not [
+        warning for warning in config.warnings if warning.startswith(f"{spec.option} has no effect")
+    ]
 
 
 def test_needs_name_flags_that_there_are() -> None:
@@ -197,7 +227,11 @@ def test_needs_name_flags_that_there_are() -> None:
         for need in spec.meta.needs:
             for setting in need.settings:
                 needed = all_flags()[setting.dest]
-                assert not setting.values or not needed.choices or set(setting.values) <= set(needed.choices)
+                assert (
+                    not setting.values
+                    or not needed.choices
+                    or set(setting.values) <= set(needed.choices)
+                )
 
 
 def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
@@ -205,7 +239,8 @@ def test_a_value_that_would_be_derived_anyway_is_no_request() -> None:
     assert make_config(eval_top_p=0.9).warnings[0].startswith("--eval-top-p has no effect")
 
 
-# -- where a run lacks the part that reads a flag ----------------------------------------------------------------
+# -- where a run lacks the part that reads a flag
+# ----------------------------------------------------------------
 
 _EVALUATION = ("eval_prompt_data", "eval_config")
 _ENGINES: set[Part] = {"generation", "engine", "router", "push"}
@@ -222,7 +257,8 @@ HALVES: dict[str, tuple[dict[str, Any], set[Part]]] = {
 
 
 def completed_within(mode: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with what they need, or alone where that would make another kind of run of it."""
+    """The settings with what they need, or alone where that would make another kind of run of
+    it."""
     try:
         whole = completed(settings)
     except StopIteration:  # the need is against what makes the run such a one
@@ -242,7 +278,8 @@ def acts_through_another(config: Config, dest: str, lacking: set[Part]) -> bool:
 def left_out_of(config: Config) -> set[str]:
     """The options that warnings say do nothing."""
     words = [
-        w.split("; left out: ")[-1] if "; left out: " in w else w.split(" has no effect")[0] for w in config.warnings
+        w.split("; left out: ")[-1] if "; left out: " in w else w.split(" has no effect")[0]
+        for w in config.warnings
     ]
     return {option for said in words for option in said.split(", ")}
 
@@ -258,54 +295,82 @@ def test_a_flag_that_no_part_of_the_run_reads_is_refused_or_warned_of(dest: str)
             config = make_config(**completed_within(mode, {**mode, dest: other_than_default(spec)}))
         except UserError:
             continue
-        if readers_of_it and readers_of_it <= lacking and not acts_through_another(config, dest, lacking):
+        if (
+            readers_of_it
+            and readers_of_it <= lacking
+            and not acts_through_another(config, dest, lacking)
+        ):
             assert spec.option in left_out_of(config), (half, config.warnings)
         elif readers_of_it and not spec.meta.needs:
             assert not any(spec.option in w for w in config.warnings if "; left out: " in w), half
 
 
-@pytest.mark.parametrize(("half", "part"), [("rollout alone", "trainer"), ("samples loaded", "engine")])
+@pytest.mark.parametrize(
+    ("half", "part"), [("rollout alone", "trainer"), ("samples loaded", "engine")]
+)
 def test_what_megatron_and_sglang_declare_is_warned_of_too(half: str, part: Part) -> None:
     mode, _ = HALVES[half]
     switches = {
         dest: not spec.default
         for dest, spec in ALL_WORKING.items()
-        if spec.sections and part in spec.meta.serves and spec.kind == "bool" and not spec.meta.needs
+        if spec.sections
+        and part in spec.meta.serves
+        and spec.kind == "bool"
+        and not spec.meta.needs
     }
     assert len(switches) > 20
     draft = resolve(given_by_name({**mode, **switches}), all_flags())
     (warning,) = left_out(draft)
-    assert {all_flags()[dest].option for dest in switches} <= set(warning.split("; left out: ")[1].split(", "))
+    assert {all_flags()[dest].option for dest in switches} <= set(
+        warning.split("; left out: ")[1].split(", ")
+    )
 
 
 def test_flags_of_a_whole_run_are_told_in_one_warning() -> None:
-    (warning,) = make_config(debug_rollout_only=True, save="checkpoints", lr=1e-4, use_tis=True).warnings
-    assert warning == "no trainer is started (--debug-rollout-only); left out: --lr, --save, --use-tis"
+    (warning,) = make_config(
+        debug_rollout_only=True, save="checkpoints", lr=1e-4, use_tis=True
+    ).warnings
+    assert (
+        warning == "no trainer is started (--debug-rollout-only); left out: --lr, --save, --use-tis"
+    )
     mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
     (warning,) = make_config(**mode, save="checkpoints", lr=1e-4, use_tis=True).warnings
     assert warning == "nothing is trained (--num-rollout 0); left out: --lr, --save, --use-tis"
-    (warning,) = make_config(load_debug_rollout_data="{rollout_id}.pt", rollout_top_p=0.5, rm_type="f1").warnings
+    (warning,) = make_config(
+        load_debug_rollout_data="{rollout_id}.pt", rollout_top_p=0.5, rm_type="f1"
+    ).warnings
     assert warning.endswith("(--load-debug-rollout-data); left out: --rm-type, --rollout-top-p")
-    pushed = {"update_weight_transport": "disk", "update_weight_disk_dir": "d", "update_weight_buffer_size": 7}
+    pushed = {
+        "update_weight_transport": "disk",
+        "update_weight_disk_dir": "d",
+        "update_weight_buffer_size": 7,
+    }
     (warning,) = make_config(loss_type="sft_loss", **pushed, check_canary=False).warnings
     assert all(option_of(dest) in warning for dest in (*pushed, "check_canary"))
 
 
 def test_what_acts_on_samples_is_not_left_out_where_they_are_loaded() -> None:
-    """The trainer tempers its log-probs as the samples were, and a reward that is a dict is looked up."""
+    """The trainer tempers its log-probs as the samples were, and a reward that is a dict is looked
+    up."""
     settings = {"rollout_temperature": 0.5, "reward_key": "score"}
     assert make_config(load_debug_rollout_data="{rollout_id}.pt", **settings).warnings == ()
 
 
 def test_what_acts_through_another_flag_is_not_left_out() -> None:
     """The engines have the trainer's GPUs, evaluations the column of the labels."""
-    assert make_config(debug_rollout_only=True, colocate=True, actor_num_gpus_per_node=2).warnings == ()
+    assert (
+        make_config(debug_rollout_only=True, colocate=True, actor_num_gpus_per_node=2).warnings
+        == ()
+    )
     mode = {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}
     assert make_config(**mode, label_key="answer").warnings == ()
-    assert "--label-key" in make_config(**mode, label_key="answer", eval_label_key="label").warnings[0]
+    assert (
+        "--label-key" in make_config(**mode, label_key="answer", eval_label_key="label").warnings[0]
+    )
 
 
-# -- what is passed on to engines and router -------------------------------------------------------------------
+# -- what is passed on to engines and router
+# -------------------------------------------------------------------
 
 
 def passed_on(prefix: str) -> dict[str, Any]:
@@ -323,18 +388,24 @@ def test_every_option_of_sglang_is_on_the_engines_command_line() -> None:
     for dest, value in given.items():
         name = all_flags()[dest].attribute
         found = options[name] if isinstance(options[name], tuple) else (options[name],)
-        assert all(item in found for item in (value if isinstance(value, tuple) else (value,))), name
+        assert all(item in found for item in (value if isinstance(value, tuple) else (value,))), (
+            name
+        )
         assert {"--" + name.replace("_", "-"), "--no-" + name.replace("_", "-")} & set(argv), name
 
 
 def test_every_option_of_the_router_is_on_its_command_line() -> None:
     given = passed_on("router") | {"router_policy": "random"}
     argv = router_command(make_config(**given), "127.0.0.1", 30000).argv
-    missing = [dest for dest in given if "--" + all_flags()[dest].attribute.replace("_", "-") not in argv]
+    missing = [
+        dest for dest in given if "--" + all_flags()[dest].attribute.replace("_", "-") not in argv
+    ]
     assert missing == []
 
 
-@pytest.mark.parametrize("flag", ["sglang_port", "sglang_host", "router_port", "sglang_trust_remote_code"])
+@pytest.mark.parametrize(
+    "flag", ["sglang_port", "sglang_host", "router_port", "sglang_trust_remote_code"]
+)
 def test_what_this_system_sets_itself_is_refused_at_its_default_too(flag: str) -> None:
     spec = all_flags()[flag]
     with pytest.raises(UserError, match=f"{spec.option} cannot be set"):
@@ -343,8 +414,16 @@ def test_what_this_system_sets_itself_is_refused_at_its_default_too(flag: str) -
 
 @pytest.mark.parametrize(
     "flag",
-    ["router_api_key", "sglang_api_key", "sglang_ssl_keyfile", "router_tls_cert_path", "router_jwt_issuer"],
+    [
+        "router_api_key",
+        "sglang_api_key",
+        "sglang_ssl_keyfile",
+        "router_tls_cert_path",
+        "router_jwt_issuer",
+    ],
 )
-def test_keys_that_each_run_makes_and_encryption_that_no_client_speaks_are_refused(flag: str) -> None:
+def test_keys_that_each_run_makes_and_encryption_that_no_client_speaks_are_refused(
+    flag: str,
+) -> None:
     with pytest.raises(UserError, match=r"its own key|plain HTTP"):
         make_config(**{flag: "x"})

@@ -1,4 +1,5 @@
-"""Argument sets as launch scripts for Megatron-LM and slime-like systems spell them: all parse, and mean the same."""
+"""Argument sets as launch scripts for Megatron-LM and slime-like systems spell them: all parse, and
+mean the same."""
 
 from __future__ import annotations
 
@@ -170,18 +171,39 @@ def test_where_native_flags_go() -> None:
     config = parse(DEEPSEEK_V3)
     transformer, model = config.megatron.transformer, config.megatron.model
     assert transformer["moe_layer_freq"] == [0] * 3 + [1] * 58
-    assert transformer["num_moe_experts"] == 256 and transformer["num_layers_in_last_pipeline_stage"] == 13
+    assert (
+        transformer["num_moe_experts"] == 256
+        and transformer["num_layers_in_last_pipeline_stage"] == 13
+    )
     assert transformer["moe_router_load_balancing_type"] == "seq_aux_loss"
     assert transformer["apply_rope_fusion"] is False and transformer["add_bias_linear"] is False
-    assert model["q_lora_rank"] == 1536 and model["rotary_base"] == 10000 and "q_lora_rank" not in transformer
-    assert config.checkpoint.finetune and config.checkpoint.no_load_optim and config.checkpoint.no_save_rng
+    assert (
+        model["q_lora_rank"] == 1536
+        and model["rotary_base"] == 10000
+        and "q_lora_rank" not in transformer
+    )
+    assert (
+        config.checkpoint.finetune
+        and config.checkpoint.no_load_optim
+        and config.checkpoint.no_save_rng
+    )
     config = parse(MEGATRON_LM)
-    assert config.megatron.optimizer == {"loss_scale": 1.0, "initial_loss_scale": 4096.0, "fp8_recipe": "delayed"}
+    assert config.megatron.optimizer == {
+        "loss_scale": 1.0,
+        "initial_loss_scale": 4096.0,
+        "fp8_recipe": "delayed",
+    }
     assert config.megatron.ddp == {"bucket_size": 40000000}
-    assert config.megatron.transformer["fp8"] == "hybrid" and config.megatron.transformer["fp8_recipe"] == "delayed"
+    assert (
+        config.megatron.transformer["fp8"] == "hybrid"
+        and config.megatron.transformer["fp8_recipe"] == "delayed"
+    )
     assert config.megatron.recompute_modules == ("core_attn", "mlp")
     config = parse(QWEN3_30B_A3B)
-    assert config.engine.sglang["cuda_graph_bs"] == (1, 2, 4, 8, 16) and config.engine.sglang["ep_size"] == 8
+    assert (
+        config.engine.sglang["cuda_graph_bs"] == (1, 2, 4, 8, 16)
+        and config.engine.sglang["ep_size"] == 8
+    )
     config = parse(GLM4_9B)
     assert config.engine.router == {"policy": "cache_aware", "balance_abs_threshold": 10}
 
@@ -212,7 +234,9 @@ def compare(script: str, facts: dict[str, Any]) -> None:
     check_model_flags(parse(script).megatron, family_of(facts).model_spec(facts))
 
 
-@pytest.mark.parametrize("rope", [{"rope_theta": 1000000}, {"rope_parameters": {"rope_theta": 1e6}}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 1000000}, {"rope_parameters": {"rope_theta": 1e6}}]
+)
 def test_model_flags_that_agree_with_the_checkpoint(rope: dict[str, Any]) -> None:
     facts = {key: value for key, value in QWEN3_4B.items() if key != "rope_theta"}
     compare(QWEN3_4B_MODEL + QWEN3_4B_RUN, {**facts, **rope})
@@ -221,7 +245,11 @@ def test_model_flags_that_agree_with_the_checkpoint(rope: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("num_hidden_layers", 28, "1 flag contradicts the model's config.json why: --num-layers 36, but it is 28"),
+        (
+            "num_hidden_layers",
+            28,
+            "1 flag contradicts the model's config.json why: --num-layers 36, but it is 28",
+        ),
         ("rope_theta", 10000, "--rotary-base 1000000.0, but it is 10000"),
         ("hidden_act", "relu", "--swiglu, but it is False"),
         ("rms_norm_eps", 1e-5, "--norm-epsilon 1e-06"),
@@ -235,14 +263,23 @@ def test_model_flags_that_agree_with_the_checkpoint(rope: dict[str, Any]) -> Non
 )
 def test_model_flags_that_contradict_the_checkpoint(key: str, value: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        compare(QWEN3_4B_MODEL + " --max-position-embeddings 40960 " + QWEN3_4B_RUN, {**QWEN3_4B, key: value})
+        compare(
+            QWEN3_4B_MODEL + " --max-position-embeddings 40960 " + QWEN3_4B_RUN,
+            {**QWEN3_4B, key: value},
+        )
     assert re.search(expected, " ".join(str(caught.value).split()))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +293,9 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "o
         ("--original-max-position-embeddings 8192", LLAMA3, None),
     ],
 )
-def test_flags_of_rotary_scaling_are_compared(flag: str, agrees: dict[str, Any], contradicts: dict[str, Any]) -> None:
+def test_flags_of_rotary_scaling_are_compared(
+    flag: str, agrees: dict[str, Any], contradicts: dict[str, Any]
+) -> None:
     compare(f"{flag} {QWEN3_4B_RUN}", {**QWEN3_4B, "rope_scaling": agrees})
     with pytest.raises(UserError, match=flag.split()[0]):
         compare(f"{flag} {QWEN3_4B_RUN}", {**QWEN3_4B, "rope_scaling": contradicts})
@@ -275,18 +314,27 @@ def test_flags_of_rotary_scaling_are_compared(flag: str, agrees: dict[str, Any],
         ("--untie-embeddings-and-output-weights", "it is False"),
     ],
 )
-def test_what_config_json_does_not_say_is_compared_with_what_is_computed(flag: str, said: str) -> None:
+def test_what_config_json_does_not_say_is_compared_with_what_is_computed(
+    flag: str, said: str
+) -> None:
     with pytest.raises(UserError, match=f"{flag}, but {said}"):
         compare(f"{flag} {QWEN3_4B_RUN}", {**QWEN3_4B, "model_type": "llama", "rope_theta": None})
 
 
 def test_no_flag_of_the_model_is_ignored() -> None:
-    """Each is compared with the checkpoint's config, or says in its help why there is nothing to compare."""
-    flags = [spec for spec in all_flags().values() if "model" in spec.sections and not spec.meta.refused]
+    """Each is compared with the checkpoint's config, or says in its help why there is nothing to
+    compare."""
+    flags = [
+        spec for spec in all_flags().values() if "model" in spec.sections and not spec.meta.refused
+    ]
     compared = _beside_transformer(family_of(QWEN3_4B).model_spec(QWEN3_4B))
     told = ("Always so", "The only", "Batches come from the rollout", "Changes nothing")
-    ignored = [spec.dest for spec in flags if spec.dest not in compared and not spec.help.startswith(told)]
-    assert ignored == ["max_position_embeddings"]  # compared apart: only more than the model's own is refused
+    ignored = [
+        spec.dest for spec in flags if spec.dest not in compared and not spec.help.startswith(told)
+    ]
+    assert ignored == [
+        "max_position_embeddings"
+    ]  # compared apart: only more than the model's own is refused
 
 
 def test_merge_transformer() -> None:
@@ -302,7 +350,9 @@ def test_flags_of_experts_contradict_a_dense_model() -> None:
     dense = {"num_moe_experts": None}
     with pytest.raises(UserError, match="--moe-router-topk 8, but there are no experts"):
         merge_transformer(dense, make_config(moe_router_topk=8).megatron.transformer)
-    merge_transformer(dense, make_config(moe_permute_fusion=True, moe_aux_loss_coeff=0).megatron.transformer)
+    merge_transformer(
+        dense, make_config(moe_permute_fusion=True, moe_aux_loss_coeff=0).megatron.transformer
+    )
 
 
 def test_a_fused_permutation_is_accepted_for_what_it_is_about() -> None:

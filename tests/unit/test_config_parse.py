@@ -13,7 +13,16 @@ from slime.config.parse import read_argv, read_config_file, read_custom_config
 from slime.errors import UserError
 
 #: What a complete command line needs besides the flag under test.
-BASE = ["--rollout-batch-size", "4", "--num-rollout", "1", "--hf-checkpoint", "model", "--prompt-data", "p.jsonl"]
+BASE = [
+    "--rollout-batch-size",
+    "4",
+    "--num-rollout",
+    "1",
+    "--hf-checkpoint",
+    "model",
+    "--prompt-data",
+    "p.jsonl",
+]
 
 
 def values(*words: str) -> dict:
@@ -21,16 +30,38 @@ def values(*words: str) -> dict:
 
 
 def test_values_are_typed() -> None:
-    got = values("--lr", "1e-6", "--rollout-batch-size", "32", "--colocate", "--rollout-stop", "a", "b", "--save=x=y")
-    assert got == {"lr": 1e-6, "rollout_batch_size": 32, "colocate": True, "rollout_stop": ("a", "b"), "save": "x=y"}
+    got = values(
+        "--lr",
+        "1e-6",
+        "--rollout-batch-size",
+        "32",
+        "--colocate",
+        "--rollout-stop",
+        "a",
+        "b",
+        "--save=x=y",
+    )
+    assert got == {
+        "lr": 1e-6,
+        "rollout_batch_size": 32,
+        "colocate": True,
+        "rollout_stop": ("a", "b"),
+        "save": "x=y",
+    }
 
 
 def test_negative_numbers_and_values_with_dashes() -> None:
     assert values("--rollout-top-k", "-1")["rollout_top_k"] == -1
-    assert values("--log-probs-chunk-size", "-1", "--seed", "3") == {"log_probs_chunk_size": -1, "seed": 3}
+    assert values("--log-probs-chunk-size", "-1", "--seed", "3") == {
+        "log_probs_chunk_size": -1,
+        "seed": 3,
+    }
     assert values("--rollout-stop", "---", "-- x", "-")["rollout_stop"] == ("---", "-- x", "-")
     assert values("--rollout-stop=--END")["rollout_stop"] == ("--END",)
-    assert values("--rollout-stop=--END", "--rollout-stop=--STOP")["rollout_stop"] == ("--END", "--STOP")
+    assert values("--rollout-stop=--END", "--rollout-stop=--STOP")["rollout_stop"] == (
+        "--END",
+        "--STOP",
+    )
     assert values("--rollout-stop=")["rollout_stop"] == ("",)
     assert values("--rollout-stop=a\nb")["rollout_stop"] == ("a\nb",)
 
@@ -106,7 +137,9 @@ def test_no_prefix_of_a_flag_is_accepted() -> None:
 
 
 def test_an_abbreviation_is_answered_with_what_it_begins() -> None:
-    with pytest.raises(UserError, match="did you mean --n-samples-per-prompt or --n-samples-per-eval-prompt"):
+    with pytest.raises(
+        UserError, match="did you mean --n-samples-per-prompt or --n-samples-per-eval-prompt"
+    ):
         read_argv(["--n-samples", "1"])
     with pytest.raises(UserError, match=r"names start so(.|\n)*did you mean --recompute-"):
         read_argv(["--recompute", "1"])
@@ -114,10 +147,14 @@ def test_an_abbreviation_is_answered_with_what_it_begins() -> None:
 
 def test_yaml_sets_the_same_names_and_flags_win(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("rollout_batch_size: 8\nlr: 1e-5\ncolocate: true\nrollout-stop: [a, b]\nnum-rollout: 3\n")
+    path.write_text(
+        "rollout_batch_size: 8\nlr: 1e-5\ncolocate: true\nrollout-stop: [a, b]\nnum-rollout: 3\n"
+    )
     config = parse_args([*BASE, "--config", str(path), "--no-colocate"])
     assert config.rollout.rollout_batch_size == 4 and config.origins["rollout_batch_size"] == "flag"
-    assert config.megatron.lr == 1e-5 and config.origins["lr"] == f"yaml {path}"  # PyYAML reads 1e-5 as text
+    assert (
+        config.megatron.lr == 1e-5 and config.origins["lr"] == f"yaml {path}"
+    )  # PyYAML reads 1e-5 as text
     assert config.cluster.colocate is False
     assert config.rollout.rollout_stop == ("a", "b")
 
@@ -152,16 +189,25 @@ def test_yaml_that_is_not_there() -> None:
 
 def test_yaml_shorthands_and_off_spellings(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("disable_rollout_global_dataset: true\nno-rope-fusion: true\ntrace: false\nsave: null\n")
+    path.write_text(
+        "disable_rollout_global_dataset: true\nno-rope-fusion: true\ntrace: false\nsave: null\n"
+    )
     given = read_config_file(str(path))
-    assert given.values == {"rollout_global_dataset": False, "apply_rope_fusion": False, "trace": False}
+    assert given.values == {
+        "rollout_global_dataset": False,
+        "apply_rope_fusion": False,
+        "trace": False,
+    }
 
 
 def test_custom_config_is_applied_before_derivation_and_wins(tmp_path: Path) -> None:
     path = tmp_path / "custom.yaml"
     path.write_text("global_batch_size: 8\nmy_plugin_depth: 3\n")
     config = make_config(
-        rollout_batch_size=4, n_samples_per_prompt=4, num_steps_per_rollout=None, custom_config_path=str(path)
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        num_steps_per_rollout=None,
+        custom_config_path=str(path),
     )
     assert config.train.num_steps_per_rollout == 2  # derived from the custom value
     assert config.origins["global_batch_size"] == f"yaml {path}"
@@ -176,13 +222,18 @@ def test_custom_config_with_a_misspelt_flag(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_is_refused_by_name() -> None:
-    """Every flag that this version does not support stops the run when it asks for something else than nothing."""
+    """Every flag that this version does not support stops the run when it asks for something else
+    than nothing."""
     for dest, spec in all_flags().items():
         if not spec.meta.refused:
             continue
-        value = {"bool": spec.default is not True, "int": 987, "float": 0.987, "json": {"a": 1}, "int_or_list": 9}.get(
-            spec.kind, "x"
-        )
+        value = {
+            "bool": spec.default is not True,
+            "int": 987,
+            "float": 0.987,
+            "json": {"a": 1},
+            "int_or_list": 9,
+        }.get(spec.kind, "x")
         if spec.choices:
             taken = spec.default if isinstance(spec.default, tuple) else (spec.default,)
             value = next(choice for choice in spec.choices if choice not in taken)
@@ -191,7 +242,9 @@ def test_what_is_refused_is_refused_by_name() -> None:
         is_missing = "in this version" in spec.meta.refused
         reason = f"{caught.value.what}; {caught.value.fix}" if is_missing else caught.value.why
         is_family = "model-families.md" in caught.value.fix
-        assert spec.option in str(caught.value) and (is_family or reason.startswith(spec.meta.refused))
+        assert spec.option in str(caught.value) and (
+            is_family or reason.startswith(spec.meta.refused)
+        )
 
 
 def test_refused_values() -> None:

@@ -17,7 +17,8 @@ from slime.config.values import check_number
 from slime.errors import UserError
 from slime.rollout.eval_datasets import eval_datasets
 
-#: Numbers that say how the model is made; those are compared with the checkpoint's. And details of FP8.
+#: Numbers that say how the model is made; those are compared with the checkpoint's. And details of
+#: FP8.
 MODEL = {
     "num_layers", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "hidden_size",
     "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout",
@@ -57,7 +58,9 @@ def numbers() -> dict[str, FlagSpec]:
 )
 def test_examples(module: str) -> None:
     flags = doctest.IGNORE_EXCEPTION_DETAIL
-    assert doctest.testmod(importlib.import_module(f"slime.{module}"), optionflags=flags).failed == 0
+    assert (
+        doctest.testmod(importlib.import_module(f"slime.{module}"), optionflags=flags).failed == 0
+    )
 
 
 def test_every_number_has_a_range() -> None:
@@ -94,7 +97,14 @@ def test_its_ends_and_what_lies_beyond(dest: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"gamma": 2.0, "advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, "a discount"),
+        (
+            {
+                "gamma": 2.0,
+                "advantage_estimator": "reinforce_plus_plus",
+                "normalize_advantages": True,
+            },
+            "a discount",
+        ),
         ({"kl_loss_coef": -0.1, "use_kl_loss": True}, "would reward leaving the reference model"),
         ({"adam_beta2": 1.0}, "at least 0 and less than 1"),
         ({"adam_eps": 0.0}, "divided by 0"),

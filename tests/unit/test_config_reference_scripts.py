@@ -1,5 +1,6 @@
-"""Launch scripts of the reference system, array by array as a shell hands them over, for the published models that are
-here: all parse, their MODEL_ARGS agree with config.json, and where one does not, it is named."""
+"""Launch scripts of the reference system, array by array as a shell hands them over, for the
+published models that are here: all parse, their MODEL_ARGS agree with config.json, and where one
+does not, it is named."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ MODEL_ARGS = {
         --moe-router-topk-scaling-factor 2.446""",
 }
 ARRAYS = {
-    "CKPT_ARGS": "--hf-checkpoint no-such-model --ref-load /x_dist --load /x_run/ --save /x_run/ --save-interval 20",
+    "CKPT_ARGS": "--hf-checkpoint no-such-model --ref-load /x_dist --load /x_run/ --save /x_run/ " "--save-interval 20",
     "ROLLOUT_ARGS": """--prompt-data /d.jsonl --input-key prompt --label-key label --apply-chat-template
         --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
         --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data""",
@@ -86,7 +87,7 @@ ARRAYS = {
         --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28""",
     "OPTIMIZER_ARGS": """--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
         --adam-beta2 0.98""",
-    "WANDB_ARGS": "--use-wandb --wandb-project slime-dev --wandb-group qwen3-4B-test --wandb-key ${WANDB_KEY}",
+    "WANDB_ARGS": "--use-wandb --wandb-project slime-dev --wandb-group qwen3-4B-test --wandb-key " "${WANDB_KEY}",
     "SGLANG_ARGS": "--rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7",
     "MISC_ARGS": """--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
         --attention-softmax-in-fp32 --attention-backend flash""",
@@ -128,7 +129,9 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
         "zai-org/GLM-4-9B-0414",
         "--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4",
         {
-            "PERF_ARGS": ARRAYS["PERF_ARGS"].replace("--context-parallel-size 1", "--context-parallel-size 2"),
+            "PERF_ARGS": ARRAYS["PERF_ARGS"].replace(
+                "--context-parallel-size 1", "--context-parallel-size 2"
+            ),
             "SGLANG_ARGS": "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.8"
             " --sglang-attention-backend fa3",
         },
@@ -136,13 +139,16 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "glm4.5-air": ("zai-org/GLM-4.5-Air", EIGHT, {"GRPO_ARGS": GSPO, "OPTIMIZER_ARGS": OFFLOAD}),
     "glm4.5": (
         "zai-org/GLM-4.5",
-        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate --save-debug-rollout-data /x/data.pt",
+        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate --save-debug-rollout-data "
+        "/x/data.pt",
         {
             "ROLLOUT_ARGS": DAPO,
             "GRPO_ARGS": GSPO,
             "OPTIMIZER_ARGS": OFFLOAD,
-            "PERF_ARGS": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4"
-            " --context-parallel-size 2 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1"
+            "PERF_ARGS": "--tensor-model-parallel-size 8 --sequence-parallel "
+            "--pipeline-model-parallel-size 4"
+            " --context-parallel-size 2 --expert-model-parallel-size 16 "
+            "--expert-tensor-parallel-size 1"
             " --use-dynamic-batch-size --max-tokens-per-gpu 16384",
             "SGLANG_ARGS": "--rollout-num-gpus-per-engine 32 --sglang-enable-dp-attention --sglang-dp-size 4"
             " --update-weight-buffer-size $(( 1024 * 1024 * 1024 * 4 ))",
@@ -152,10 +158,14 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
         "meta-llama/Llama-3.1-8B",
         EIGHT.replace("8", "4"),
         {
-            "ROLLOUT_ARGS": ARRAYS["ROLLOUT_ARGS"].replace("deepscaler", "math --rollout-max-prompt-len 256"),
+            "ROLLOUT_ARGS": ARRAYS["ROLLOUT_ARGS"].replace(
+                "deepscaler", "math --rollout-max-prompt-len 256"
+            ),
             "EVAL_ARGS": "",
-            "SGLANG_ARGS": "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.8 --sglang-dtype float16"
-            " --sglang-max-running-requests 48 --sglang-context-length 2048 --sglang-attention-backend fa3",
+            "SGLANG_ARGS": "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.8 --sglang-dtype "
+            "float16"
+            " --sglang-max-running-requests 48 --sglang-context-length 2048 "
+            "--sglang-attention-backend fa3",
         },
     ),
     "deepseek-r1": (
@@ -164,13 +174,18 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, str]]] = {
         {
             "ROLLOUT_ARGS": DAPO,
             "OPTIMIZER_ARGS": OFFLOAD,
-            "PERF_ARGS": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4"
-            " --context-parallel-size 4 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1"
-            " --decoder-last-pipeline-num-layers 13 --use-dynamic-batch-size --max-tokens-per-gpu 16384",
+            "PERF_ARGS": "--tensor-model-parallel-size 8 --sequence-parallel "
+            "--pipeline-model-parallel-size 4"
+            " --context-parallel-size 4 --expert-model-parallel-size 32 "
+            "--expert-tensor-parallel-size 1"
+            " --decoder-last-pipeline-num-layers 13 --use-dynamic-batch-size --max-tokens-per-gpu "
+            "16384",
             "SGLANG_ARGS": "--rollout-num-gpus-per-engine 64 --sglang-enable-dp-attention --sglang-dp-size 8"
             " --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head --sglang-disable-radix-cache"
-            " --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto --sglang-server-concurrency 1024",
-            "MISC_ARGS": ARRAYS["MISC_ARGS"] + " --moe-enable-deepep --moe-token-dispatcher-type flex",
+            " --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto "
+            "--sglang-server-concurrency 1024",
+            "MISC_ARGS": ARRAYS["MISC_ARGS"]
+            + " --moe-enable-deepep --moe-token-dispatcher-type flex",
         },
     ),
     "moonlight-16B": ("moonshotai/Moonlight-16B-A3B", EIGHT, {"OPTIMIZER_ARGS": OFFLOAD}),
@@ -202,7 +217,9 @@ def words(name: str) -> list[str]:
     lines = [f"{array}=(\n{text}\n)" for array, text in arrays.items()]
     command = " ".join(["printf '%s\\n'", run, *(f"${{{array}[@]}}" for array in arrays)])
     script = "\n".join(["set -f", "WANDB_KEY=key", *lines, command])
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def parsed(name: str) -> Config:
@@ -236,7 +253,10 @@ def test_model_args_of_another_model_are_named(name: str) -> None:
         ("qwen3-4B-sft", ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]),
         (
             "glm4.5",
-            ["--save-debug-rollout-data /x/data.pt has no {rollout_id} in it", "/x/data_{rollout_id}.pt is taken"],
+            [
+                "--save-debug-rollout-data /x/data.pt has no {rollout_id} in it",
+                "/x/data_{rollout_id}.pt is taken",
+            ],
         ),
         (
             "deepseek-r1",

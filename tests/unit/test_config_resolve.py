@@ -1,4 +1,5 @@
-"""What follows from the flags: derived values and their formulas, and the contradictions that are refused."""
+"""What follows from the flags: derived values and their formulas, and the contradictions that are
+refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def refused(expected: str, **flags: Any) -> None:
     assert expected in str(caught.value)
 
 
-# -- the batch equation ------------------------------------------------------------------------------------
+# -- the batch equation
+# ------------------------------------------------------------------------------------
 
 
 def test_batch_sizes_from_steps_and_back() -> None:
@@ -46,14 +48,28 @@ def test_batch_sizes_from_steps_and_back() -> None:
 
 def test_contradiction_prints_the_equation_with_the_numbers() -> None:
     with pytest.raises(UserError) as caught:
-        make_config(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=100, num_steps_per_rollout=2)
+        make_config(
+            rollout_batch_size=32,
+            n_samples_per_prompt=8,
+            global_batch_size=100,
+            num_steps_per_rollout=2,
+        )
     text = str(caught.value)
-    assert "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout" in text
+    assert (
+        "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
+        in text
+    )
     assert "32 × 8 = 256, but 100 × 2 = 200" in text
     assert "--global-batch-size 128" in text and "--rollout-batch-size 25" in text
     sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8}
-    refused("32 × 8 = 256 is not a multiple of global_batch_size 100", **sizes, global_batch_size=100)
-    refused("pass --num-steps-per-rollout 2 or --num-steps-per-rollout 4", **sizes, num_steps_per_rollout=3)
+    refused(
+        "32 × 8 = 256 is not a multiple of global_batch_size 100", **sizes, global_batch_size=100
+    )
+    refused(
+        "pass --num-steps-per-rollout 2 or --num-steps-per-rollout 4",
+        **sizes,
+        num_steps_per_rollout=3,
+    )
     refused("--rollout-batch-size is 0", rollout_batch_size=0)
 
 
@@ -82,7 +98,13 @@ def of_run(*words: str) -> Config:
         ("--disable-rewards-normalization", 32, 1, 32, 1),
         ("--custom-reward-post-process-path a.b", 32, 1, 32, 1),
         ("--data-source-path a.B", 32, 1, 32, 1),
-        ("--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages", 32, 8, 256, 1),
+        (
+            "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            32,
+            8,
+            256,
+            1,
+        ),
     ],
 )
 def test_what_a_run_has_of_the_equation_where_flags_say_less(
@@ -96,14 +118,23 @@ def test_what_a_run_has_of_the_equation_where_flags_say_less(
 
 @settings(max_examples=100)
 @given(prompts=st.integers(1, 24), batch=st.integers(1, 24))
-def test_sizes_of_scripts_that_left_the_samples_out_keep_their_meaning(prompts: int, batch: int) -> None:
+def test_sizes_of_scripts_that_left_the_samples_out_keep_their_meaning(
+    prompts: int, batch: int
+) -> None:
     """One sample where one fits, as before there was another default."""
     named = {"rollout_batch_size": prompts, "global_batch_size": batch}
     if prompts % batch == 0:
-        own = ("--custom-generate-function-path", "a.b")  # else one sample is refused, which was useless before
-        config = of_run("--rollout-batch-size", str(prompts), "--global-batch-size", str(batch), *own)
+        own = (
+            "--custom-generate-function-path",
+            "a.b",
+        )  # else one sample is refused, which was useless before
+        config = of_run(
+            "--rollout-batch-size", str(prompts), "--global-batch-size", str(batch), *own
+        )
         assert config.rollout.n_samples_per_prompt == 1
-        assert config.train.num_steps_per_rollout == make_config(**named).train.num_steps_per_rollout
+        assert (
+            config.train.num_steps_per_rollout == make_config(**named).train.num_steps_per_rollout
+        )
 
 
 def test_prompts_of_a_run_are_shuffled_where_they_are_drawn_here() -> None:
@@ -131,7 +162,11 @@ def test_the_equation_holds_for_whatever_is_accepted(
         "num_steps_per_rollout": steps,
     }
     if batch is not None and steps is not None:
-        possible = (batch * steps) % samples == 0 if prompts is None else prompts * samples == batch * steps
+        possible = (
+            (batch * steps) % samples == 0
+            if prompts is None
+            else prompts * samples == batch * steps
+        )
     else:
         # of a missing rollout_batch_size there is always a fitting one, except with a batch alone
         total = prompts * samples if prompts is not None else (batch or samples) * (steps or 1)
@@ -143,12 +178,16 @@ def test_the_equation_holds_for_whatever_is_accepted(
         return
     assert possible
     train, rollout = config.train, config.rollout
-    assert rollout.rollout_batch_size * samples == train.global_batch_size * train.num_steps_per_rollout
+    assert (
+        rollout.rollout_batch_size * samples
+        == train.global_batch_size * train.num_steps_per_rollout
+    )
     for name, value in named.items():
         assert value is None or {**vars(train), **vars(rollout)}[name] == value
 
 
-# -- round trips -------------------------------------------------------------------------------------------
+# -- round trips
+# -------------------------------------------------------------------------------------------
 
 settings_of_runs = st.fixed_dictionaries(
     {},
@@ -163,7 +202,9 @@ settings_of_runs = st.fixed_dictionaries(
         "reward_key": st.text(min_size=1, max_size=5),
         "rollout_max_context_len": st.integers(8, 10000),
         "eps_clip": st.floats(0.01, 0.5),
-        "train_env_vars": st.dictionaries(st.text(min_size=1, max_size=4), st.text(max_size=4), max_size=2),
+        "train_env_vars": st.dictionaries(
+            st.text(min_size=1, max_size=4), st.text(max_size=4), max_size=2
+        ),
         "moe_layer_freq": st.sampled_from([2, "([0]*1+[1]*2)"]),
         "sglang_mem_fraction_static": st.floats(0.1, 0.9),
         "sglang_cuda_graph_bs": st.lists(st.integers(1, 8), min_size=1, max_size=3),
@@ -179,12 +220,16 @@ settings_of_runs = st.fixed_dictionaries(
 
 @settings(max_examples=60)
 @given(flags=settings_of_runs)
-def test_saved_and_resolved_again_nothing_changes(flags: dict[str, Any], tmp_path_factory: Any) -> None:
+def test_saved_and_resolved_again_nothing_changes(
+    flags: dict[str, Any], tmp_path_factory: Any
+) -> None:
     config = make_config(**flags)
     path = tmp_path_factory.getbasetemp() / "config.json"
     config.save(path)
     assert Config.load(path) == config
-    again = make_config(**config.values())  # every derived value given: resolve has nothing to change
+    again = make_config(
+        **config.values()
+    )  # every derived value given: resolve has nothing to change
     assert again.values() == config.values()
     assert make_config(**flags, run_name=config.observe.run_name).values() == config.values()
     assert pickle.loads(pickle.dumps(config)) == config
@@ -207,15 +252,24 @@ def test_origins_cover_every_flag(flags: dict[str, Any]) -> None:
 
 
 def test_what_is_written_to_disk(tmp_path: Path) -> None:
-    flags = {"use_wandb": True, "wandb_key": "secret", "num_layers": 3, "router_oracle_password": "secret"}
-    config = make_config(rollout_batch_size=2, train_env_vars={"HF_TOKEN": "secret", "A": "b"}, **flags)
+    flags = {
+        "use_wandb": True,
+        "wandb_key": "secret",
+        "num_layers": 3,
+        "router_oracle_password": "secret",
+    }
+    config = make_config(
+        rollout_batch_size=2, train_env_vars={"HF_TOKEN": "secret", "A": "b"}, **flags
+    )
     config.save(tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
     data = json.loads(text)
     assert data["rollout"]["rollout_batch_size"] == 2 and data["megatron"]["num_layers"] == 3
     assert data["origins"]["rollout_batch_size"] == "flag"
     assert "secret" not in text and "secret" not in config.describe()
-    assert config.observe.wandb_key == "secret" and config.engine.router["oracle_password"] == "secret"
+    assert (
+        config.observe.wandb_key == "secret" and config.engine.router["oracle_password"] == "secret"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -243,15 +297,20 @@ def test_config_is_frozen() -> None:
         config.train = None  # type: ignore[misc, assignment]
 
 
-# -- derived values ----------------------------------------------------------------------------------------
+# -- derived values
+# ----------------------------------------------------------------------------------------
 
 
 def test_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     assert (config.cluster.actor_num_gpus_per_node, config.cluster.rollout_num_gpus) == (1, 1)
     assert "no GPU on this host" in config.origins["actor_num_gpus_per_node"]
-    config = make_config(colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4, global_batch_size=8)
-    assert config.cluster.rollout_num_gpus == 8 and config.origins["rollout_num_gpus"].endswith("= 2 × 4")
+    config = make_config(
+        colocate=True, actor_num_nodes=2, actor_num_gpus_per_node=4, global_batch_size=8
+    )
+    assert config.cluster.rollout_num_gpus == 8 and config.origins["rollout_num_gpus"].endswith(
+        "= 2 × 4"
+    )
     assert config.cluster.offload_train and config.cluster.offload_rollout
     assert not make_config(colocate=True, offload_train=False).cluster.offload_train
     assert make_config(rollout_num_gpus_per_engine=4).cluster.rollout_num_gpus == 4
@@ -297,7 +356,9 @@ def test_run_name(tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("rollout_batch_size: 2\n")
     assert make_config(config=str(recipe), hf_checkpoint="m").observe.run_name.startswith("tiny-2")
-    assert make_config(hf_checkpoint="/models/Qwen3-0.6B/").observe.run_name.startswith("Qwen3-0.6B-2")
+    assert make_config(hf_checkpoint="/models/Qwen3-0.6B/").observe.run_name.startswith(
+        "Qwen3-0.6B-2"
+    )
     assert make_config(run_name="mine").observe.run_name == "mine"
 
 
@@ -308,7 +369,9 @@ def test_lengths_follow_from_seq_length() -> None:
     assert rollout.rollout_max_response_len == 2047
     assert make_config().rollout.rollout_max_response_len == 1024
     refused(
-        "--rollout-max-context-len 4096 is more than --seq-length 2048", seq_length=2048, rollout_max_context_len=4096
+        "--rollout-max-context-len 4096 is more than --seq-length 2048",
+        seq_length=2048,
+        rollout_max_context_len=4096,
     )
     refused("leaves no token to generate", rollout_max_context_len=100, rollout_max_prompt_len=100)
 
@@ -316,11 +379,19 @@ def test_lengths_follow_from_seq_length() -> None:
 def test_evaluation_follows_rollout() -> None:
     data: dict[str, Any] = {"eval_prompt_data": ["a", "a.jsonl"]}
     config = make_config(
-        **data, rollout_temperature=0.7, input_key="q", label_key="a", reward_key="score", eval_top_p=0.5
+        **data,
+        rollout_temperature=0.7,
+        input_key="q",
+        label_key="a",
+        reward_key="score",
+        eval_top_p=0.5,
     )
     assert config.eval.eval_temperature == 0.7 and config.eval.eval_input_key == "q"
     assert config.eval.eval_label_key == "a" and config.reward.eval_reward_key == "score"
-    assert config.eval.eval_top_p == 0.5 and make_config(**data, eval_temperature=0).eval.eval_temperature == 0
+    assert (
+        config.eval.eval_top_p == 0.5
+        and make_config(**data, eval_temperature=0).eval.eval_temperature == 0
+    )
 
 
 def test_dumps() -> None:
@@ -328,12 +399,17 @@ def test_dumps() -> None:
     assert config.debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
     assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
     assert make_config(load_debug_rollout_data="x_{rollout_id}.pt").debug.debug_train_only
-    refused("are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1)
+    refused(
+        "are both x.pt", save_debug_rollout_data="x.pt", save_debug_train_data="x.pt", num_rollout=1
+    )
     for asked, taken in (("d.d/a.pt", "d.d/a_{rollout_id}.pt"), ("a", "a_{rollout_id}")):
         config = make_config(save_debug_rollout_data=asked, num_rollout=3)
         (said,) = [warning for warning in config.warnings if "--save-debug-rollout-data" in warning]
         assert config.debug.save_debug_rollout_data == taken and f"{taken} is taken" in said
-    assert make_config(save_debug_rollout_data="a.pt", num_rollout=1).debug.save_debug_rollout_data == "a.pt"
+    assert (
+        make_config(save_debug_rollout_data="a.pt", num_rollout=1).debug.save_debug_rollout_data
+        == "a.pt"
+    )
     refused("there is no {rolloutid}", save_debug_rollout_data="{rolloutid}.pt", num_rollout=3)
     refused("cannot be filled in", save_debug_rollout_data="{.pt", num_rollout=3)
     assert make_config(save_debug_train_data="{rollout_id:04d}_{rank:02d}.pt", num_rollout=3)
@@ -341,8 +417,13 @@ def test_dumps() -> None:
     both = {"save_debug_rollout_data": "a_{rollout_id}.pt", "save_debug_train_data": "a_{rank}.pt"}
     refused("for rollout 0 that is a_0.pt", **both, num_rollout=1)
     here = {"output_dir": "out", "run_name": "a{b}"}
-    debug = make_config(**here, dump_details="{run}/all", load_debug_rollout_data="{run}/{rollout_id}.pt").debug
-    assert debug.dump_details == "out/a{b}/all" and debug.load_debug_rollout_data == "out/a{{b}}/{rollout_id}.pt"
+    debug = make_config(
+        **here, dump_details="{run}/all", load_debug_rollout_data="{run}/{rollout_id}.pt"
+    ).debug
+    assert (
+        debug.dump_details == "out/a{b}/all"
+        and debug.load_debug_rollout_data == "out/a{{b}}/{rollout_id}.pt"
+    )
     assert debug.save_debug_train_data == "out/a{{b}}/all/train_data/{rollout_id}.pt"
     refused("exclude each other", debug_rollout_only=True, load_debug_rollout_data="x{rollout_id}")
 
@@ -353,7 +434,11 @@ def test_what_a_missing_half_would_need_is_not_asked_for() -> None:
     assert make_config(**{**eight, "actor_num_gpus_per_node": 2, "num_gpus_per_node": 1}, **few)
     refused("cannot be divided by 8", **{**eight, "actor_num_gpus_per_node": 2})
     engines = {"rollout_num_gpus": 24, "rollout_num_gpus_per_engine": 16, "num_gpus_per_node": 8}
-    assert make_config(**engines, load_debug_rollout_data="{rollout_id}.pt", save_debug_rollout_data="{rollout_id}.pt")
+    assert make_config(
+        **engines,
+        load_debug_rollout_data="{rollout_id}.pt",
+        save_debug_rollout_data="{rollout_id}.pt",
+    )
     assert make_config(**engines, loss_type="sft_loss", n_samples_per_prompt=1)
     refused("not a multiple of", **engines)
 
@@ -370,7 +455,9 @@ def test_recompute_activations_recomputes_layers() -> None:
 def test_group_statistics_of_single_samples() -> None:
     assert make_config(n_samples_per_prompt=2).algorithm.grpo_std_normalization
     assert not make_config(n_samples_per_prompt=1).algorithm.grpo_std_normalization
-    assert not make_config(n_samples_per_prompt=2, disable_grpo_std_normalization=True).algorithm.grpo_std_normalization
+    assert not make_config(
+        n_samples_per_prompt=2, disable_grpo_std_normalization=True
+    ).algorithm.grpo_std_normalization
 
 
 def test_reference_model() -> None:
@@ -379,8 +466,12 @@ def test_reference_model() -> None:
 
 
 def test_warning_on_what_the_embedded_engine_cannot_honour() -> None:
-    config = make_config(sglang_mem_fraction_static=0.8, sglang_disable_cuda_graph=True, router_policy="random")
-    assert config.warnings[0].endswith("left out: --sglang-disable-cuda-graph, --sglang-mem-fraction-static")
+    config = make_config(
+        sglang_mem_fraction_static=0.8, sglang_disable_cuda_graph=True, router_policy="random"
+    )
+    assert config.warnings[0].endswith(
+        "left out: --sglang-disable-cuda-graph, --sglang-mem-fraction-static"
+    )
     assert make_config(router_policy="random").warnings == ()
 
 
@@ -388,14 +479,17 @@ def test_warning_on_options_of_engines_that_are_not_there() -> None:
     passed_on = {"sglang_mem_fraction_static": 0.5, "router_policy": "random"}
     (warning,) = make_config(loss_type="sft_loss", **passed_on).warnings
     assert warning == (
-        "there is no engine, as nothing is generated; left out: --router-policy, --sglang-mem-fraction-static"
+        "there is no engine, as nothing is generated; left out: --router-policy, "
+        "--sglang-mem-fraction-static"
     )
     evaluated = make_config(loss_type="sft_loss", eval_prompt_data=("a", "a.jsonl"), **passed_on)
     assert not any("--router-policy" in warning for warning in evaluated.warnings)
 
 
 @pytest.mark.parametrize("reward", [{}, {"rm_type": "math"}, {"eval_config": "sets.yaml"}])
-def test_rows_and_evaluation_sets_may_ask_a_reward_model_of_their_own(reward: dict[str, Any]) -> None:
+def test_rows_and_evaluation_sets_may_ask_a_reward_model_of_their_own(
+    reward: dict[str, Any],
+) -> None:
     """Their rm_type wins over --rm-type, so an address for it is never refused."""
     config = make_config(rm_url="http://judge:1", **reward)
     assert config.reward.rm_url == "http://judge:1"
@@ -420,14 +514,23 @@ def test_what_depends_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.train.attention_backend == "fused"
 
 
-# -- what would change speed alone, or nothing -------------------------------------------------------------
+# -- what would change speed alone, or nothing
+# -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "section", "taken"),
     [
-        ({"moe_token_dispatcher_type": "flex"}, "transformer", {"moe_token_dispatcher_type": "alltoall"}),
-        ({"moe_token_dispatcher_type": "allgather"}, "transformer", {"moe_token_dispatcher_type": "alltoall"}),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "transformer",
+            {"moe_token_dispatcher_type": "alltoall"},
+        ),
+        (
+            {"moe_token_dispatcher_type": "allgather"},
+            "transformer",
+            {"moe_token_dispatcher_type": "alltoall"},
+        ),
         ({"sglang_moe_a2a_backend": "deepep"}, "sglang", {"moe_a2a_backend": "none"}),
     ],
 )
@@ -436,10 +539,13 @@ def test_a_value_for_speed_alone_is_warned_of_and_another_taken(
 ) -> None:
     config = make_config(**flags, rollout_engine="sglang")
     ((name, value),) = flags.items()
-    assert f"--{name.replace('_', '-')} {value} has no effect, {next(iter(taken.values()))} is taken" in " ".join(
-        config.warnings
+    assert (
+        f"--{name.replace('_', '-')} {value} has no effect, {next(iter(taken.values()))} is taken"
+        in " ".join(config.warnings)
     )
-    assert (config.engine.sglang if section == "sglang" else config.megatron.transformer).items() >= taken.items()
+    assert (
+        config.engine.sglang if section == "sglang" else config.megatron.transformer
+    ).items() >= taken.items()
 
 
 def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() -> None:
@@ -450,7 +556,8 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
     assert not config.megatron.sequence_parallel
 
 
-# -- contradictions ----------------------------------------------------------------------------------------
+# -- contradictions
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -518,25 +625,42 @@ def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
 
 def test_colocate_in_async_training() -> None:
     refused("--colocate cannot be used with train_async", colocate=True, entry="train_async")
-    refused("--colocate cannot be used with --async-buffer-size 2", colocate=True, async_buffer_size=2)
-    refused("is too little for --update-weights-interval 3", max_staleness=1, update_weights_interval=3)
+    refused(
+        "--colocate cannot be used with --async-buffer-size 2", colocate=True, async_buffer_size=2
+    )
+    refused(
+        "is too little for --update-weights-interval 3", max_staleness=1, update_weights_interval=3
+    )
     assert make_config(max_staleness=0, entry="train_async").sync.staleness == 0
     assert make_config(colocate=True, entry="train_async", async_buffer_size=0).cluster.colocate
-    for half in ("debug_train_only", "debug_rollout_only"):  # of a run, which shares its GPUs with nobody
+    for half in (
+        "debug_train_only",
+        "debug_rollout_only",
+    ):  # of a run, which shares its GPUs with nobody
         assert make_config(colocate=True, entry="train_async", **{half: True}).cluster.colocate
-    assert make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
+    assert (
+        make_config(colocate=True).cluster.colocate and make_config(entry="train_async") is not None
+    )
 
 
 def test_what_becomes_of_stale_samples() -> None:
-    """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for it."""
+    """A flag of what --max-staleness leaves; what trains on older tokens says what corrects for
+    it."""
     refused("--stale-samples has no effect without --max-staleness", stale_samples="drop")
     assert make_config(max_staleness=1).sync.stale_samples == "requeue"
-    masked = make_config(max_staleness=1, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    masked = make_config(
+        max_staleness=1, partial_rollout=True, mask_offpolicy_in_partial_rollout=True
+    )
     assert masked.sync.stale_samples == "correct" and masked.warnings == ()
     [warning] = make_config(max_staleness=1, stale_samples="correct").warnings
-    assert "--stale-samples correct has nothing to correct with" in warning and "--use-tis" in warning
+    assert (
+        "--stale-samples correct has nothing to correct with" in warning and "--use-tis" in warning
+    )
     for correction in ("use_tis", "use_rollout_logprobs"):
-        assert make_config(max_staleness=1, stale_samples="correct", **{correction: True}).warnings == ()
+        assert (
+            make_config(max_staleness=1, stale_samples="correct", **{correction: True}).warnings
+            == ()
+        )
 
 
 @pytest.mark.parametrize(
@@ -569,13 +693,16 @@ def test_a_launch_without_engines_or_data() -> None:
     parse_args([*base, "--num-rollout", "1", "--load-debug-rollout-data", "x_{rollout_id}.pt"])
 
 
-# -- the view for hooks --------------------------------------------------------------------------------------
+# -- the view for hooks
+# --------------------------------------------------------------------------------------
 
 
 def test_flat_args_are_mutable_copies(tmp_path: Path) -> None:
     import copy
 
-    config = make_config(rollout_stop=("a",), train_env_vars={"A": "1"}, num_layers=3, sglang_mem_fraction_static=0.5)
+    config = make_config(
+        rollout_stop=("a",), train_env_vars={"A": "1"}, num_layers=3, sglang_mem_fraction_static=0.5
+    )
     args = config.flat()
     assert isinstance(args, FlatArgs) and args.rollout_stop == ["a"] and args.num_layers == 3
     args.rollout_stop.append("b")
@@ -593,16 +720,23 @@ def test_flat_args_have_every_flag_under_its_name() -> None:
     args = vars(make_config(deterministic_rollout=True, router_policy="random").flat())
     assert set(own_flags()) <= set(args)
     assert args["deterministic_rollout"] is True and args["optimizer"] == "adam"
-    assert args["num_experts"] is None and args["sglang_mem_fraction_static"] is None  # unset: the default
+    assert (
+        args["num_experts"] is None and args["sglang_mem_fraction_static"] is None
+    )  # unset: the default
     assert args["router_policy"] == args["sglang_router_strategy"] == "random"
-    assert args["use_opd"] is False and args["lambd"] == 1.0  # plugins may read what this version refuses
+    assert (
+        args["use_opd"] is False and args["lambd"] == 1.0
+    )  # plugins may read what this version refuses
 
 
 def test_flat_args_name_the_nearest_flag() -> None:
     args = make_config().flat()
     with pytest.raises(AttributeError) as caught:
         _ = args.n_sample_per_prompt
-    assert str(caught.value) == "args has no 'n_sample_per_prompt'; the nearest flag is 'n_samples_per_prompt'"
+    assert (
+        str(caught.value)
+        == "args has no 'n_sample_per_prompt'; the nearest flag is 'n_samples_per_prompt'"
+    )
     assert getattr(args, "no_such_thing", 3) == 3 and not hasattr(args, "no_such_thing")
 
 

@@ -1,4 +1,5 @@
-"""The tables that flags come from: complete, up to date with the installed libraries, and documented."""
+"""The tables that flags come from: complete, up to date with the installed libraries, and
+documented."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from slime.config.flag import docs_of
 from slime.config.flags import GROUPS, all_flags, own_flags, spellings
 from slime.config.foreign import to_argv
 from slime.config.help import flags_page, print_help
-from slime.config.megatron_flags import ALWAYS, FIELDS, NAMES, REFUSED_NAMES, SHORTHANDS, SKIPPED_FIELDS
+from slime.config.megatron_flags import (
+    ALWAYS,
+    FIELDS,
+    NAMES,
+    REFUSED_NAMES,
+    SHORTHANDS,
+    SKIPPED_FIELDS,
+)
 from slime.config.native import native_fields
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +48,11 @@ def test_flags_of_the_guides_work_and_are_in_the_help(capsys: pytest.CaptureFixt
     print_help("train", ["--help", "all"])
     words = set(capsys.readouterr().out.replace(",", " ").replace("]", " ").split())
     missing = [name for name in OF_GUIDES if f"--{name}" not in words]
-    refused = [name for name in OF_GUIDES if (spec := spellings()[name].spec) is not None and spec.meta.refused]
+    refused = [
+        name
+        for name in OF_GUIDES
+        if (spec := spellings()[name].spec) is not None and spec.meta.refused
+    ]
     assert missing == refused == []
 
 
@@ -55,10 +67,13 @@ def test_docs_have_every_flag_with_a_status() -> None:
     rows = [line for line in flags_page().splitlines() if line.startswith("| `--")]
     names = {name.strip("` ") for row in rows for name in row.split("|")[1].split(",")}
     assert {spec.option for spec in all_flags().values() if "sglang" not in spec.sections} <= names
-    assert all(any(status in row for status in ("| works", "| refused: ", "| no effect: ")) for row in rows)
+    assert all(
+        any(status in row for status in ("| works", "| refused: ", "| no effect: ")) for row in rows
+    )
 
 
-# -- Megatron --------------------------------------------------------------------------------------------
+# -- Megatron
+# --------------------------------------------------------------------------------------------
 
 
 def test_native_fields_are_those_of_the_installed_classes() -> None:
@@ -67,10 +82,16 @@ def test_native_fields_are_those_of_the_installed_classes() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    classes = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+    classes = {
+        "transformer": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "ddp": DistributedDataParallelConfig,
+    }
     scalars = (bool, int, float, str)
     for section, cls in classes.items():
-        read = {name: native for (where, name), native in native_fields().items() if where == section}
+        read = {
+            name: native for (where, name), native in native_fields().items() if where == section
+        }
         fields = {field.name: field for field in dataclasses.fields(cls)}
         assert set(read) <= set(fields)
         for name, field in fields.items():
@@ -87,7 +108,8 @@ def test_tables_name_only_fields_that_exist() -> None:
     assert not set(REFUSED_NAMES) & set(ALWAYS)
 
 
-# -- SGLang and the router -------------------------------------------------------------------------------
+# -- SGLang and the router
+# -------------------------------------------------------------------------------
 
 
 def test_sglang_table() -> None:
@@ -136,12 +158,19 @@ def test_reading_server_args_from_source() -> None:
     }  # fmt: skip
     assert args["the_backend"].choices == ("a", "b", "c") and args["the_backend"].default == "a"
     assert args["fraction"].kind == "float" and args["tp_size"].aliases == ("tensor_parallel_size",)
-    assert args["sizes"].many and args["sizes"].kind == "int" and args["old"].many and args["gone"].kind == "bool"
+    assert (
+        args["sizes"].many
+        and args["sizes"].kind == "int"
+        and args["old"].many
+        and args["gone"].kind == "bool"
+    )
     assert args["mode"].choices == ("x", "y") and args["options"].kind == "json"
     assert args["lora"].negatable and args["maybe"].value_optional
 
 
-def test_an_installed_sglang_wins_over_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_sglang_wins_over_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slime.config import engine_flags
 
     source = tmp_path / "sglang" / "srt" / "server_args.py"
@@ -163,7 +192,9 @@ def test_router_table_is_what_the_router_accepts() -> None:
 
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, use_router_prefix=True)
-    theirs = {action.dest: action for action in parser._actions if action.dest.startswith("router_")}
+    theirs = {
+        action.dest: action for action in parser._actions if action.dest.startswith("router_")
+    }
     ours = router_flags()
     assert set(theirs) <= set(ours)
     kinds = {int: "int", float: "float", str: "str", None: "str"}
@@ -184,31 +215,54 @@ def test_to_argv_is_read_back_by_argparse() -> None:
 
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser)
-    settings = {"policy": "random", "queue_size": -1, "dp_aware": True, "request_id_headers": ("a", "b")}
+    settings = {
+        "policy": "random",
+        "queue_size": -1,
+        "dp_aware": True,
+        "request_id_headers": ("a", "b"),
+    }
     parsed = vars(parser.parse_args(to_argv(settings)))
     assert {key: parsed[key] for key in settings} == {**settings, "request_id_headers": ["a", "b"]}
     assert to_argv({"options": {"a": 1}, "lora": False}) == ["--options", '{"a": 1}', "--no-lora"]
 
 
-# -- imports ---------------------------------------------------------------------------------------------
+# -- imports
+# ---------------------------------------------------------------------------------------------
 
-_HEAVY = ("torch", "ray", "transformers", "sglang", "sglang_router", "megatron", "datasets", "numpy", "aiohttp")
+_HEAVY = (
+    "torch",
+    "ray",
+    "transformers",
+    "sglang",
+    "sglang_router",
+    "megatron",
+    "datasets",
+    "numpy",
+    "aiohttp",
+)
 
 
 @pytest.mark.parametrize(
     "code",
     [
         "import slime.config",
-        "from slime.config import make_config; make_config(rollout_batch_size=2, num_layers=2).flat()",
+        "from slime.config import make_config; make_config(rollout_batch_size=2, "
+        "num_layers=2).flat()",
         "from slime.__main__ import main; main(['train', '--help'])",
         "from slime.__main__ import main; main(['flags', 'lr'])",
-        "from slime.config import parse_args; parse_args(['--rollout-batch-size=2', '--num-rollout=1', "
+        "from slime.config import parse_args; parse_args(['--rollout-batch-size=2', "
+        "'--num-rollout=1', "
         "'--hf-checkpoint=m', '--prompt-data=p'])",
     ],
 )
 def test_flags_and_help_import_nothing_heavy(code: str) -> None:
-    script = f"{code}\nimport sys, json; print('\\n' + json.dumps(sorted(set(sys.modules) & set({_HEAVY!r}))))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    script = (
+        f"{code}\nimport sys, json; print('\\n' + json.dumps(sorted(set(sys.modules) & "
+        f"set({_HEAVY!r}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
 
 

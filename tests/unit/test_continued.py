@@ -16,7 +16,8 @@ PROMPT = [5, 6]
 
 
 class Engine:
-    """Gives so many tokens per request as ``cuts`` says, then aborts; each time with the next weights."""
+    """Gives so many tokens per request as ``cuts`` says, then aborts; each time with the next
+    weights."""
 
     def __init__(self, cuts: list[int]) -> None:
         self.cuts, self.bodies = list(cuts), list[dict[str, Any]]()
@@ -34,7 +35,11 @@ class Engine:
             "weight_version": str(len(self.bodies)),
             "output_token_logprobs": [[-0.1, token, None] for token in tokens],
         }
-        return {"text": "".join(f"<{token}>" for token in tokens), "output_ids": tokens, "meta_info": meta}
+        return {
+            "text": "".join(f"<{token}>" for token in tokens),
+            "output_ids": tokens,
+            "meta_info": meta,
+        }
 
 
 async def _no_sleep(seconds: float) -> None: ...
@@ -48,7 +53,9 @@ def ask(engine: Engine, body: dict[str, Any], is_over: bool = False) -> dict[str
 @given(st.lists(st.integers(0, 6), max_size=5), st.integers(1, 20))
 def test_however_it_is_cut_the_answer_is_the_same(cuts: list[int], count: int) -> None:
     engine = Engine(cuts)
-    got = ask(engine, {"input_ids": PROMPT, "rid": "x", "sampling_params": {"max_new_tokens": count}})
+    got = ask(
+        engine, {"input_ids": PROMPT, "rid": "x", "sampling_params": {"max_new_tokens": count}}
+    )
     tokens, reason = answer(PROMPT, 1, count)
     meta = got["meta_info"]
     assert got["output_ids"] == [entry[1] for entry in meta["output_token_logprobs"]] == tokens
@@ -56,9 +63,14 @@ def test_however_it_is_cut_the_answer_is_the_same(cuts: list[int], count: int) -
     assert meta["finish_reason"]["type"] == reason
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(tokens))
     assert len({body["rid"] for body in engine.bodies}) == len(engine.bodies)
-    starts = {len(body["input_ids"]) - len(PROMPT): str(number) for number, body in enumerate(engine.bodies, 1)}
+    starts = {
+        len(body["input_ids"]) - len(PROMPT): str(number)
+        for number, body in enumerate(engine.bodies, 1)
+    }
     versions = meta.get("token_weight_versions", [[0, meta["weight_version"]]])
-    assert versions == [[start, version] for start, version in starts.items() if start < len(tokens)]
+    assert versions == [
+        [start, version] for start, version in starts.items() if start < len(tokens)
+    ]
 
 
 def test_text_is_asked_anew() -> None:
@@ -67,7 +79,9 @@ def test_text_is_asked_anew() -> None:
     async def send(body: dict[str, Any]) -> dict[str, Any]:
         bodies.append(body)
         reason = "abort" if len(bodies) == 1 else "stop"
-        return {"choices": [{"finish_reason": reason, "message": {"content": "yes"[: len(bodies)]}}]}
+        return {
+            "choices": [{"finish_reason": reason, "message": {"content": "yes"[: len(bodies)]}}]
+        }
 
     got = asyncio.run(answered(send, {"messages": []}, lambda: False, lambda: None))
     assert got["choices"][0]["message"]["content"] == "ye" and bodies == [{"messages": []}] * 2
@@ -98,9 +112,16 @@ def test_several_prompts_in_one_request_are_asked_anew() -> None:
     reasons = iter(["abort", "stop"])
 
     async def send(body: dict[str, Any]) -> dict[str, Any]:
-        return {"items": [{"meta_info": {"finish_reason": {"type": reason}}} for reason in ("stop", next(reasons))]}
+        return {
+            "items": [
+                {"meta_info": {"finish_reason": {"type": reason}}}
+                for reason in ("stop", next(reasons))
+            ]
+        }
 
-    got = asyncio.run(answered(send, {"input_ids": [[1], [2]]}, lambda: False, lambda: None, most_tokens=4))
+    got = asyncio.run(
+        answered(send, {"input_ids": [[1], [2]]}, lambda: False, lambda: None, most_tokens=4)
+    )
     assert not is_cut(got)
 
 
@@ -112,4 +133,6 @@ def test_requests_without_a_length_have_the_engines_own() -> None:
                  lambda: False, lambda: None, most_tokens=2)
     )  # fmt: skip
     assert got["output_ids"] == again["output_ids"] and len(engine.bodies) == 4
-    assert piece({"max_new_tokens": None}, 100) == 100 and piece({"n": 1, "max_new_tokens": 9}, 4) == 4
+    assert (
+        piece({"max_new_tokens": None}, 100) == 100 and piece({"n": 1, "max_new_tokens": 9}, 4) == 4
+    )

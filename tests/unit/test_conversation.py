@@ -62,19 +62,31 @@ def test_content_is_text_whatever_its_parts(content: Any) -> None:
 )
 def test_images_and_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
     name = part.get("type", "image")
-    with pytest.raises(ConversationError, match=rf"messages\[1\]\.content\[1\]: a part of the type '{name}'"):
-        read_messages([USER, {"role": "user", "content": [{"type": "text", "text": "what?"}, part]}])
+    with pytest.raises(
+        ConversationError, match=rf"messages\[1\]\.content\[1\]: a part of the type '{name}'"
+    ):
+        read_messages(
+            [USER, {"role": "user", "content": [{"type": "text", "text": "what?"}, part]}]
+        )
 
 
 @pytest.mark.parametrize(
     "message",
     [
         CALLS,
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+        },
         {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
         {"role": "assistant", "tool_calls": json.dumps([{"name": "f", "arguments": {"x": 1}}])},
         {"role": "assistant", "tool_calls": [json.dumps({"name": "f", "parameters": {"x": 1}})]},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"x": 1}'},
+        },
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
         {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": 1}}]},
         {"type": "function_call", "name": "f", "arguments": '{"x": 1}'},
@@ -86,7 +98,9 @@ def test_a_call_is_the_same_in_each_form(message: dict[str, Any]) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -110,9 +124,13 @@ def test_arguments_as_text_are_decoded_once_and_as_they_are(arguments: dict[str,
         ([1], "not a JSON object"),
     ],
 )
-def test_arguments_that_are_no_object_are_refused_with_their_place(arguments: Any, words: str) -> None:
+def test_arguments_that_are_no_object_are_refused_with_their_place(
+    arguments: Any, words: str
+) -> None:
     with pytest.raises(ConversationError, match=words) as caught:
-        read_messages([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}])
+        read_messages(
+            [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+        )
     assert caught.value.where == "messages[1].tool_calls[0]"
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.kind) == (str(caught.value), caught.value.kind)
@@ -124,12 +142,17 @@ def test_arguments_that_are_no_object_are_refused_with_their_place(arguments: An
         {"role": "assistant", "content": "4", "reasoning_content": "hm"},
         {"role": "assistant", "content": "4", "reasoning": "hm"},
         {"role": "assistant", "content": "4", "thinking": "hm"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "4"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "4"}],
+        },
         {"from": "gpt", "value": "4", "thinking": "hm", "weight": None},
     ],
 )
 def test_reasoning_has_one_key(message: dict[str, Any]) -> None:
-    assert read_messages([message]) == [{"role": "assistant", "content": "4", "reasoning_content": "hm"}]
+    assert read_messages([message]) == [
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"}
+    ]
 
 
 def test_roles_of_other_systems() -> None:
@@ -140,15 +163,24 @@ def test_roles_of_other_systems() -> None:
         ("system", "system"),
         ("Critic", "Critic"),
     ]
-    assert [m["role"] for m in read_messages([{"from": a, "value": "x"} for a, _ in told])] == [b for _, b in told]
+    assert [m["role"] for m in read_messages([{"from": a, "value": "x"} for a, _ in told])] == [
+        b for _, b in told
+    ]
     gemini = {"role": "model", "parts": [{"text": "x"}]}
     assert read_messages([gemini]) == [{"role": "assistant", "content": "x"}]
 
 
 def test_results_of_tools_keep_their_ids_and_objects_become_json() -> None:
-    result = {"role": "tool", "content": {"temp": 20, "unit": None}, "tool_call_id": "c1", "name": "f"}
+    result = {
+        "role": "tool",
+        "content": {"temp": 20, "unit": None},
+        "tool_call_id": "c1",
+        "name": "f",
+    }
     assert read_messages([result]) == [result | {"content": '{"temp": 20, "unit": null}'}]
-    blocks = [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a"}]}]
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a"}]}
+    ]
     assert read_messages([{"role": "user", "content": blocks}]) == [
         {"role": "tool", "content": "a", "tool_call_id": "c1"}
     ]
@@ -180,14 +212,18 @@ def test_a_conversation_written_by_str_is_refused_and_not_taken_as_words() -> No
         conversation_in(str([USER]))
 
 
-@pytest.mark.parametrize("keys", [{"weight": 0}, {"loss": False}, {"loss_mask": 0}, {"train": False}, {"trainable": 0}])
+@pytest.mark.parametrize(
+    "keys", [{"weight": 0}, {"loss": False}, {"loss_mask": 0}, {"train": False}, {"trainable": 0}]
+)
 def test_a_turn_can_be_left_out_of_the_loss(keys: dict[str, Any]) -> None:
     message = {"role": "assistant", "content": "x"}
     assert read_messages([message | keys]) == [message | {"step_loss_mask": 0}]
     assert read_messages([message | {next(iter(keys)): 1}]) == [message]
 
 
-@pytest.mark.parametrize("keys", [{"weight": 0.5}, {"loss": "no"}, {"loss_mask": [0, 1]}, {"weight": 1, "train": 0}])
+@pytest.mark.parametrize(
+    "keys", [{"weight": 0.5}, {"loss": "no"}, {"loss_mask": [0, 1]}, {"weight": 1, "train": 0}]
+)
 def test_an_unusable_loss_weight_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConversationError, match=r"messages\[0\]"):
         read_messages([{"role": "assistant", "content": "x"} | keys])
@@ -198,18 +234,39 @@ def test_tools_may_be_wrapped_bare_or_text() -> None:
     wrapped = [{"type": "function", "function": bare}]
     flat = {"type": "function", **bare}
     anthropic = {"name": "f", "input_schema": {"type": "object"}}
-    for tools in (wrapped, [bare], [flat], [anthropic], json.dumps(wrapped), [json.dumps(bare)], bare):
+    for tools in (
+        wrapped,
+        [bare],
+        [flat],
+        [anthropic],
+        json.dumps(wrapped),
+        [json.dumps(bare)],
+        bare,
+    ):
         assert read_tools(tools) == wrapped
-    with pytest.raises(ConversationError, match=r"tools\[0\]: a tool that is not a function with a name"):
+    with pytest.raises(
+        ConversationError, match=r"tools\[0\]: a tool that is not a function with a name"
+    ):
         read_tools([{"type": "web_search"}])
 
 
 def test_nulls_that_a_columnar_file_fills_in_are_absent() -> None:
     properties = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": None}
-    tools = read_tools([{"name": "f", "description": None, "parameters": {"properties": properties}}], drops_nulls=True)
-    assert tools[0]["function"] == {"name": "f", "parameters": {"properties": {k: properties[k] for k in "ab"}}}
-    call = {"name": "f", "arguments": {"a": None, "b": None, "other": None, "deep": {"x": None, "y": [None]}}}
-    [message] = read_messages([{"role": "assistant", "tool_calls": [call]}], tools=tools, drops_nulls=True)
+    tools = read_tools(
+        [{"name": "f", "description": None, "parameters": {"properties": properties}}],
+        drops_nulls=True,
+    )
+    assert tools[0]["function"] == {
+        "name": "f",
+        "parameters": {"properties": {k: properties[k] for k in "ab"}},
+    }
+    call = {
+        "name": "f",
+        "arguments": {"a": None, "b": None, "other": None, "deep": {"x": None, "y": [None]}},
+    }
+    [message] = read_messages(
+        [{"role": "assistant", "tool_calls": [call]}], tools=tools, drops_nulls=True
+    )
     assert message["tool_calls"][0]["function"]["arguments"] == {"b": None, "deep": {"y": [None]}}
 
 
@@ -224,12 +281,19 @@ def test_without_nulls_leaves_no_key_null(value: Any) -> None:
 
 
 def test_keys_that_nothing_reads_are_found_by_name() -> None:
-    messages = read_messages([USER | {"citations": ["a"], "id": "1", "empty": []}, CALLS | {"tool_plan": "p"}])
+    messages = read_messages(
+        [USER | {"citations": ["a"], "id": "1", "empty": []}, CALLS | {"tool_plan": "p"}]
+    )
     assert unread_keys(messages, CHATML) == {"citations", "id", "tool_plan"}
-    assert unread_keys(messages, "{{ m.tool_plan }}") == {"citations", "id"}, "a template may read them"
+    assert unread_keys(messages, "{{ m.tool_plan }}") == {"citations", "id"}, (
+        "a template may read them"
+    )
     row = {"input": messages, "source": "web", "nothing": None, "metadata": {}}
     prompt = read_prompt(row, RowFormat(raw=True), make_tokenizer())
-    assert (prompt.unread_columns, prompt.unread_keys) == (("source",), ("citations", "id", "tool_plan"))
+    assert (prompt.unread_columns, prompt.unread_keys) == (
+        ("source",),
+        ("citations", "id", "tool_plan"),
+    )
     unread = UnreadKeys()
     unread.add(prompt.unread_columns, prompt.unread_keys)
     assert UnreadKeys().warning("a", 1) == "" and "source (1 of 2 rows)" in unread.warning("a", 2)
@@ -244,12 +308,17 @@ def test_a_row_names_what_is_wrong_and_where() -> None:
 
 
 def test_names_and_weights_that_nothing_reads_are_reported() -> None:
-    said = [{"role": "user", "content": "hi", "name": "bob", "weight": 1}, {"role": "assistant", "content": "a"}]
+    said = [
+        {"role": "user", "content": "hi", "name": "bob", "weight": 1},
+        {"role": "assistant", "content": "a"},
+    ]
     tokenizer = make_tokenizer(CHATML)
     prompt = read_prompt({"input": said}, RowFormat(raw=True), tokenizer)
     assert prompt.unread_keys == ("name", "weight (of the role user)")
     named = make_tokenizer(CHATML.replace("m['role'] +", "m['role'] + (m['name'] or '') +"))
-    assert read_prompt({"input": said[:1]}, RowFormat(raw=True), named).unread_keys == ("weight (of the role user)",)
+    assert read_prompt({"input": said[:1]}, RowFormat(raw=True), named).unread_keys == (
+        "weight (of the role user)",
+    )
 
 
 def test_a_number_that_no_float_holds_is_refused_in_arguments() -> None:

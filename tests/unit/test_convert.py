@@ -1,4 +1,5 @@
-"""Conversion of groups to training shards: statistics by group, masks, denominators, what is left out or refused."""
+"""Conversion of groups to training shards: statistics by group, masks, denominators, what is left
+out or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from slime.user_code.loading import FunctionFailed, load_function
 from tests.support.hf_configs import config_of
 
 
-def make_sample(index: int, reward: Any = 1.0, prompt: int = 3, response: int = 4, **fields: Any) -> Sample:
+def make_sample(
+    index: int, reward: Any = 1.0, prompt: int = 3, response: int = 4, **fields: Any
+) -> Sample:
     fields.setdefault("status", SampleStatus.COMPLETED)
     tokens = [100 * index + i for i in range(prompt + response)]
     return Sample(index=index, tokens=tokens, response_length=response, reward=reward, **fields)
@@ -37,19 +40,29 @@ def make_sample(index: int, reward: Any = 1.0, prompt: int = 3, response: int = 
 def make_groups(*rewards: list[Any]) -> list[Group]:
     """One group per list, one execution of one sample per reward."""
     counter = iter(range(1000))
-    return [Group(g, [[make_sample(next(counter), r)] for r in values]) for g, values in enumerate(rewards)]
+    return [
+        Group(g, [[make_sample(next(counter), r)] for r in values])
+        for g, values in enumerate(rewards)
+    ]
 
 
 def config_for(groups: list[Group], **flags: Any) -> Any:
     executions = sum(group.num_executions for group in groups)
-    return make_config(**{"rollout_batch_size": executions, "n_samples_per_prompt": 2, "num_rollout": 1, **flags})
+    return make_config(
+        **{"rollout_batch_size": executions, "n_samples_per_prompt": 2, "num_rollout": 1, **flags}
+    )
 
 
-def convert(groups: list[Group], layout: TrainLayout | None = None, **flags: Any) -> list[TrainBatch]:
-    return to_train_batches(groups, config_for(groups, **flags), layout or TrainLayout(), rollout_id=5)
+def convert(
+    groups: list[Group], layout: TrainLayout | None = None, **flags: Any
+) -> list[TrainBatch]:
+    return to_train_batches(
+        groups, config_for(groups, **flags), layout or TrainLayout(), rollout_id=5
+    )
 
 
-# -- group normalisation ---------------------------------------------------------------------------------------------
+# -- group normalisation
+# ---------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -95,32 +108,62 @@ def test_matches_the_formula_for_one_plain_group(rewards) -> None:
 
 
 def test_groups_of_different_sizes_are_never_mixed() -> None:
-    batch = convert(make_groups([1.0, 0.0], [5.0, 5.0, 5.0], [9.0]), disable_grpo_std_normalization=True)[0]
-    assert dict(zip(batch.sample_indices, batch.rewards)) == {0: 0.5, 1: -0.5, 2: 0.0, 3: 0.0, 4: 0.0, 5: 0.0}
+    batch = convert(
+        make_groups([1.0, 0.0], [5.0, 5.0, 5.0], [9.0]), disable_grpo_std_normalization=True
+    )[0]
+    assert dict(zip(batch.sample_indices, batch.rewards)) == {
+        0: 0.5,
+        1: -0.5,
+        2: 0.0,
+        3: 0.0,
+        4: 0.0,
+        5: 0.0,
+    }
     assert sorted(batch.raw_rewards) == [0.0, 1.0, 5.0, 5.0, 5.0, 9.0]
 
 
 def test_an_execution_that_fanned_out_counts_once() -> None:
-    siblings = [make_sample(1, 1.0, rollout_id=7), make_sample(2, 1.0, rollout_id=7), make_sample(3, 1.0, rollout_id=7)]
-    batch = convert([Group(0, [[make_sample(0, 0.0)], siblings])], disable_grpo_std_normalization=True)[0]
+    siblings = [
+        make_sample(1, 1.0, rollout_id=7),
+        make_sample(2, 1.0, rollout_id=7),
+        make_sample(3, 1.0, rollout_id=7),
+    ]
+    batch = convert(
+        [Group(0, [[make_sample(0, 0.0)], siblings])], disable_grpo_std_normalization=True
+    )[0]
     assert dict(zip(batch.sample_indices, batch.rewards)) == {0: -0.5, 1: 0.5, 2: 0.5, 3: 0.5}
     assert batch.steps[0].global_batch_size == 2
-    assert dict(zip(batch.sample_indices, batch.rollout_mask_sums)) == {0: 4.0, 1: 12.0, 2: 12.0, 3: 12.0}
+    assert dict(zip(batch.sample_indices, batch.rollout_mask_sums)) == {
+        0: 4.0,
+        1: 12.0,
+        2: 12.0,
+        3: 12.0,
+    }
 
 
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
-def test_cispo_averages_over_the_tokens_of_a_group(groups: list[list[int]], masks_one: bool) -> None:
-    """MiniMax-M1 (arXiv:2506.13585), equation 4: 1 / Σ_i |o_i| within a group; groups count by their executions."""
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_cispo_averages_over_the_tokens_of_a_group(
+    groups: list[list[int]], masks_one: bool
+) -> None:
+    """MiniMax-M1 (arXiv:2506.13585), equation 4: 1 / Σ_i |o_i| within a group; groups count by
+    their executions."""
     counter = iter(range(1000))
     made = [
-        Group(g, [[make_sample(next(counter), float(g % 2), response=length)] for length in lengths])
+        Group(
+            g, [[make_sample(next(counter), float(g % 2), response=length)] for length in lengths]
+        )
         for g, lengths in enumerate(groups)
     ]
     if masks_one and groups[0][0] > 1:
         made[0].executions[0][0].loss_mask = [1] * (groups[0][0] - 1) + [0]
     batch = convert(made, advantage_estimator="cispo")[0]
     step = batch.steps[0]
-    weights = token_weights(batch.loss_masks, batch.rollout_mask_sums, step.global_batch_size).double()
+    weights = token_weights(
+        batch.loss_masks, batch.rollout_mask_sums, step.global_batch_size
+    ).double()
     expected = []
     for mask, group in zip(batch.loss_masks, batch.group_indices):
         members = [m for m, g in zip(batch.loss_masks, batch.group_indices) if g == group]
@@ -129,7 +172,9 @@ def test_cispo_averages_over_the_tokens_of_a_group(groups: list[list[int]], mask
     assert torch.allclose(weights, torch.cat(expected), rtol=1e-6, atol=0)
     assert weights.sum().item() == pytest.approx(1.0, rel=1e-6)
     per_execution = convert(made)[0]
-    assert per_execution.rollout_mask_sums == [max(mask.sum().item(), 1.0) for mask in per_execution.loss_masks]
+    assert per_execution.rollout_mask_sums == [
+        max(mask.sum().item(), 1.0) for mask in per_execution.loss_masks
+    ]
 
 
 def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -> None:
@@ -141,7 +186,10 @@ def test_two_players_whose_rewards_add_up_to_zero_are_not_divided_by_nothing() -
     [
         ({"disable_rewards_normalization": True}, [3.0, 1.0]),
         ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, [3.0, 1.0]),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, [1.0, -1.0]),
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True},
+            [1.0, -1.0],
+        ),
         ({"advantage_estimator": "gspo", "disable_grpo_std_normalization": True}, [1.0, -1.0]),
         ({"advantage_estimator": "cispo"}, [2**-0.5, -(2**-0.5)]),
         ({}, [2**-0.5, -(2**-0.5)]),
@@ -155,7 +203,9 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
 
 
-def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     facts = dataclasses.replace(FACTS["grpo"], divides_by_deviation=False)
     row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, facts=facts)
     monkeypatch.setitem(ESTIMATORS, "grpo", row)
@@ -169,7 +219,8 @@ def test_dict_rewards_need_their_key() -> None:
         convert(groups)
 
 
-# -- what is kept, what is left out ----------------------------------------------------------------------------------
+# -- what is kept, what is left out
+# ----------------------------------------------------------------------------------
 
 
 def test_removed_samples_count_as_executions_and_in_the_statistics_but_train_nothing() -> None:
@@ -197,7 +248,9 @@ def test_failed_aborted_and_empty_samples_are_left_out_and_counted() -> None:
 
 
 def test_a_finished_sample_without_reward_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"1 finished samples of rollout 5 have no reward \(first: index 1\)"):
+    with pytest.raises(
+        UserError, match=r"1 finished samples of rollout 5 have no reward \(first: index 1\)"
+    ):
         convert(make_groups([1.0, None]))
 
 
@@ -217,25 +270,32 @@ def test_nothing_left_is_an_error_with_the_reasons() -> None:
         sample.status, sample.reward = SampleStatus.TRUNCATED, 0.0
         sample.tokens, sample.response_length, sample.rollout_log_probs = [1, 2], 0, None
         sample.response, sample.loss_mask, sample.token_spans = "", None, []
-    with pytest.raises(UserError, match=r"2 empty\s+fix: .*--rollout-max-prompt-len leaves them out"):
+    with pytest.raises(
+        UserError, match=r"2 empty\s+fix: .*--rollout-max-prompt-len leaves them out"
+    ):
         convert(groups)
 
 
 def test_samples_longer_than_seq_length_are_refused() -> None:
     groups = make_groups([1.0, 0.0])
     groups[0].executions[1] = [make_sample(1, 0.0, response=20)]
-    with pytest.raises(UserError, match=r"longer than --seq-length 16 \(longest: index 1, 23 tokens\)"):
+    with pytest.raises(
+        UserError, match=r"longer than --seq-length 16 \(longest: index 1, 23 tokens\)"
+    ):
         convert(groups, seq_length=16)
 
 
-# -- optional fields -------------------------------------------------------------------------------------------------
+# -- optional fields
+# -------------------------------------------------------------------------------------------------
 
 
 def test_optional_fields_are_decided_by_any_sample() -> None:
     groups = make_groups([1.0, 0.0])
     assert convert(groups)[0].rollout_log_probs is None
     groups[0].executions[1][0].rollout_log_probs = [-0.5] * 4
-    with pytest.raises(UserError, match=r"1 of 2 samples have no rollout_log_probs \(first: index 0\)"):
+    with pytest.raises(
+        UserError, match=r"1 of 2 samples have no rollout_log_probs \(first: index 0\)"
+    ):
         convert(groups)
     groups[0].executions[0][0].remove_sample = True  # trains nothing, so it needs none
     log_probs = convert(groups)[0].rollout_log_probs
@@ -251,7 +311,8 @@ def test_weight_versions_truncation_and_metadata_travel() -> None:
     assert batch.global_stats["rollout/truncated"] == 0.5
 
 
-# -- shards ----------------------------------------------------------------------------------------------------------
+# -- shards
+# ----------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -261,14 +322,20 @@ def test_weight_versions_truncation_and_metadata_travel() -> None:
     st.integers(1, 8),
 )
 @settings(max_examples=50)
-def test_every_sample_reaches_exactly_one_rank_with_its_own_data(lengths, ranks, dynamic, batch_size) -> None:
+def test_every_sample_reaches_exactly_one_rank_with_its_own_data(
+    lengths, ranks, dynamic, batch_size
+) -> None:
     counter = iter(range(1000))
     groups = [
         Group(g, [[make_sample(next(counter), float(i), response=n)] for i, n in enumerate(row)])
         for g, row in enumerate(lengths)
     ]
-    flags: dict[str, Any] = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40} if dynamic else {}
-    config = make_config(rollout_batch_size=batch_size, global_batch_size=batch_size, num_rollout=1, **flags)
+    flags: dict[str, Any] = (
+        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40} if dynamic else {}
+    )
+    config = make_config(
+        rollout_batch_size=batch_size, global_batch_size=batch_size, num_rollout=1, **flags
+    )
     shards = to_train_batches(groups, config, TrainLayout(data_parallel_size=ranks), 0)
     assert len(shards) == ranks
     seen = {}
@@ -279,7 +346,9 @@ def test_every_sample_reaches_exactly_one_rank_with_its_own_data(lengths, ranks,
             seen[shard.sample_indices[i]] = shard.tokens[i].tolist()
             assert shard.loss_masks[i].numel() == shard.response_lengths[i]
         assert shard.global_stats == shards[0].global_stats
-        assert [len(s.micro_batches) for s in shard.steps] == [len(s.micro_batches) for s in shards[0].steps]
+        assert [len(s.micro_batches) for s in shard.steps] == [
+            len(s.micro_batches) for s in shards[0].steps
+        ]
     assert seen == {sample.index: sample.tokens for group in groups for sample in group.samples}
     assert sum(shard.num_samples for shard in shards) == len(seen)
     executed = sum(step.global_batch_size for step in shards[0].steps)
@@ -291,11 +360,14 @@ def test_ranks_that_share_a_micro_batch_raise_its_cap(ranks: int, sizes: list[in
     """Eight samples of 7 tokens, and room for 7 on each rank of a context-parallel group."""
     groups = make_groups([1.0, 0.0] * 4)
     layout = TrainLayout(context_parallel_size=ranks)
-    [batch] = convert(groups, layout, use_dynamic_batch_size=True, max_tokens_per_gpu=7, global_batch_size=8)
+    [batch] = convert(
+        groups, layout, use_dynamic_batch_size=True, max_tokens_per_gpu=7, global_batch_size=8
+    )
     assert [len(micro_batch) for step in batch.steps for micro_batch in step.micro_batches] == sizes
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,7 +384,9 @@ def hook_module(tmp_path, monkeypatch):
 
 
 def test_reward_post_process_hook(hook_module) -> None:
-    path = hook_module("def hook(args, samples): return [7.0] * len(samples), [s.index * 2 for s in samples]")
+    path = hook_module(
+        "def hook(args, samples): return [7.0] * len(samples), [s.index * 2 for s in samples]"
+    )
     batch = convert(make_groups([1.0, 0.0]), custom_reward_post_process_path=path)[0]
     assert (batch.raw_rewards, batch.rewards) == ([7.0, 7.0], [0.0, 2.0])
 
@@ -322,7 +396,10 @@ def test_reward_post_process_hook(hook_module) -> None:
     [
         ("[1.0]", "returned a list"),
         ("([1.0], [1.0])", "1 raw rewards and 1 rewards for 2 samples"),
-        ("([1, 1], [1.0, float('nan')])", r"returned nan \(float\) as the reward of the sample with index 1"),
+        (
+            "([1, 1], [1.0, float('nan')])",
+            r"returned nan \(float\) as the reward of the sample with index 1",
+        ),
     ],
 )
 def test_a_bad_reward_post_process_hook_is_refused(hook_module, body, message) -> None:
@@ -335,10 +412,15 @@ def test_a_custom_converter_needs_only_what_the_loss_needs(hook_module) -> None:
     path = hook_module(
         "def hook(args, samples):\n"
         "    return {'tokens': [s.tokens for s in samples], 'rewards': [0.25] * len(samples),\n"
-        "            'response_lengths': [s.response_length for s in samples], 'raw_reward': [1, 2]}"
+        "            'response_lengths': [s.response_length for s in samples], 'raw_reward': [1, "
+        "2]}"
     )
     batch = convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)[0]
-    assert (batch.rewards, batch.raw_rewards, batch.rollout_mask_sums) == ([0.25, 0.25], [1, 2], [4.0, 4.0])
+    assert (batch.rewards, batch.raw_rewards, batch.rollout_mask_sums) == (
+        [0.25, 0.25],
+        [1, 2],
+        [4.0, 4.0],
+    )
 
 
 def test_what_a_custom_converter_leaves_out_is_that_of_the_samples(hook_module) -> None:
@@ -355,7 +437,9 @@ def test_what_a_custom_converter_leaves_out_is_that_of_the_samples(hook_module) 
     with_hook = convert(groups, custom_convert_samples_to_train_data_path=path)[0]
     without = convert(groups)[0]
     for name in ("loss_masks", "sample_indices", "truncated", "rollout_mask_sums", "metadata"):
-        assert list(map(str, getattr(with_hook, name))) == list(map(str, getattr(without, name))), name
+        assert list(map(str, getattr(with_hook, name))) == list(map(str, getattr(without, name))), (
+            name
+        )
 
 
 def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> None:
@@ -370,13 +454,22 @@ def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> No
     [
         ("[]", "returned a list"),
         ("{'tokens': []}", "without response_lengths, rewards"),
-        ("{'tokens': [[1]], 'rewards': [1], 'response_lengths': [1], 'lossmasks': [[1]]}", "lossmasks"),
+        (
+            "{'tokens': [[1]], 'rewards': [1], 'response_lengths': [1], 'lossmasks': [[1]]}",
+            "lossmasks",
+        ),
         ("{'tokens': [[1, 2]], 'rewards': [1, 2], 'response_lengths': [1]}", "rewards"),
-        ("{'tokens': [[1, 2]], 'rewards': [1], 'response_lengths': [3]}", "sample 0 has 2 tokens, response_length 3"),
+        (
+            "{'tokens': [[1, 2]], 'rewards': [1], 'response_lengths': [3]}",
+            "sample 0 has 2 tokens, response_length 3",
+        ),
         ("ok | {'weight_versions': [1]}", "weight_versions"),
         ("None", "returned None"),
         ("{'tokens': [], 'rewards': [], 'response_lengths': []}", "returned no samples, of 2"),
-        ("{'tokens': [[1, 2]], 'rewards': 1.0, 'response_lengths': [1]}", "the float 1.0 as 'rewards'"),
+        (
+            "{'tokens': [[1, 2]], 'rewards': 1.0, 'response_lengths': [1]}",
+            "the float 1.0 as 'rewards'",
+        ),
         ("ok | {'rewards': [None]}", r"None \(NoneType\) as 'rewards' of sample 0"),
         ("ok | {'rewards': ['1']}", r"'1' \(str\) as 'rewards' of sample 0"),
         ("ok | {'rewards': [float('nan')]}", r"nan \(float\) as 'rewards' of sample 0"),
@@ -389,7 +482,10 @@ def test_a_status_that_there_is_not_is_refused_with_those_that_there_are() -> No
         ("ok | {'tokens': [[1, None]]}", "'tokens' of sample 0 with None among its tokens"),
         ("ok | {'tokens': [[1.0, 2.5]]}", "'tokens' of sample 0 with 1.0 among its tokens"),
         ("ok | {'tokens': [[1, -2]]}", "'tokens' of sample 0 with the token -2, and the model has"),
-        ("ok | {'loss_masks': [[0.5]]}", "for sample 0 a loss_mask with values other than 0 and 1: 0.5"),
+        (
+            "ok | {'loss_masks': [[0.5]]}",
+            "for sample 0 a loss_mask with values other than 0 and 1: 0.5",
+        ),
         ("ok | {'rollout_log_probs': [[-1.0, -1.0]]}", "and a loss mask of 1, 2 rollout_log_probs"),
         ("ok | {'rollout_log_probs': [-1.0]}", "for sample 0 the float -1.0 as rollout_log_probs"),
         (
@@ -403,34 +499,57 @@ def test_a_bad_custom_converter_is_refused(hook_module, body, message) -> None:
     path = hook_module(f"ok = {ok}\ndef hook(args, samples): return {body}")
     with pytest.raises(FunctionFailed, match=message) as caught:
         convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)
-    assert f"'{path}' (--custom-convert-samples-to-train-data-path)" in caught.value.what and caught.value.fix
+    assert (
+        f"'{path}' (--custom-convert-samples-to-train-data-path)" in caught.value.what
+        and caught.value.fix
+    )
 
 
 def test_a_custom_converter_may_return_arrays(hook_module) -> None:
     path = hook_module(
         "import numpy as np, torch\n"
         "def hook(args, samples):\n"
-        "    return {'tokens': [np.array(s.tokens) for s in samples], 'rewards': torch.tensor([0.5, -0.5]),\n"
+        "    return {'tokens': [np.array(s.tokens) for s in samples], 'rewards': "
+        "torch.tensor([0.5, -0.5]),\n"
         "            'response_lengths': np.array([s.response_length for s in samples]),\n"
         "            'loss_masks': [torch.ones(s.response_length) for s in samples],\n"
         "            'truncated': [False, 1]}"
     )
     batch = convert(make_groups([1.0, 0.0]), custom_convert_samples_to_train_data_path=path)[0]
-    assert (batch.rewards, batch.rollout_mask_sums, batch.response_lengths) == ([0.5, -0.5], [4.0, 4.0], [4, 4])
+    assert (batch.rewards, batch.rollout_mask_sums, batch.response_lengths) == (
+        [0.5, -0.5],
+        [4.0, 4.0],
+        [4, 4],
+    )
 
 
 def test_tokens_beyond_the_models_vocabulary_are_refused(hook_module, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", vocab_size=97)))
-    body = "def hook(args, samples): return {'tokens': [[1, %d]], 'rewards': [1.0], 'response_lengths': [1]}"
+    body = (
+        "def hook(args, samples): return {'tokens': [[1, %d]], 'rewards': [1.0], "
+        "'response_lengths': [1]}"
+    )
     with pytest.raises(FunctionFailed, match="the model has 97 tokens, from 0"):
         beyond = hook_module(body % 97)
-        convert(make_groups([1.0]), custom_convert_samples_to_train_data_path=beyond, hf_checkpoint=str(tmp_path))
+        convert(
+            make_groups([1.0]),
+            custom_convert_samples_to_train_data_path=beyond,
+            hf_checkpoint=str(tmp_path),
+        )
 
 
 @pytest.mark.parametrize(
     "field",
-    ["multimodal_train_inputs", "multimodal_train_input_id", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"],
+    [
+        "multimodal_train_inputs",
+        "multimodal_train_input_id",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+    ],
 )
 def test_fields_that_training_would_ignore_are_refused_by_name(field: str) -> None:
-    with pytest.raises(UserError, match=rf"mine.fn returned a sample \(index 3\) with {field}.*\n.*nothing reads it"):
+    with pytest.raises(
+        UserError,
+        match=rf"mine.fn returned a sample \(index 3\) with {field}.*\n.*nothing reads it",
+    ):
         Sample(index=3, **{field: []}).validate("mine.fn")  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 from tests.support.tiny_models import save_moe
 from tests.support.trainer_ranks import Pools, trainer_config
 
-#: Metrics that tell of the layout itself: seconds; tokens of experts, as samples in one micro-batch share their prompt.
+#: Metrics that tell of the layout itself: seconds; tokens of experts, as samples in one micro-batch
+#: share their prompt.
 BY_LAYOUT = ("perf/", "train/moe_")
 COMMON: dict[str, Any] = {
     "num_steps_per_rollout": 2,
@@ -54,7 +55,8 @@ SUPERVISED: dict[str, Any] = {
 
 
 def dumped(pattern: str) -> None:
-    """Two rollouts of 4 prompts with 3 samples each; masks, log-probs, one removed and one truncated sample."""
+    """Two rollouts of 4 prompts with 3 samples each; masks, log-probs, one removed and one
+    truncated sample."""
     generator = torch.Generator().manual_seed(3)
 
     def numbers(low: int, high: int, count: int) -> list[int]:
@@ -87,7 +89,8 @@ def dumped(pattern: str) -> None:
 
 
 def dumped_answers(pattern: str, folder: Path) -> None:
-    """Two supervised rollouts as a run dumps them: conversations of several turns, of which the answers are trained."""
+    """Two supervised rollouts as a run dumps them: conversations of several turns, of which the
+    answers are trained."""
     rows = [
         {
             "prompt": [
@@ -118,7 +121,8 @@ class Kind:
 
 
 def replay_job(info: Any, kind: Kind, layout: dict[str, Any], train_pattern: str | None) -> Any:
-    """Train on both dumps, from the file to the weights: load, convert, pack for this layout, update."""
+    """Train on both dumps, from the file to the weights: load, convert, pack for this layout,
+    update."""
     from slime.trainer.megatron.backend import MegatronBackend
 
     flags = {
@@ -134,9 +138,13 @@ def replay_job(info: Any, kind: Kind, layout: dict[str, Any], train_pattern: str
     backend.setup()
     metrics, tokens = [], []
     for rollout_id in range(2):
-        batches = to_train_batches(load_rollout(config, rollout_id), config, backend.layout, rollout_id)
+        batches = to_train_batches(
+            load_rollout(config, rollout_id), config, backend.layout, rollout_id
+        )
         batch = batches[backend.data_parallel_rank]
-        batch.recorded = frozenset(key for other in batches for key in map(other.key, range(other.num_samples)))
+        batch.recorded = frozenset(
+            key for other in batches for key in map(other.key, range(other.num_samples))
+        )
         metrics.append(backend.train(batch))
         tokens.append(backend.trained_tokens)
     shown = [{k: v for k, v in m.items() if not k.startswith(BY_LAYOUT)} for m in metrics]
@@ -153,7 +161,9 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     return {
         "policy": Kind(dense, POLICY, policy),
         "experts": Kind(save_moe(folder / "experts"), POLICY, policy),
-        "supervised": Kind(make_model(folder / "chat", vocab_size=len(make_tokenizer())), SUPERVISED, answers),
+        "supervised": Kind(
+            make_model(folder / "chat", vocab_size=len(make_tokenizer())), SUPERVISED, answers
+        ),
     }
 
 
@@ -173,9 +183,13 @@ def alone(ranks: Pools, kinds: dict[str, Kind], tmp_path_factory: pytest.TempPat
 
 
 TP2, PP2, CP2 = (
-    {f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    {f"{kind}_size": 2}
+    for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
 )
-SP, EP2 = {"sequence_parallel": True}, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+SP, EP2 = (
+    {"sequence_parallel": True},
+    {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+)
 STATIC = {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None}
 #: (kind, processes, flags, data-parallel ranks that come out).
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {
@@ -202,7 +216,9 @@ RARE = {"tp2", "tp2 x pp2", "cp2 x dp2", "experts, tp2+sp x ep2"}
 assert LAYOUTS.keys() > RARE
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in RARE)) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name in RARE)) for name in LAYOUTS]
+)
 def test_a_dump_trains_alike_at_every_layout(
     ranks: Pools, kinds: dict[str, Kind], alone: Alone, layout: str, tmp_path: Path
 ) -> None:
@@ -216,7 +232,9 @@ def test_a_dump_trains_alike_at_every_layout(
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
         assert ours.keys() == theirs.keys()
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert metrics[0]["train/loss"] != pytest.approx(metrics[1]["train/loss"], abs=1e-3), "another dump, other samples"
+    assert metrics[0]["train/loss"] != pytest.approx(metrics[1]["train/loss"], abs=1e-3), (
+        "another dump, other samples"
+    )
     for rollout_id in range(2):
         mine, theirs = (torch.load(fill(p, rollout_id)) for p in (pattern, expected_pattern))
         assert len(mine["dp_shards"]) == shards and len(theirs["dp_shards"]) == 1
@@ -229,13 +247,17 @@ def test_a_dump_trains_alike_at_every_layout(
                 else:
                     assert a[name] == value, name
         trained = {one.key: one for _, _, tokens in results for one in tokens[rollout_id]}
-        assert len(trained) == sum(len(tokens[rollout_id]) for _, _, tokens in results), "each from one rank"
+        assert len(trained) == sum(len(tokens[rollout_id]) for _, _, tokens in results), (
+            "each from one rank"
+        )
         known = [sample for sample in mine["samples"] if "rollout_log_probs" in sample]
         assert len(trained) == len(known) == (0 if kind == "supervised" else 12)
         for sample in known:
             one = trained[sample["sample_index"], sample["total_length"], sample["response_length"]]
             assert one.advantages == pytest.approx(sample["advantages"].numpy())
-            assert one.log_prob_diffs == pytest.approx((sample["log_probs"] - sample["rollout_log_probs"]).numpy())
+            assert one.log_prob_diffs == pytest.approx(
+                (sample["log_probs"] - sample["rollout_log_probs"]).numpy()
+            )
 
 
 def test_what_a_training_dump_holds(alone: Alone) -> None:
@@ -245,10 +267,20 @@ def test_what_a_training_dump_holds(alone: Alone) -> None:
     assert indices == list(range(12, 24)) and len(record["raw_reward"]) == 12
     [shard] = record["dp_shards"]
     assert len(shard["steps"]) == 2
-    in_steps = [position for step in shard["steps"] for micro_batch in step for position in micro_batch]
+    in_steps = [
+        position for step in shard["steps"] for micro_batch in step for position in micro_batch
+    ]
     assert sorted(in_steps) == list(range(12)) and sorted(shard["sample_indices"]) == indices
     sample = record["samples"][0]
-    per_token = {"loss_mask", "log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "kl"}
+    per_token = {
+        "loss_mask",
+        "log_probs",
+        "ref_log_probs",
+        "rollout_log_probs",
+        "advantages",
+        "returns",
+        "kl",
+    }
     assert per_token <= sample.keys()
     assert all(sample[name].shape == (sample["response_length"],) for name in per_token)
     assert sample["tokens"].dtype == torch.int64 and sample["weight_version"] == 1
@@ -256,7 +288,9 @@ def test_what_a_training_dump_holds(alone: Alone) -> None:
     assert removed and all(not s["loss_mask"].any() for s in removed)
 
 
-def test_a_file_of_training_data_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_training_data_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard = Shard(0, [{"sample_index": 0, "raw_reward": 1.0}], [[[0]]])
     path = save_train_data(str(tmp_path / "new" / "{rollout_id}.pt"), 4, [shard])
     assert path.name == "4.pt" and torch.load(path)["samples"] == shard.samples
@@ -275,7 +309,9 @@ def test_training_alone_needs_something_to_train_on() -> None:
     with pytest.raises(UserError, match="--debug-train-only has nothing to train on") as caught:
         parse_args([*flags, "--prompt-data=p"])
     assert "--load-debug-rollout-data" in caught.value.fix
-    assert parse_args([*flags, "--load-debug-rollout-data=d/{rollout_id}.pt"]).debug.debug_train_only
+    assert parse_args(
+        [*flags, "--load-debug-rollout-data=d/{rollout_id}.pt"]
+    ).debug.debug_train_only
     assert parse_args([*flags, "--prompt-data=p", "--loss-type=sft_loss"]).debug.debug_train_only
 
 
@@ -296,10 +332,13 @@ def test_dumps_that_are_missing_are_named_before_anything_starts(tmp_path: Path)
     check(start_rollout_id=3, num_rollout=6)
     check(load="elsewhere", num_rollout=5)
     for flags in ({"num_rollout": 6}, {"num_rollout": 7, "start_rollout_id": 3}):
-        with pytest.raises(UserError, match=r"there is no rollout dump .*data_000[06].pt") as caught:
+        with pytest.raises(
+            UserError, match=r"there is no rollout dump .*data_000[06].pt"
+        ) as caught:
             check(**flags)
         assert (
-            "there are 3: data_0003.pt to data_0005.pt" in caught.value.why and "--start-rollout-id" in caught.value.fix
+            "there are 3: data_0003.pt to data_0005.pt" in caught.value.why
+            and "--start-rollout-id" in caught.value.fix
         )
     with pytest.raises(UserError, match="no rollout dump") as caught:
         check(load_debug_rollout_data=str(tmp_path / "dump_{rollout_id:04d}.pt"), num_rollout=6)

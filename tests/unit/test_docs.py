@@ -30,12 +30,18 @@ def metric_names(path: Path) -> Iterator[str]:
     """String literals and f-strings that look like metric names, with <> for what is filled in."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(part.value if isinstance(part, ast.Constant) else "<>" for part in node.values)  # type: ignore[misc]
+            text = "".join(
+                part.value if isinstance(part, ast.Constant) else "<>" for part in node.values
+            )  # type: ignore[misc]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         else:
             continue
-        if METRIC.fullmatch(text) and not text.endswith(("/", "-", "_")) and text.split("/", 1)[1] != "<>":
+        if (
+            METRIC.fullmatch(text)
+            and not text.endswith(("/", "-", "_"))
+            and text.split("/", 1)[1] != "<>"
+        ):
             yield text
 
 
@@ -55,7 +61,9 @@ def test_every_metric_is_documented() -> None:
     assert {n: f for n, f in missing.items() if n not in intermediate} == {}
 
 
-def test_generated_pages_are_fresh(make_docs: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_pages_are_fresh(
+    make_docs: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert make_docs.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -69,7 +77,9 @@ def test_hooks_page_has_every_hook(make_docs: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(p.relative_to(ROOT) for p in [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]), ids=str
+    "page",
+    sorted(p.relative_to(ROOT) for p in [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]),
+    ids=str,
 )
 def test_links_between_pages_work(page: Path) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -78,11 +88,13 @@ def test_links_between_pages_work(page: Path) -> None:
     assert missing == []
 
 
-# -- the life of a sample ----------------------------------------------------------------------------------------------
+# -- the life of a sample
+# ----------------------------------------------------------------------------------------------
 
 
 def identifiers(path: Path) -> set[str]:
-    """Names that a file defines: functions, classes, arguments, attributes, and keys of its dicts."""
+    """Names that a file defines: functions, classes, arguments, attributes, and keys of its
+    dicts."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -94,14 +106,21 @@ def identifiers(path: Path) -> set[str]:
         elif isinstance(node, ast.Attribute):
             found.add(node.attr)
         elif isinstance(node, ast.Dict):
-            found.update(key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+            found.update(
+                key.value
+                for key in node.keys
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            )
     return found
 
 
 def mentions() -> Iterator[tuple[list[Path], str]]:
     """(files linked in a line, name in backticks of the same line) of docs/life-of-a-sample.md."""
     for line in (ROOT / "docs" / "life-of-a-sample.md").read_text(encoding="utf-8").splitlines():
-        files = [(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\((\.\./slime/[^)]+\.py)\)", line)]
+        files = [
+            (ROOT / "docs" / target).resolve()
+            for target in re.findall(r"\]\((\.\./slime/[^)]+\.py)\)", line)
+        ]
         text = re.sub(r"\[`[^`]*`\]\([^)]*\)", "", line)
         yield from ((files, name) for name in re.findall(r"`([^`]+)`", text))
 

@@ -1,4 +1,5 @@
-"""`slime doctor`: each trouble is provoked and found under its name; what is right is found right."""
+"""`slime doctor`: each trouble is provoked and found under its name; what is right is found
+right."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 
 #: Those that wrong flags alone provoke: test_doctor_flags.py has each.
 OF_FLAGS = {trouble.name for trouble in SECTIONS["Flags"]} - {"nccl-timeout"} | {
-    *("gpus-missing", "engine-flags", "model-flags", "model-unknown", "evaluation-sets", "reward-missing", "hook"),
+    *(
+        "gpus-missing",
+        "engine-flags",
+        "model-flags",
+        "model-unknown",
+        "evaluation-sets",
+        "reward-missing",
+        "hook",
+    ),
     *("data-file", "data-rows", "checkpoint", "folder"),
 }
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -57,7 +66,8 @@ def plain_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fault:
-    """What a fault is made with: the world, flags on top of its own, and what is changed of the host."""
+    """What a fault is made with: the world, flags on top of its own, and what is changed of the
+    host."""
 
     def __init__(self, world: World, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.world, self.patch, self.folder = world, patch, folder
@@ -90,11 +100,17 @@ class Fault:
 
         def launch(config: object, folder: Path) -> tuple[int, list[str]]:
             (folder / "round").mkdir()
-            (folder / "round" / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics) + "\n")
+            (folder / "round" / "metrics.jsonl").write_text(
+                json.dumps({"step": 1} | metrics) + "\n"
+            )
             return status, ["error: the trainer died", "  why: an injected fault"]
 
         self.patch.setattr(one_round, "launch", launch)
-        self.patch.setattr(one_round.tempfile, "mkdtemp", lambda prefix: str(_made(self.folder / "round-of-its-own")))
+        self.patch.setattr(
+            one_round.tempfile,
+            "mkdtemp",
+            lambda prefix: str(_made(self.folder / "round-of-its-own")),
+        )
         self.with_round = True
 
 
@@ -103,7 +119,8 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-# -- faults, by the name of what they must be found as ---------------------------------------------------------------
+# -- faults, by the name of what they must be found as
+# ---------------------------------------------------------------
 
 FAULTS: dict[str, list[Callable[[Fault], object]]] = {}
 
@@ -122,16 +139,26 @@ provokes("nccl-interface")(lambda f: f.patch.setenv("GLOO_SOCKET_IFNAME", "=l"))
 provokes("ray-unreachable")(lambda f: f.add("--ray-address", "127.0.0.1:9"))
 provokes("ray-unreachable")(lambda f: f.patch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265"))
 provokes("temporary-folder")(lambda f: f.patch.setenv("RAY_TMPDIR", f"/{'long' * 25}"))
-provokes("open-files")(lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256)))
-provokes("check-broken")(lambda f: f.patch.setattr("slime.run.preflight.num_cpus", lambda: int("many")))
-provokes("memory-host")(lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7))
+provokes("open-files")(
+    lambda f: f.patch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256))
+)
+provokes("check-broken")(
+    lambda f: f.patch.setattr("slime.run.preflight.num_cpus", lambda: int("many"))
+)
+provokes("memory-host")(
+    lambda f: f.patch.setattr("slime.memory.hardware.free_host_memory", lambda: 1e7)
+)
 provokes("memory-colocated")(lambda f: f.add("--gpu-memory-gb", 1))
 provokes("model-directory")(lambda f: (f.model / "config.json").unlink())
 provokes("model-directory")(lambda f: (f.model / "config.json").write_text("{"))
 provokes("model-unknown")(lambda f: f.config(model_type="mamba", architectures=[]))
 provokes("missing-shards")(lambda f: (f.model / "model.safetensors").unlink())
-provokes("missing-shards")(lambda f: (f.model / "model.safetensors").write_bytes(b"version https://git-lfs"))
-provokes("quantised-weights")(lambda f: f.config(quantization_config={"quant_method": "compressed-tensors"}))
+provokes("missing-shards")(
+    lambda f: (f.model / "model.safetensors").write_bytes(b"version https://git-lfs")
+)
+provokes("quantised-weights")(
+    lambda f: f.config(quantization_config={"quant_method": "compressed-tensors"})
+)
 provokes("engine-missing")(lambda f: f.add("--rollout-engine", "sglang"))
 provokes("tokenizer")(lambda f: (f.model / "tokenizer.json").write_text("{"))
 provokes("tokenizer")(lambda f: [file.unlink() for file in f.model.glob("tokenizer*")])
@@ -161,7 +188,9 @@ def _old_plugin(folder: Path) -> Path:
 @provokes("bytecode")
 def packages_that_each_process_compiles(f: Fault) -> None:
     f.patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    f.patch.setattr(checks_host.importlib.util, "cache_from_source", lambda _: str(f.folder / "none.pyc"))
+    f.patch.setattr(
+        checks_host.importlib.util, "cache_from_source", lambda _: str(f.folder / "none.pyc")
+    )
 
 
 @provokes("memory-training")
@@ -173,7 +202,9 @@ def small_gpu(f: Fault) -> None:
 def small_shared_memory(f: Fault) -> None:
     usage = shutil.disk_usage
     f.patch.setattr(
-        checks_host.shutil, "disk_usage", lambda path: Usage(1e5, 0, 1e5) if str(path) == "/dev/shm" else usage(path)
+        checks_host.shutil,
+        "disk_usage",
+        lambda path: Usage(1e5, 0, 1e5) if str(path) == "/dev/shm" else usage(path),
     )
 
 
@@ -239,7 +270,11 @@ def without_a_hub(f: Fault) -> None:
 
 def int4(*ignore: str) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 8}}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ignore}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
 
 
 @provokes("quantised-weights")
@@ -253,7 +288,9 @@ def int4_without_its_library(f: Fault) -> None:
 @provokes("quantisation-ignore-list")
 def router_is_not_ignored(f: Fault) -> None:
     lists = int4("lm_head", "model.embed_tokens.weight")
-    (f.model / "config.json").write_text(json.dumps(config_of("qwen3_moe", quantization_config=lists)))
+    (f.model / "config.json").write_text(
+        json.dumps(config_of("qwen3_moe", quantization_config=lists))
+    )
 
 
 @provokes("quantisation-ignore-list")
@@ -338,7 +375,10 @@ def length(args: Any, sample: Sample) -> float:
 
 
 def whole_group(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
-    return [{"score": float(f"<answer>{sample.label}</answer>" in sample.response)} for sample in samples]
+    return [
+        {"score": float(f"<answer>{sample.label}</answer>" in sample.response)}
+        for sample in samples
+    ]
 
 
 def test_every_trouble_has_a_fault_that_provokes_it() -> None:
@@ -351,7 +391,11 @@ def test_every_trouble_has_a_fault_that_provokes_it() -> None:
     ids=lambda one: str(one)[:24],
 )
 def test_a_fault_is_found(
-    name: str, fault: Callable[[Fault], object], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    fault: Callable[[Fault], object],
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = Fault(world, monkeypatch, tmp_path)
     fault(made)
@@ -361,7 +405,8 @@ def test_a_fault_is_found(
     assert found[name].detail and found[name].advice and "password" not in doctor.text(report)
 
 
-# -- what is right ---------------------------------------------------------------------------------------------------
+# -- what is right
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_found_in_a_run_that_is_right(world: World) -> None:
@@ -369,11 +414,17 @@ def test_nothing_is_found_in_a_run_that_is_right(world: World) -> None:
     assert report.findings == [] and not report.is_fatal
     states = {outcome.check.name: outcome.state for outcome in report.outcomes}
     assert list(states) == [check.name for check in CHECKS]
-    assert {name for name, state in states.items() if state == "left out"} <= {"device", "hub", "credentials"}
+    assert {name for name, state in states.items() if state == "left out"} <= {
+        "device",
+        "hub",
+        "credentials",
+    }
     assert not world.outputs.exists()
 
 
-@pytest.mark.parametrize("words", ["math", "boxed_math", "dapo --reward-key score", "deepscaler", "f1", "random"])
+@pytest.mark.parametrize(
+    "words", ["math", "boxed_math", "dapo --reward-key score", "deepscaler", "f1", "random"]
+)
 def test_built_in_rewards_tell_labels_from_noise(words: str, world: World) -> None:
     flags = ["--save", world.outputs / "kept", "--rm-type", *words.split()]
     report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
@@ -390,7 +441,9 @@ def test_built_in_rewards_tell_labels_from_noise(words: str, world: World) -> No
         ("whole_group", ["--group-rm", "--reward-key", "score"], "scores 1"),
     ],
 )
-def test_rewards_of_other_kinds_are_right(function: str, more: list[str], said: str, world: World) -> None:
+def test_rewards_of_other_kinds_are_right(
+    function: str, more: list[str], said: str, world: World
+) -> None:
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:{function}", *more]
     report = examine(world.flags("examined", *flags))
     assert report.findings == [], doctor.text(report)
@@ -401,13 +454,22 @@ def test_a_slow_reward_is_not_waited_for(world: World, monkeypatch: pytest.Monke
     monkeypatch.setattr(checks_data, "_SECONDS", 0.05)
     flags = ["--save", world.outputs / "kept", "--custom-rm-path", f"{__file__}:never"]
     report = examine(world.flags("examined", *flags))
-    assert report.findings == [] and any("it takes more than 0.05 s" in outcome.said for outcome in report.outcomes)
+    assert report.findings == [] and any(
+        "it takes more than 0.05 s" in outcome.said for outcome in report.outcomes
+    )
     (found,) = examine(world.flags("examined", *flags, "--rm-timeout", 0.04)).findings
     assert found.trouble.name == "reward-fails" and "within 0.04 s" in found.detail
 
 
 def test_a_remote_reward_is_not_asked(world: World) -> None:
-    flags = ["--save", world.outputs / "kept", "--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/score"]
+    flags = [
+        "--save",
+        world.outputs / "kept",
+        "--rm-type",
+        "remote_rm",
+        "--rm-url",
+        "http://127.0.0.1:9/score",
+    ]
     report = examine(world.flags("examined", *flags, without="--custom-rm-path"))
     assert report.findings == [] and any("remote" in outcome.said for outcome in report.outcomes)
 
@@ -418,13 +480,18 @@ def test_a_launch_looks_at_the_host_too(world: World, monkeypatch: pytest.Monkey
     assert at_start(config) == []
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth99")
     monkeypatch.setattr(checks_host.resource, "getrlimit", lambda _: (256, 256))
-    assert {finding.trouble.name for finding in at_start(config)} == {"nccl-interface", "open-files"}
+    assert {finding.trouble.name for finding in at_start(config)} == {
+        "nccl-interface",
+        "open-files",
+    }
 
 
 # -- a round ---
 
 
-def test_a_round_that_is_right_leaves_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_is_right_leaves_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Fault(world, monkeypatch, tmp_path)
     made.round_gives(0, **{DIFFERENCE: 0.001})
     report = made.examine()
@@ -438,13 +505,19 @@ def test_no_round_where_something_stands_in_its_way(
     made = Fault(world, monkeypatch, tmp_path)
     made.round_gives(0)
     made.add("--input-key", "promt")
-    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].said) == ("left out", "after data")
+    assert (made.examine().outcomes[-1].state, made.examine().outcomes[-1].said) == (
+        "left out",
+        "after data",
+    )
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- the command
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_all_and_ends_accordingly(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_all_and_ends_accordingly(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = world.flags("examined", "--save", world.outputs / "kept")
     assert main(["doctor", *flags]) == 0
     said = capsys.readouterr().out
@@ -455,7 +528,12 @@ def test_the_command_says_all_and_ends_accordingly(world: World, capsys: pytest.
     assert main(["doctor", "train-async", *flags, "--input-key", "promt", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["fatal"] and not told["ok"]
-    found = {finding["name"] for check in told["checks"] for finding in check["findings"] if finding["fatal"]}
+    found = {
+        finding["name"]
+        for check in told["checks"]
+        for finding in check["findings"]
+        if finding["fatal"]
+    }
     assert found == {"colocate-async", "data-rows"}
     assert main(["doctor"]) == 2 and "needs the flags of a run" in capsys.readouterr().err
     assert main(["doctor", "--help"]) == 0 and "train-async" in capsys.readouterr().out

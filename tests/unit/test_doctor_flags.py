@@ -1,4 +1,5 @@
-"""`slime doctor` and wrong flags: forty sets of them, each found under its name, in the words of a launch."""
+"""`slime doctor` and wrong flags: forty sets of them, each found under its name, in the words of a
+launch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from slime.diagnosis.record import Finding
 from slime.errors import UserError
 from tests.support.processes import ROOT, World
 
-#: name of the finding → sets of flags on top of a run that is right; "-" before a flag leaves it out
+#: name of the finding → sets of flags on top of a run that is right; "-" before a flag leaves it
+#: out
 WRONG: list[tuple[str, str]] = [
     ("flag-unknown", "--rollout-batchsize 8"),
     ("flag-unknown", "--lerning-rate 1e-6"),
@@ -130,7 +132,9 @@ def test_the_words_are_those_of_a_launch(words: str, world: World) -> None:
     with pytest.raises(UserError) as refused:
         parse_args(argv(world, words))
     (finding,) = fatal(examine(argv(world, words)).findings).values()
-    assert finding.detail.splitlines()[0] == refused.value.what and refused.value.why in finding.detail
+    assert (
+        finding.detail.splitlines()[0] == refused.value.what and refused.value.why in finding.detail
+    )
     assert finding.advice[0] == refused.value.fix or not refused.value.fix
 
 
@@ -145,9 +149,17 @@ def test_several_mistakes_are_told_at_once(world: World) -> None:
 def test_all_flags_that_cannot_be_read_are_told_at_once(world: World) -> None:
     """And nothing that would follow from them, as the rest is looked at without them."""
     report = examine(argv(world, "--rollout-batchsize 8 --lr fast --input-keyy question"))
-    assert [finding.trouble.name for finding in report.findings] == ["flag-unknown", "flag-value", "flag-unknown"]
+    assert [finding.trouble.name for finding in report.findings] == [
+        "flag-unknown",
+        "flag-value",
+        "flag-unknown",
+    ]
     assert "rollout-batch-size" in "".join(report.findings[0].advice)
-    assert {"ok"} == {outcome.state for outcome in report.outcomes if outcome.check.name in ("model", "data", "hooks")}
+    assert {"ok"} == {
+        outcome.state
+        for outcome in report.outcomes
+        if outcome.check.name in ("model", "data", "hooks")
+    }
 
 
 def test_flags_of_an_asynchronous_run(world: World) -> None:

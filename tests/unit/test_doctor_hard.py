@@ -1,4 +1,5 @@
-"""`slime doctor` where things go wrong that no check expects: it goes on, says so, and its JSON is JSON."""
+"""`slime doctor` where things go wrong that no check expects: it goes on, says so, and its JSON is
+JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def _found(report: Report) -> dict[str, str]:
     return {finding.trouble.name: finding.detail for finding in report.findings}
 
 
-# -- rewards of the user's -------------------------------------------------------------------------------------------
+# -- rewards of the user's
+# -------------------------------------------------------------------------------------------
 
 
 def loud(args: Any, sample: Sample) -> float:
@@ -67,10 +69,13 @@ async def blocks_its_loop(args: Any, sample: Sample) -> float:
 
 BLOCKED = threading.Event()
 
-# -- what is expected ------------------------------------------------------------------------------------------------
+# -- what is expected
+# ------------------------------------------------------------------------------------------------
 
 
-def test_a_check_that_fails_itself_does_not_end_the_examination(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_itself_does_not_end_the_examination(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> dict[str, object]:
         raise OverflowError("too many addresses")
 
@@ -86,16 +91,23 @@ def test_a_reward_beyond_all_floats_is_the_functions_mistake(world: World) -> No
     assert any("huge" in detail for detail in _found(report).values())
 
 
-def test_what_a_launch_would_end_of_too_is_fatal(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launch_would_end_of_too_is_fatal(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> int:
         raise ValueError("a value of another type")
 
     monkeypatch.setattr("slime.run.preflight.num_cpus", broken)
     report = examine(_flags(world))
-    assert "a value of another type (slime.run.preflight:" in _found(report)["check-broken"] and report.is_fatal
+    assert (
+        "a value of another type (slime.run.preflight:" in _found(report)["check-broken"]
+        and report.is_fatal
+    )
 
 
-def test_a_launch_does_not_end_of_being_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_does_not_end_of_being_looked_at(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_rights() -> dict[str, object]:
         raise PermissionError("netlink")
 
@@ -125,7 +137,9 @@ def test_a_reward_may_change_its_sample(world: World, tmp_path: Path) -> None:
     assert "check-broken" not in _found(report) and reward.state in ("ok", "warning")
 
 
-def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_blocks_its_event_loop_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks_data, "_ALL_SECONDS", 0.05)
     try:
         report = examine(_flags(world, "--custom-rm-path", f"{__name__}:blocks_its_loop"))
@@ -143,11 +157,14 @@ def test_nothing_but_the_answer_is_on_stdout(world: World) -> None:
     assert json.loads(done.stdout)["ok"] and "from a program" in done.stderr
 
 
-# -- damaged files ---------------------------------------------------------------------------------------------------
+# -- damaged files
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["fp8", [1]])
-def test_a_quantisation_config_of_any_form_is_refused(value: object, world: World, tmp_path: Path) -> None:
+def test_a_quantisation_config_of_any_form_is_refused(
+    value: object, world: World, tmp_path: Path
+) -> None:
     model = _model(world, tmp_path, quantization_config=value)
     assert "quantised-weights" in _found(examine(_flags(world, "--hf-checkpoint", model)))
 

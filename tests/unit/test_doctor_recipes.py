@@ -1,4 +1,5 @@
-"""`slime doctor` finds nothing in any recipe and example: no false alarm, on hosts like those that they are for."""
+"""`slime doctor` finds nothing in any recipe and example: no false alarm, on hosts like those that
+they are for."""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ MODELS = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M",
 }
 QUESTIONS = [
-    {"question": f"{n} bags of 4?", "answer": f"They are {n} * 4 = {4 * n}\n#### {4 * n}"} for n in range(2, 40)
+    {"question": f"{n} bags of 4?", "answer": f"They are {n} * 4 = {4 * n}\n#### {4 * n}"}
+    for n in range(2, 40)
 ]
 BOTH = ("data", "reward")
-#: Examples whose rewards nobody can try on the first rows: of games, of another model, for made-up prompts.
+#: Examples whose rewards nobody can try on the first rows: of games, of another model, for made-up
+#: prompts.
 REWARDED_ELSEWHERE = ("self_play", "judge", "curriculum", "api_agent")
 #: What a directory of a published model has here: config.json and a tokenizer.
 WITHOUT_WEIGHTS = [check for check in CHECKS if check.name not in ("weights", "device")]
@@ -45,7 +48,13 @@ WITHOUT_WEIGHTS = [check for check in CHECKS if check.name not in ("weights", "d
 
 @pytest.fixture(autouse=True)
 def plain_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RAY_ADDRESS", "NCCL_TIMEOUT", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "WANDB_API_KEY"):
+    for name in (
+        "RAY_ADDRESS",
+        "NCCL_TIMEOUT",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_IB_DISABLE",
+        "WANDB_API_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(checks_host, "_INFINIBAND", tmp_path)
     monkeypatch.setattr(checks_host.shutil, "disk_usage", lambda path: Usage(4e12, 0, 4e12))
@@ -59,26 +68,45 @@ def published(folder: Path, name: str) -> Path:
     return folder
 
 
-def nothing_found(argv: list[Any], entry: str = "train", checks: Any = CHECKS, looked_at: tuple = BOTH) -> None:
+def nothing_found(
+    argv: list[Any], entry: str = "train", checks: Any = CHECKS, looked_at: tuple = BOTH
+) -> None:
     report = doctor.examine([str(word) for word in argv], entry, checks)
     assert report.findings == [], doctor.text(report)
     if "sft_loss" not in argv:
         assert {*looked_at} <= {o.check.name for o in report.outcomes if o.state == "ok"}
         config = parse_args([str(word) for word in argv], entry)
-        make_config(entry=entry, **one_round.flags_of_a_round(config, Path("round")))  # refuses nothing
+        make_config(
+            entry=entry, **one_round.flags_of_a_round(config, Path("round"))
+        )  # refuses nothing
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = path.parent.name
-    model = published(tmp_path / "model", next(model for size, model in MODELS.items() if size in recipe))
-    flags: list[Any] = ["--config", path, "--hf-checkpoint", model, "--output-dir", tmp_path / "outputs"]
+    model = published(
+        tmp_path / "model", next(model for size, model in MODELS.items() if size in recipe)
+    )
+    flags: list[Any] = [
+        "--config",
+        path,
+        "--hf-checkpoint",
+        model,
+        "--output-dir",
+        tmp_path / "outputs",
+    ]
     if recipe == "smollm2-arithmetic":
         smollm2_data.write(tmp_path)
     else:
         write_jsonl(tmp_path / "train.jsonl", QUESTIONS)
         write_jsonl(tmp_path / "test.jsonl", QUESTIONS)
-    flags += ["--prompt-data", tmp_path / "train.jsonl", "--eval-prompt-data", "test", tmp_path / "test.jsonl"]
+    flags += [
+        "--prompt-data",
+        tmp_path / "train.jsonl",
+        "--eval-prompt-data",
+        "test",
+        tmp_path / "test.jsonl",
+    ]
     flags += ["--eval-interval", 20]
     if recipe.startswith("qwen3"):
         monkeypatch.setenv("SLIME_NUM_GPUS", {"qwen3-0.6b": "1", "qwen3-4b": "4"}.get(recipe, "8"))
@@ -128,26 +156,40 @@ def flags_of_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], l
 
 
 def test_the_example_in_python(
-    flags_of_python: Callable[[Path, Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags_of_python: Callable[[Path, Path], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
     model = toy.write_model(tmp_path / "model", "llama")
     nothing_found(flags_of_python(ROOT / "examples" / "first_run.py", model))
 
 
-@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py")))
+@pytest.mark.parametrize(
+    "example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/data.py"))
+)
 def test_the_examples(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the flags of their scripts; the interpreter here only says how it was called."""
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
-    monkeypatch.setattr("examples.tiny.write_model", lambda folder, *_, **__: published(folder, MODELS["smollm2"]))
+    monkeypatch.setattr(
+        "examples.tiny.write_model", lambda folder, *_, **__: published(folder, MODELS["smollm2"])
+    )
     says = tmp_path / "says"
     says.write_text("#!/bin/sh\nprintf '%s\\t' \"$@\"\necho\n")
     says.chmod(0o755)
     env = {**os.environ, "PYTHON": str(says)}
     script = ["sh", str(ROOT / "examples" / example / "run.sh"), "--save", "kept"]
-    done = subprocess.run(script, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
+    done = subprocess.run(
+        script, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True
+    )
     made, started = (line.split("\t")[:-1] for line in done.stdout.splitlines())
-    assert made[:2] == ["-m", f"examples.{example}.data"] and started[:3] == ["-m", "slime", "train"]
+    assert made[:2] == ["-m", f"examples.{example}.data"] and started[:3] == [
+        "-m",
+        "slime",
+        "train",
+    ]
     importlib.import_module(made[1]).write(Path(made[2]))
     looked_at = BOTH[:1] if example in REWARDED_ELSEWHERE else BOTH
-    nothing_found([*started[3:], "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS, looked_at=looked_at)
+    nothing_found(
+        [*started[3:], "--output-dir", tmp_path], checks=WITHOUT_WEIGHTS, looked_at=looked_at
+    )

@@ -13,7 +13,9 @@ import pytest
 from slime.documentation import DOCS_URL, PROJECT_URL, doc_url, with_doc_urls
 from tests.support.processes import ROOT
 
-SOURCES = sorted(path for folder in ("slime", "recipes", "examples") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("slime", "recipes", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 SCRIPTS = sorted((ROOT / "slime").rglob("*.js"))
 PAGE = re.compile(r"(?<![\w/.-])docs/[\w-]+\.md")
 
@@ -21,7 +23,9 @@ PAGE = re.compile(r"(?<![\w/.-])docs/[\w-]+\.md")
 def docstrings(tree: ast.AST) -> set[int]:
     """Ids of the constants that are expression statements: docstrings, and those below fields."""
     return {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
 
 
@@ -29,7 +33,11 @@ def messages(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = docstrings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in skipped
+        ):
             yield node.value
 
 
@@ -42,7 +50,9 @@ def named_pages() -> dict[str, str]:
         below_fields = re.findall(r"(?<![\w/.-])docs/([\w-]+\.md(?:#[\w-]+)?)", text)
         found |= dict.fromkeys([*called, *below_fields], str(path))
     for path in SCRIPTS:
-        for page in re.findall(r"\$\{DOCS\}/([\w-]+\.md(?:#[\w-]+)?)", path.read_text(encoding="utf-8")):
+        for page in re.findall(
+            r"\$\{DOCS\}/([\w-]+\.md(?:#[\w-]+)?)", path.read_text(encoding="utf-8")
+        ):
             found[page] = str(path)
     return found
 

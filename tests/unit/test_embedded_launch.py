@@ -1,4 +1,5 @@
-"""Command lines of the servers are ones that the servers accept, and a GGUF file becomes a plain checkpoint."""
+"""Command lines of the servers are ones that the servers accept, and a GGUF file becomes a plain
+checkpoint."""
 
 from __future__ import annotations
 
@@ -30,18 +31,29 @@ def config_of(tmp_path: Path, **flags: Any) -> Any:
 def test_the_embedded_engine_accepts_its_command_line(tmp_path: Path) -> None:
     spec = embedded_command(config_of(tmp_path, rollout_seed=7), "/models/m", "10.0.0.1", 31000)
     args = parse_args(spec.argv[3:])
-    assert (args.model_path, args.host, args.port, args.random_seed) == ("/models/m", "10.0.0.1", 31000, 7)
+    assert (args.model_path, args.host, args.port, args.random_seed) == (
+        "/models/m",
+        "10.0.0.1",
+        31000,
+        7,
+    )
     assert args.dtype == "bfloat16" and not args.deterministic and args.max_context_len is None
     assert spec.health_path == "/health" and spec.startup_timeout > 0
     other = parse_args(
-        embedded_command(config_of(tmp_path, rollout_seed=7), "m", "h", 1, EnginePlace(number=2)).argv[3:]
+        embedded_command(
+            config_of(tmp_path, rollout_seed=7), "m", "h", 1, EnginePlace(number=2)
+        ).argv[3:]
     )
     assert other.random_seed == 9, "two engines must not draw the same noise"
 
 
 def test_flags_reach_the_embedded_engine(tmp_path: Path) -> None:
     config = config_of(
-        tmp_path, fp32=True, deterministic_rollout=True, rollout_max_context_len=512, embedded_max_slots=16
+        tmp_path,
+        fp32=True,
+        deterministic_rollout=True,
+        rollout_max_context_len=512,
+        embedded_max_slots=16,
     )
     args = parse_args(embedded_command(config, "m", "h", 1).argv[3:])
     assert args.dtype == "float32" and args.deterministic
@@ -62,7 +74,9 @@ def test_the_router_accepts_its_command_line(tmp_path: Path) -> None:
     assert args.prometheus_port != other.prometheus_port
 
 
-def test_power_of_two_is_started_with_its_workers_and_other_policies_without(tmp_path: Path) -> None:
+def test_power_of_two_is_started_with_its_workers_and_other_policies_without(
+    tmp_path: Path,
+) -> None:
     urls = ["http://127.0.0.1:31001", "http://127.0.0.1:31002"]
 
     def started(policy: str, workers: list[str]) -> Any:
@@ -70,7 +84,11 @@ def test_power_of_two_is_started_with_its_workers_and_other_policies_without(tmp
         return parse_router_args(router_command(config, "127.0.0.1", 30125, workers).argv[3:])
 
     chosen = started("power_of_two", urls)
-    assert (chosen.policy, chosen.worker_urls, chosen.worker_startup_check_interval) == ("power_of_two", urls, 1)
+    assert (chosen.policy, chosen.worker_urls, chosen.worker_startup_check_interval) == (
+        "power_of_two",
+        urls,
+        1,
+    )
     assert started("power_of_two", urls[:1]).policy == "round_robin"  # nothing to choose
     assert started("cache_aware", urls).worker_urls == []
 
@@ -104,16 +122,27 @@ def test_smollm2_becomes_a_plain_checkpoint(tmp_path: Path) -> None:
     assert (out / "chat_template.jinja").is_file() and (out / "tokenizer.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
     changed = (out / "model.safetensors").stat().st_mtime_ns
-    assert gguf_to_hf(find_smollm2(), out) == out and (out / "model.safetensors").stat().st_mtime_ns == changed
+    assert (
+        gguf_to_hf(find_smollm2(), out) == out
+        and (out / "model.safetensors").stat().st_mtime_ns == changed
+    )
 
 
 def test_the_router_starts_without_sglang(tmp_path: Path) -> None:
-    """Where it is installed, its import would take longer than all the rest of the router's start."""
+    """Where it is installed, its import would take longer than all the rest of the router's
+    start."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
     argv = router_command(config_of(tmp_path), "127.0.0.1", 30123).argv[:3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run([*argv, "--help"], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+    }
+    done = subprocess.run(
+        [*argv, "--help"], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and "--worker-urls" in done.stdout, done.stderr
     theirs = [sys.executable, "-m", "sglang_router.launch_router", "--help"]
-    assert subprocess.run(theirs, env=environment, capture_output=True, timeout=120).returncode != 0, "no need for it"
+    assert (
+        subprocess.run(theirs, env=environment, capture_output=True, timeout=120).returncode != 0
+    ), "no need for it"

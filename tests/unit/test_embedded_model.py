@@ -1,4 +1,5 @@
-"""The embedded engine's decoder gives the log-probs that transformers gives, however the work is cut."""
+"""The embedded engine's decoder gives the log-probs that transformers gives, however the work is
+cut."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slime.embedded.architecture import Architecture
 from slime.embedded.layers import Linear
 from slime.errors import UserError
-from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
+from tests.support.embedded_models import (
+    SHAPES,
+    make_scheduler,
+    make_sequence,
+    run,
+    save_tiny_model,
+)
 
 PROMPT = [5, 9, 200, 31, 7, 7, 64, 12, 300, 2, 18]
 
@@ -25,17 +32,23 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {shape: save_tiny_model(root / shape, shape) for shape in SHAPES}
 
 
-def reference_logprobs(directory: Path, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(
+    directory: Path, tokens: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Log-prob of each token after the first, in float32 by transformers."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0] / temperature
-    return torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+    return (
+        torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_log_probs_equal_those_of_transformers(directories: dict[str, Path], shape: str, deterministic: bool) -> None:
+def test_log_probs_equal_those_of_transformers(
+    directories: dict[str, Path], shape: str, deterministic: bool
+) -> None:
     directory = directories[shape]
     scheduler = make_scheduler(directory, deterministic=deterministic)
     sequence = make_sequence(PROMPT, max_new_tokens=70, temperature=0.7, logprob_start=0)
@@ -49,7 +62,9 @@ def test_log_probs_equal_those_of_transformers(directories: dict[str, Path], sha
 
 def test_prefill_in_chunks_gives_the_same_numbers(directories: dict[str, Path]) -> None:
     prompt = [i % 250 for i in range(90)]
-    whole, chunked = (make_sequence(prompt, max_new_tokens=5, temperature=0, logprob_start=0) for _ in range(2))
+    whole, chunked = (
+        make_sequence(prompt, max_new_tokens=5, temperature=0, logprob_start=0) for _ in range(2)
+    )
     run(make_scheduler(directories["qwen3"]), [whole])
     run(make_scheduler(directories["qwen3"], prefill_tokens=17), [chunked])
     assert whole.output_ids == chunked.output_ids
@@ -67,7 +82,9 @@ def test_bfloat16_stays_close_to_float32(directories: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("old_spelling", [False, True])
-def test_both_spellings_of_the_rotary_settings(directories: dict[str, Path], old_spelling: bool) -> None:
+def test_both_spellings_of_the_rotary_settings(
+    directories: dict[str, Path], old_spelling: bool
+) -> None:
     config = json.loads((directories["llama_scaled"] / "config.json").read_text())
     fields = config.pop("rope_parameters")
     if old_spelling:
@@ -86,7 +103,14 @@ def test_both_spellings_of_the_rotary_settings(directories: dict[str, Path], old
     [
         ({"model_type": "mamba", "architectures": None}, "model_type 'mamba'"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "use_sliding"),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            "use_sliding",
+        ),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
@@ -101,7 +125,9 @@ def test_what_is_not_implemented_is_refused_by_name(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fixed_rows", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_multiplies_and_notices_new_weights(dtype: torch.dtype, fixed_rows: bool, has_bias: bool) -> None:
+def test_linear_multiplies_and_notices_new_weights(
+    dtype: torch.dtype, fixed_rows: bool, has_bias: bool
+) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 24).to(dtype), torch.randn(37, 24).to(dtype)
     bias = torch.randn(40).to(dtype) if has_bias else None

@@ -1,4 +1,5 @@
-"""The embedded engine with quantised weights: it computes with what they stand for, and holds what was sent."""
+"""The embedded engine with quantised weights: it computes with what they stand for, and holds what
+was sent."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def log_probs(scheduler: Scheduler) -> list[float]:
 
 @pytest.fixture(params=KINDS)
 def small(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    quantise_directory(make_plain(tmp_path / "plain", "qwen3_moe", shards=3), tmp_path / "small", KINDS[request.param])
+    quantise_directory(
+        make_plain(tmp_path / "plain", "qwen3_moe", shards=3),
+        tmp_path / "small",
+        KINDS[request.param],
+    )
     return tmp_path / "small"
 
 
@@ -55,7 +60,9 @@ def test_it_computes_with_the_dequantised_weights(small: Path, tmp_path: Path) -
 
 def test_an_update_in_buckets_is_what_it_holds(small: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    quantise_directory(make_plain(tmp_path / "other-plain", "qwen3_moe", seed=1), other, _kind_of(small))
+    quantise_directory(
+        make_plain(tmp_path / "other-plain", "qwen3_moe", seed=1), other, _kind_of(small)
+    )
     scheduler = engine(small)
     store, sent = scheduler.store, load_file(other / "model.safetensors")
     store.reset()
@@ -82,7 +89,9 @@ def _kind_of(directory: Path) -> Quantisation:
 
 def test_a_scale_that_did_not_come_is_missed(small: Path, tmp_path: Path) -> None:
     store, sent = engine(small).store, tensors_of(small)
-    [left_out] = [name for name in sent if "experts.3.down_proj.weight_scale" in name and "layers.1" in name]
+    [left_out] = [
+        name for name in sent if "experts.3.down_proj.weight_scale" in name and "layers.1" in name
+    ]
     before = store.named["model.layers.1.mlp.experts.3.down_proj.weight"].clone()
     store.update(((name, tensor) for name, tensor in sent.items() if name != left_out), "2")
     assert store.missing() == [left_out]
@@ -90,7 +99,8 @@ def test_a_scale_that_did_not_come_is_missed(small: Path, tmp_path: Path) -> Non
 
 
 def test_a_push_that_failed_comes_again_under_the_same_version(small: Path, tmp_path: Path) -> None:
-    """The second one brings its parts in another order than the first one, which did not bring all."""
+    """The second one brings its parts in another order than the first one, which did not bring
+    all."""
     other, third = tmp_path / "other", tmp_path / "third"
     for seed, target in enumerate((other, third), start=1):
         plain = make_plain(tmp_path / f"{target.name}-plain", "qwen3_moe", seed=seed)
@@ -107,20 +117,25 @@ def test_plain_weights_are_refused_where_quantised_ones_belong(small: Path, tmp_
     store, plain = engine(small).store, tensors_of(tmp_path / "plain")
     before = store.fingerprints()
     with pytest.raises(
-        WeightError, match=r"no parameter .*down_proj.weight|down_proj.weight is bfloat16, and stored as"
+        WeightError,
+        match=r"no parameter .*down_proj.weight|down_proj.weight is bfloat16, and stored as",
     ):
         store.update([(name, plain[name]) for name in plain if "down_proj" in name], "2")
     assert store.fingerprints() == before and store.version != "2"
 
 
-def test_a_directory_of_plain_weights_under_such_a_config_is_refused(small: Path, tmp_path: Path) -> None:
+def test_a_directory_of_plain_weights_under_such_a_config_is_refused(
+    small: Path, tmp_path: Path
+) -> None:
     config = (small / "config.json").read_text()
     (tmp_path / "plain" / "config.json").write_text(config)
     with pytest.raises((UserError, WeightError), match=r"lacks \d+ parameters"):
         engine(tmp_path / "plain")
 
 
-def test_without_the_library_int4_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_int4_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quantise_directory(make_plain(tmp_path / "plain", "llama"), tmp_path / "small", INT4)
     monkeypatch.setattr("slime.engines.wire.quantised.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="slime-rl"):

@@ -52,7 +52,9 @@ def test_one_prompt_is_one_answer_and_several_are_a_list() -> None:
 
 
 def test_samples_of_one_seeded_request_differ_in_their_seed() -> None:
-    jobs = parse_generate({"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5}}, limits()).jobs
+    jobs = parse_generate(
+        {"input_ids": [1], "sampling_params": {"n": 3, "sampling_seed": 5}}, limits()
+    ).jobs
     assert [job.sequence.seed for job in jobs] == [5, 6, 7]
     free = parse_generate({"input_ids": [1], "sampling_params": {"n": 3}}, limits()).jobs
     assert len({job.sequence.seed for job in free}) == 3
@@ -88,16 +90,25 @@ def test_new_tokens_are_capped_by_the_context() -> None:
             "temperature must be a finite number of 0 (greedy)",
         ),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "finite number"),
-        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be a finite number above 0"),
+        (
+            {"input_ids": [1], "sampling_params": {"top_p": 0}},
+            "top_p must be a finite number above 0",
+        ),
         ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be an integer: -1 (all)"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "integer"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "at most max_new_tokens"),
+        (
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}},
+            "at most max_new_tokens",
+        ),
         ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 7}}, "must be a list"),
         ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "regex is not supported"),
         ({"input_ids": [1], "sampling_params": {"n": 0}}, "n must be an integer from 1"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "twice"),
-        ({"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 3}, "the prompt has 2 tokens"),
+        (
+            {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 3},
+            "the prompt has 2 tokens",
+        ),
     ],
 )
 def test_bad_requests_say_what_is_wrong(body: Any, said: str) -> None:
@@ -114,7 +125,12 @@ def test_text_needs_a_tokenizer() -> None:
 
 
 def test_a_stop_string_may_be_a_special_token_that_the_text_leaves_out() -> None:
-    params = {"stop": ["<|im_end|>"], "skip_special_tokens": True, "max_new_tokens": 9, "ignore_eos": True}
+    params = {
+        "stop": ["<|im_end|>"],
+        "skip_special_tokens": True,
+        "max_new_tokens": 9,
+        "ignore_eos": True,
+    }
     (job,) = parse_generate({"input_ids": [1], "sampling_params": params}, limits()).jobs
     for token in TOKENIZER.encode("a<|im_end|>"):
         job.sequence.append(token, -1.0, "1")
@@ -128,7 +144,11 @@ def test_null_means_the_default() -> None:
 
 
 @settings(max_examples=100)
-@given(st.text(max_size=30), st.lists(st.integers(1, 5), max_size=40), st.lists(st.integers(0, 257), max_size=10))
+@given(
+    st.text(max_size=30),
+    st.lists(st.integers(1, 5), max_size=40),
+    st.lists(st.integers(0, 257), max_size=10),
+)
 def test_text_grows_to_the_whole(text: str, cuts: list[int], noise: list[int]) -> None:
     tokens = TOKENIZER.encode(text) + noise
     stream = TextStream(TOKENIZER, skip_special_tokens=True, spaces_between_special_tokens=True)
@@ -144,7 +164,8 @@ def test_text_grows_to_the_whole(text: str, cuts: list[int], noise: list[int]) -
 
 @given(st.text("abE<", max_size=12), st.lists(st.text("abE<", min_size=1, max_size=4), max_size=3))
 def test_nothing_is_shown_that_a_stop_string_may_take_back(text: str, stops: list[str]) -> None:
-    """Whatever comes next, the text up to a stop string that is found then begins with what was shown."""
+    """Whatever comes next, the text up to a stop string that is found then begins with what was
+    shown."""
     shown = hold_back(text, tuple(stops))
     assert text.startswith(shown) and not any(stop in shown for stop in stops)
     for stop in stops:
@@ -156,7 +177,11 @@ def test_nothing_is_shown_that_a_stop_string_may_take_back(text: str, stops: lis
         assert shown == text
 
 
-@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())))
+@given(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
+    )
+)
 def test_any_value_of_a_parameter_is_taken_or_refused_by_name(value: Any) -> None:
     for name in (field.name for field in fields(SamplingParams)):
         try:
@@ -179,12 +204,28 @@ def test_openai_refusals_name_the_field_as_it_was_written() -> None:
 
 
 def test_openai_requests_are_generate_requests() -> None:
-    body = {"prompt": ["ab", "c"], "n": 2, "seed": 7, "stop": "x", "max_tokens": 3, "logprobs": 2, "echo": True}
+    body = {
+        "prompt": ["ab", "c"],
+        "n": 2,
+        "seed": 7,
+        "stop": "x",
+        "max_tokens": 3,
+        "logprobs": 2,
+        "echo": True,
+    }
     parsed = parse_completion(body, limits(), "m")
     jobs = parsed.generate.jobs
-    assert [job.sequence.seed for job in jobs] == [7, 8, 7, 8] and parsed.generate.n == 2 and parsed.model == "m"
-    assert all(job.sequence.max_new_tokens == 3 and job.sequence.num_top_logprobs == 2 for job in jobs)
-    assert all(job.sequence.logprob_start == 0 for job in jobs) and jobs[0].sequence.rid.startswith(parsed.id)
+    assert (
+        [job.sequence.seed for job in jobs] == [7, 8, 7, 8]
+        and parsed.generate.n == 2
+        and parsed.model == "m"
+    )
+    assert all(
+        job.sequence.max_new_tokens == 3 and job.sequence.num_top_logprobs == 2 for job in jobs
+    )
+    assert all(job.sequence.logprob_start == 0 for job in jobs) and jobs[0].sequence.rid.startswith(
+        parsed.id
+    )
     chat = {
         "messages": [{"role": "user", "content": "Hi"}],
         "max_completion_tokens": 5,

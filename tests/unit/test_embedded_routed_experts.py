@@ -1,4 +1,5 @@
-"""The experts that the embedded engine reports are those that transformers' routers choose, however work is batched."""
+"""The experts that the embedded engine reports are those that transformers' routers choose, however
+work is batched."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ LENGTHS = [9, 20, 3, 12, 30, 1]
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {shape: save_tiny_model(root / shape, shape) for shape in ("qwen3_moe", "glm4_moe", "deepseek_v3")}
+    return {
+        shape: save_tiny_model(root / shape, shape)
+        for shape in ("qwen3_moe", "glm4_moe", "deepseek_v3")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,9 @@ def steps(scheduler: Scheduler, count: int) -> None:
 def test_retracted_and_pushed_out_by_memory(directory: Path) -> None:
     per_token = make_scheduler(directory).cache.bytes_per_token
     scheduler = make_scheduler(directory, kv_bytes=per_token * 2 * 64, record_experts=True)
-    sequences = [make_sequence([i, *LONG], rid=str(i), max_new_tokens=50, sampling_seed=i) for i in range(3)]
+    sequences = [
+        make_sequence([i, *LONG], rid=str(i), max_new_tokens=50, sampling_seed=i) for i in range(3)
+    ]
     scheduler.submit(sequences)
     steps(scheduler, 5)
     scheduler.retract_all()
@@ -101,7 +107,12 @@ def test_aborts_at_any_time(directory: Path) -> None:
     scheduler = make_scheduler(directory, max_slots=3, prefill_tokens=16, record_experts=True)
     leader, follower, running, waiting = (
         make_sequence(prompt, rid=name, max_new_tokens=8)
-        for prompt, name in ((LONG, "leader"), (LONG, "follower"), ([1, 2, 3], "running"), ([4, 5, 6], "waiting"))
+        for prompt, name in (
+            (LONG, "leader"),
+            (LONG, "follower"),
+            ([1, 2, 3], "running"),
+            ([4, 5, 6], "waiting"),
+        )
     )
     scheduler.submit([running])
     steps(scheduler, 2)

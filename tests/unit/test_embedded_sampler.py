@@ -1,4 +1,5 @@
-"""Sampling: the distribution is the one asked for, and the log-prob is that of the tempered distribution."""
+"""Sampling: the distribution is the one asked for, and the log-prob is that of the tempered
+distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def seeded(rows: int, **params: float) -> list[Sequence]:
     return sequences
 
 
-def kept_tokens(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+def kept_tokens(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> set[int]:
     """What top-k, top-p and min-p leave, token by token."""
     probs = torch.softmax(logits.double() / temperature, -1)
     order = sorted(range(len(probs)), key=lambda token: -float(probs[token]))
@@ -70,12 +73,17 @@ def test_filters_keep_what_they_should(
     allowed = kept_tokens(row[0], temperature, top_k, top_p, min_p)
     assert set(sampled.tokens) <= allowed
     plain = torch.log_softmax(row[0].double() / temperature, -1)  # before the filters
-    assert sampled.logprobs == pytest.approx([float(plain[token]) for token in sampled.tokens], abs=1e-4)
+    assert sampled.logprobs == pytest.approx(
+        [float(plain[token]) for token in sampled.tokens], abs=1e-4
+    )
 
 
 def test_filters_look_beyond_their_first_candidates() -> None:
     logits = torch.zeros(1, VOCAB)  # flat: top_p 0.9 keeps 346 of 384 tokens
-    drawn = {sample(logits, [make_sequence([0], sampling_seed=seed, top_p=0.9)]).tokens[0] for seed in range(600)}
+    drawn = {
+        sample(logits, [make_sequence([0], sampling_seed=seed, top_p=0.9)]).tokens[0]
+        for seed in range(600)
+    }
     assert 256 < len(drawn) <= 347
 
 
@@ -107,10 +115,16 @@ def test_rows_of_all_kinds_share_a_batch_without_touching_each_other() -> None:
 
 def test_greedy_log_prob_counts_as_temperature_one() -> None:
     logits = random_logits(2)
-    sampled = sample(logits, [make_sequence([0], temperature=0), make_sequence([0], temperature=0.5, top_k=1)])
+    sampled = sample(
+        logits, [make_sequence([0], temperature=0), make_sequence([0], temperature=0.5, top_k=1)]
+    )
     assert sampled.tokens == logits.argmax(-1).tolist()
-    assert sampled.logprobs[0] == pytest.approx(float(torch.log_softmax(logits[0], -1).max()), abs=1e-5)
-    assert sampled.logprobs[1] == pytest.approx(float(torch.log_softmax(logits[1] / 0.5, -1).max()), abs=1e-5)
+    assert sampled.logprobs[0] == pytest.approx(
+        float(torch.log_softmax(logits[0], -1).max()), abs=1e-5
+    )
+    assert sampled.logprobs[1] == pytest.approx(
+        float(torch.log_softmax(logits[1] / 0.5, -1).max()), abs=1e-5
+    )
 
 
 def test_penalties_change_the_logits_as_defined() -> None:
@@ -124,7 +138,9 @@ def test_penalties_change_the_logits_as_defined() -> None:
         expected[token] = (value * 1.5 if value < 0 else value / 1.5) - 0.5 * count - 0.25
     sampled = sample(logits, [sequence])
     assert sampled.tokens == [int(expected.argmax())]
-    assert sampled.logprobs[0] == pytest.approx(float(torch.log_softmax(expected, -1).max()), abs=1e-5)
+    assert sampled.logprobs[0] == pytest.approx(
+        float(torch.log_softmax(expected, -1).max()), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,10 @@ def test_penalties_change_the_logits_as_defined() -> None:
         ({"presence_penalty": 0.75}, lambda value, count: value - 0.75),
         ({"presence_penalty": -0.75}, lambda value, count: value + 0.75),
         ({"frequency_penalty": 0.5}, lambda value, count: value - 0.5 * count),
-        ({"repetition_penalty": 1.5}, lambda value, count: value * 1.5 if value < 0 else value / 1.5),
+        (
+            {"repetition_penalty": 1.5},
+            lambda value, count: value * 1.5 if value < 0 else value / 1.5,
+        ),
     ],
     ids=["presence", "presence rewarded", "frequency", "repetition"],
 )
@@ -150,7 +169,9 @@ def test_each_penalty_changes_the_tokens_seen_and_no_other(
     sample(logits, [sequence])
     [found] = sequence.top_logprobs
     by_token = {token: value for value, token in found}
-    assert [by_token[t] for t in range(VOCAB)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
+    assert [by_token[t] for t in range(VOCAB)] == pytest.approx(
+        expected.log_softmax(-1).tolist(), abs=1e-4
+    )
 
 
 def test_top_logprobs_are_the_largest() -> None:
@@ -159,7 +180,9 @@ def test_top_logprobs_are_the_largest() -> None:
     sample(logits, [sequence])
     values, tokens = torch.log_softmax(logits[0], -1).topk(3)
     assert [token for _, token in sequence.top_logprobs[0]] == tokens.tolist()
-    assert [value for value, _ in sequence.top_logprobs[0]] == pytest.approx(values.tolist(), abs=1e-5)
+    assert [value for value, _ in sequence.top_logprobs[0]] == pytest.approx(
+        values.tolist(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("vocab", [7, 384, 1021, 4096])
@@ -177,7 +200,11 @@ def test_logits_that_are_not_finite_are_reported() -> None:
     assert sample(logits, [make_sequence([0]) for _ in range(3)]).finite == [True, False, True]
 
 
-@given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 10**6)), min_size=1, max_size=50))
+@given(
+    st.lists(
+        st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 10**6)), min_size=1, max_size=50
+    )
+)
 def test_uniforms_depend_on_seed_and_position_alone(pairs: list[tuple[int, int]]) -> None:
     values = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
     assert ((values >= 0) & (values < 1)).all()
@@ -185,8 +212,8 @@ def test_uniforms_depend_on_seed_and_position_alone(pairs: list[tuple[int, int]]
 
 
 def test_uniforms_are_the_published_mixer_twice() -> None:
-    """splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014) in Python's integers: what a
-    seed draws stays the same from release to release."""
+    """splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014) in
+    Python's integers: what a seed draws stays the same from release to release."""
     every = (1 << 64) - 1
     golden = 0x9E3779B97F4A7C15
 
@@ -196,7 +223,10 @@ def test_uniforms_are_the_published_mixer_twice() -> None:
         return x ^ (x >> 31)
 
     pairs = [(0, 0), (7, 10), (2**63 + 5, 3), (-1, 100_000)]
-    expected = [mix((mix(((seed & every) + golden) & every) + position * golden) & every) for seed, position in pairs]
+    expected = [
+        mix((mix(((seed & every) + golden) & every) + position * golden) & every)
+        for seed, position in pairs
+    ]
     found = uniforms([seed for seed, _ in pairs], [position for _, position in pairs])
     assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
 
@@ -204,7 +234,9 @@ def test_uniforms_are_the_published_mixer_twice() -> None:
 def test_uniforms_are_uniform_along_positions_and_seeds() -> None:
     for values in (uniforms([3] * 10_000, range(10_000)), uniforms(range(10_000), [3] * 10_000)):
         counts, _ = np.histogram(values, bins=20, range=(0, 1))
-        assert ((counts - 500) ** 2 / 500).sum() < 45  # chi-square, 19 degrees of freedom: p = 0.0007
+        assert (
+            (counts - 500) ** 2 / 500
+        ).sum() < 45  # chi-square, 19 degrees of freedom: p = 0.0007
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.04
 
 
@@ -213,7 +245,13 @@ def test_token_logprobs() -> None:
     logprobs = torch.log_softmax(logits, -1)
     values, tops = token_logprobs(logits, targets, num_top=3)
     assert values == pytest.approx(logprobs[torch.arange(5), targets].tolist(), abs=1e-6)
-    for row, expected in zip(tops, logprobs.sort(descending=True).values[:, :3].tolist(), strict=True):
+    for row, expected in zip(
+        tops, logprobs.sort(descending=True).values[:, :3].tolist(), strict=True
+    ):
         assert [value for value, _ in row] == pytest.approx(expected, abs=1e-6)
-    assert all(logprobs[i, token].item() == pytest.approx(value) for i, row in enumerate(tops) for value, token in row)
+    assert all(
+        logprobs[i, token].item() == pytest.approx(value)
+        for i, row in enumerate(tops)
+        for value, token in row
+    )
     assert token_logprobs(logits, targets)[1] == []

@@ -1,4 +1,5 @@
-"""Batching changes nothing: alone or together, cut, aborted, retracted or with a shared prefix, same tokens."""
+"""Batching changes nothing: alone or together, cut, aborted, retracted or with a shared prefix,
+same tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +15,23 @@ from hypothesis import strategies as st
 from slime.embedded.kv_cache import common_prefix
 from slime.embedded.scheduler import Scheduler
 from slime.embedded.sequence import Sequence, SequenceStatus
-from tests.support.embedded_models import make_scheduler, make_sequence, run, save_tiny_model, torch_threads
+from tests.support.embedded_models import (
+    make_scheduler,
+    make_sequence,
+    run,
+    save_tiny_model,
+    torch_threads,
+)
 
-PROMPTS = [[3, 1, 4, 1, 5], list(range(60, 100)), [7] * 70, [250, 2], list(range(60, 130)), [9, 8, 7, 6], [3, 1, 4, 1]]
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    list(range(60, 100)),
+    [7] * 70,
+    [250, 2],
+    list(range(60, 130)),
+    [9, 8, 7, 6],
+    [3, 1, 4, 1],
+]
 LENGTHS = [9, 40, 3, 25, 12, 70, 1]
 
 
@@ -61,7 +76,8 @@ def test_a_finished_sequence_leaves_at_once(directory: Path) -> None:
     assert [s.max_new_tokens for s in ended] == sorted(LENGTHS)
 
 
-# -- deterministic mode: bit for bit -----------------------------------------------------------------------
+# -- deterministic mode: bit for bit
+# -----------------------------------------------------------------------
 
 
 def bits(sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
@@ -78,7 +94,11 @@ def test_deterministic_mode_is_bit_identical(directory: Path, dtype: str, thread
         for order_seed, max_slots, prefill_tokens in ((0, 8, 2048), (1, 7, 33), (2, 3, 100)):
             together = seven()
             scheduler = make_scheduler(
-                directory, deterministic=True, dtype=dtype, max_slots=max_slots, prefill_tokens=prefill_tokens
+                directory,
+                deterministic=True,
+                dtype=dtype,
+                max_slots=max_slots,
+                prefill_tokens=prefill_tokens,
             )
             run(scheduler, random.Random(order_seed).sample(together, len(together)))
             assert bits(together) == expected
@@ -98,7 +118,8 @@ def test_deterministic_mode_with_other_arrival_times_and_warm_prefixes(directory
     assert any(s.num_cached > 0 for s in sequences)
 
 
-# -- prefixes ----------------------------------------------------------------------------------------------
+# -- prefixes
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_group_is_prefilled_once(directory: Path) -> None:
@@ -154,7 +175,8 @@ def test_prefixes_of_other_weights_are_not_used(directory: Path) -> None:
     assert after.num_cached == 0 and after.versions == [(0, "1")]
 
 
-# -- abort, retract, versions ------------------------------------------------------------------------------
+# -- abort, retract, versions
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -167,7 +189,9 @@ def test_abort_keeps_what_was_generated(directory: Path, steps: int) -> None:
     scheduler.abort([group[0]], "enough")
     ended = run(scheduler, [])
     assert ended[0] is group[0] and group[0].finish_reason is not None
-    assert group[0].finish_reason["type"] == "abort" and group[0].finish_reason["message"] == "enough"
+    assert (
+        group[0].finish_reason["type"] == "abort" and group[0].finish_reason["message"] == "enough"
+    )
     expected = [make_sequence(PROMPTS[1], sampling_seed=i) for i in range(3)]
     for sequence in expected:
         run(make_scheduler(directory), [sequence])
@@ -192,7 +216,9 @@ def test_retracted_sequences_go_on_where_they_were(directory: Path, steps: int) 
 def test_too_little_memory_retracts_instead_of_failing(directory: Path) -> None:
     arch_bytes = make_scheduler(directory).cache.bytes_per_token
     scheduler = make_scheduler(directory, kv_bytes=arch_bytes * 2 * 128)  # two slots of 128 tokens
-    sequences = [make_sequence([i], rid=str(i), max_new_tokens=150, sampling_seed=i) for i in range(4)]
+    sequences = [
+        make_sequence([i], rid=str(i), max_new_tokens=150, sampling_seed=i) for i in range(4)
+    ]
     run(scheduler, sequences)
     assert scheduler.cache.nbytes <= arch_bytes * 2 * 192
     assert all(len(s.output_ids) == 150 for s in sequences)
@@ -227,7 +253,8 @@ def test_logits_that_are_not_finite_end_the_request_and_nobody_else(directory: P
     assert_same(sequences, alone(directory))
 
 
-# -- ends --------------------------------------------------------------------------------------------------
+# -- ends
+# --------------------------------------------------------------------------------------------------
 
 
 def test_stop_token_stop_string_and_length(directory: Path) -> None:
@@ -235,15 +262,26 @@ def test_stop_token_stop_string_and_length(directory: Path) -> None:
     run(make_scheduler(directory), [free])
     ids = free.output_ids
     position = next(i for i in range(3, 12) if ids[i] not in ids[:i])
-    by_token = make_sequence(PROMPTS[0], max_new_tokens=12, ignore_eos=False, stop_token_ids=[ids[position]])
-    by_length = make_sequence(PROMPTS[0], max_new_tokens=position + 1, ignore_eos=False, stop_token_ids=[ids[position]])
+    by_token = make_sequence(
+        PROMPTS[0], max_new_tokens=12, ignore_eos=False, stop_token_ids=[ids[position]]
+    )
+    by_length = make_sequence(
+        PROMPTS[0], max_new_tokens=position + 1, ignore_eos=False, stop_token_ids=[ids[position]]
+    )
     not_yet = make_sequence(
-        PROMPTS[0], max_new_tokens=12, min_new_tokens=12, ignore_eos=False, stop_token_ids=[ids[position]]
+        PROMPTS[0],
+        max_new_tokens=12,
+        min_new_tokens=12,
+        ignore_eos=False,
+        stop_token_ids=[ids[position]],
     )
     run(make_scheduler(directory), [by_token, by_length, not_yet])
     assert by_token.output_ids == ids[: position + 1]
     assert by_token.finish_reason == {"type": "stop", "matched": ids[position]}
-    assert by_length.finish_reason == {"type": "length", "length": position + 1}  # SGLang's order of checks
+    assert by_length.finish_reason == {
+        "type": "length",
+        "length": position + 1,
+    }  # SGLang's order of checks
     assert len(not_yet.output_ids) == 12 and ids[position] not in not_yet.output_ids
 
 
@@ -254,7 +292,8 @@ def test_no_new_tokens_only_scores_the_prompt(directory: Path) -> None:
     assert sequence.finish_reason == {"type": "length", "length": 0}
 
 
-# -- any order of events -----------------------------------------------------------------------------------
+# -- any order of events
+# -----------------------------------------------------------------------------------
 
 EVENTS = st.lists(
     st.one_of(
@@ -287,7 +326,10 @@ def test_any_order_of_events_gives_the_tokens_of_each_alone(
     for kind, number, length in events:
         if kind == "submit":
             sequence = make_sequence(
-                PROMPTS[number], rid=str(len(submitted)), max_new_tokens=length, sampling_seed=number
+                PROMPTS[number],
+                rid=str(len(submitted)),
+                max_new_tokens=length,
+                sampling_seed=number,
             )
             submitted.append(sequence)
             scheduler.submit([sequence])
@@ -307,7 +349,9 @@ def test_any_order_of_events_gives_the_tokens_of_each_alone(
         longest[number] = make_sequence(PROMPTS[number], max_new_tokens=20, sampling_seed=number)
         run(make_scheduler(directory), [longest[number]])
     for sequence in submitted:
-        expected = longest[PROMPTS.index(sequence.prompt.tolist())].output_ids[: len(sequence.output_ids)]
+        expected = longest[PROMPTS.index(sequence.prompt.tolist())].output_ids[
+            : len(sequence.output_ids)
+        ]
         assert sequence.output_ids == expected
         aborted = sequence.finish_reason is not None and sequence.finish_reason["type"] == "abort"
         assert aborted or len(sequence.output_ids) == sequence.max_new_tokens

@@ -1,4 +1,5 @@
-"""Weights by Hugging Face name: fused storage, whole updates or none, fingerprints, snapshot and compare."""
+"""Weights by Hugging Face name: fused storage, whole updates or none, fingerprints, snapshot and
+compare."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from slime.embedded.weights import WeightError, WeightStore
 from slime.engines.wire.buckets import fingerprint
 from slime.errors import UserError
-from tests.support.embedded_models import SHAPES, make_scheduler, make_sequence, run, save_tiny_model
+from tests.support.embedded_models import (
+    SHAPES,
+    make_scheduler,
+    make_sequence,
+    run,
+    save_tiny_model,
+)
 
 PROMPT = [5, 9, 200, 31, 7]
 
@@ -31,7 +38,9 @@ def store(directories: dict[str, Path]) -> WeightStore:
 def greedy(scheduler_of: Path, updated_to: Path | None = None) -> list[float]:
     scheduler = make_scheduler(scheduler_of)
     if updated_to is not None:
-        run(scheduler, [make_sequence(PROMPT, max_new_tokens=2)])  # the blocked copies of the old weights exist
+        run(
+            scheduler, [make_sequence(PROMPT, max_new_tokens=2)]
+        )  # the blocked copies of the old weights exist
         scheduler.store.update(load_file(updated_to / "model.safetensors").items(), "2")
     sequence = make_sequence(PROMPT, max_new_tokens=0, logprob_start=0)
     run(scheduler, [sequence])
@@ -39,31 +48,45 @@ def greedy(scheduler_of: Path, updated_to: Path | None = None) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_updated_weights_are_the_ones_that_multiply(directories: dict[str, Path], tmp_path: Path, shape: str) -> None:
+def test_updated_weights_are_the_ones_that_multiply(
+    directories: dict[str, Path], tmp_path: Path, shape: str
+) -> None:
     other = save_tiny_model(tmp_path / "other", shape, seed=1)
     assert greedy(directories[shape], updated_to=other) == pytest.approx(greedy(other), abs=1e-6)
     assert greedy(directories[shape]) != pytest.approx(greedy(other), abs=1e-2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_names_and_values_are_those_of_the_checkpoint(directories: dict[str, Path], shape: str) -> None:
+def test_names_and_values_are_those_of_the_checkpoint(
+    directories: dict[str, Path], shape: str
+) -> None:
     scheduler = make_scheduler(directories[shape])
     saved = load_file(directories[shape] / "model.safetensors")
     named = scheduler.store.named
     assert set(saved) == set(named)
     assert all(torch.equal(saved[name], named[name]) for name in saved)
-    assert scheduler.store.fingerprints() == {name: fingerprint(tensor) for name, tensor in saved.items()}
+    assert scheduler.store.fingerprints() == {
+        name: fingerprint(tensor) for name, tensor in saved.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model.layers.9.mlp.up_proj.weight": torch.zeros(80, 48)}, "no parameter model.layers.9.mlp.up_proj.weight"),
+        (
+            {"model.layers.9.mlp.up_proj.weight": torch.zeros(80, 48)},
+            "no parameter model.layers.9.mlp.up_proj.weight",
+        ),
         ({"model.norm.weigth": torch.zeros(48)}, "nearest: model.norm.weight"),
-        ({"model.norm.weight": torch.zeros(47)}, r"model.norm.weight has shape \[47\], the model's is \[48\]"),
+        (
+            {"model.norm.weight": torch.zeros(47)},
+            r"model.norm.weight has shape \[47\], the model's is \[48\]",
+        ),
     ],
 )
-def test_a_refused_update_changes_nothing(store: WeightStore, change: dict[str, torch.Tensor], said: str) -> None:
+def test_a_refused_update_changes_nothing(
+    store: WeightStore, change: dict[str, torch.Tensor], said: str
+) -> None:
     before, name = store.fingerprints(), "model.layers.0.input_layernorm.weight"
     with pytest.raises(WeightError, match=said):
         store.update([(name, torch.zeros(48)), *change.items()], "9")
@@ -102,14 +125,19 @@ def test_snapshot_reset_compare(store: WeightStore) -> None:
     store.compare()
 
 
-def test_a_directory_is_checked_as_a_whole(directories: dict[str, Path], store: WeightStore, tmp_path: Path) -> None:
+def test_a_directory_is_checked_as_a_whole(
+    directories: dict[str, Path], store: WeightStore, tmp_path: Path
+) -> None:
     tensors = load_file(directories["llama"] / "model.safetensors")
     before = store.fingerprints()
     dropped = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightError, match=r"lacks 1 parameters of the model: model\.norm\.weight"):
         store.load_directory(tmp_path)
-    save_file(tensors | {"model.norm.weight": dropped, "model.extra": dropped.clone()}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.norm.weight": dropped, "model.extra": dropped.clone()},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(WeightError, match=r"model\.extra"):
         store.load_directory(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(

@@ -21,9 +21,13 @@ from slime.errors import RunFailed
 
 
 @pytest.fixture
-def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[EngineActor]:
+def actor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[EngineActor]:
     monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(module, "log_to_file_only", lambda *_: None)  # it would take this process's log
+    monkeypatch.setattr(
+        module, "log_to_file_only", lambda *_: None
+    )  # it would take this process's log
     config = make_config(rollout_batch_size=1, use_fault_tolerance=request.param)
     actor = EngineActor(config, "router", tmp_path, 1, [], RunKeys.new())
     yield actor
@@ -32,12 +36,15 @@ def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 @pytest.mark.parametrize(
-    ("actor", "kills", "works"), [(True, 1, True), (True, 2, False), (False, 1, False)], indirect=["actor"]
+    ("actor", "kills", "works"),
+    [(True, 1, True), (True, 2, False), (False, 1, False)],
+    indirect=["actor"],
 )
 def test_a_router_that_is_killed_while_it_takes_in_its_engines(
     actor: Any, kills: int, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is started again with --use-fault-tolerance, once; else the launch ends with its end, and no traceback."""
+    """It is started again with --use-fault-tolerance, once; else the launch ends with its end, and
+    no traceback."""
     killed: list[int] = []
 
     async def register(url: str, worker_urls: list[str], **_: Any) -> None:
@@ -55,7 +62,9 @@ def test_a_router_that_is_killed_while_it_takes_in_its_engines(
 
 
 @pytest.mark.parametrize("actor", [True], indirect=True)
-def test_a_router_that_refuses_an_engine_is_not_started_again(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_refuses_an_engine_is_not_started_again(
+    actor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def register(url: str, worker_urls: list[str], **_: Any) -> None:
         raise EngineError(url, "it is none")
 

@@ -119,7 +119,9 @@ class Guarded:
         self.brought.append((request.path, header))
         if not admits(self.key, request.method, request.path, header):
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response({"model_path": "m", "served_model_name": "m", "dp_size": 1, "tp_size": 1, "text": ""})
+        return web.json_response(
+            {"model_path": "m", "served_model_name": "m", "dp_size": 1, "tp_size": 1, "text": ""}
+        )
 
     def keys(self, path: str) -> set[str]:
         return {header for at, header in self.brought if at == path}
@@ -128,15 +130,21 @@ class Guarded:
 def test_the_client_brings_it_and_says_when_it_is_refused() -> None:
     async def ask() -> None:
         async with Guarded("of-the-run") as server, EngineClient(server.url) as client:
-            with pytest.raises(EngineError, match="asks for a key, and none is known: /generate answered 401"):
+            with pytest.raises(
+                EngineError, match="asks for a key, and none is known: /generate answered 401"
+            ):
                 await client.post("/generate")
             keys.external(server.url)
-            with pytest.raises(EngineError, match="refuses the run's key: /generate answered 401") as caught:
+            with pytest.raises(
+                EngineError, match="refuses the run's key: /generate answered 401"
+            ) as caught:
                 await client.post("/generate")
             assert caught.value.status == 401
             keys.own(server.url)
             await client.post("/generate")
-            await client.request("POST", "/health", {}, headers={"Authorization": "Bearer the caller's"})
+            await client.request(
+                "POST", "/health", {}, headers={"Authorization": "Bearer the caller's"}
+            )
             assert server.keys("/health") == {"Bearer the caller's"}
 
     asyncio.run(ask())
@@ -161,7 +169,9 @@ def test_an_sglang_server_gets_it_and_does_not_log_it(
         "engine_process.main()\n"
     )
     environment = {**os.environ, **fake_environment(tmp_path / "calls"), VARIABLE: "of-the-run"}
-    said = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert said.splitlines()[-1] == "str True sglang.launch_server"
     assert said.count("•••") == 2 and "of-the-run" not in said
 
@@ -170,7 +180,9 @@ def test_an_engine_of_others_that_asks_for_another_key() -> None:
     async def ask() -> None:
         async with Guarded("another") as server:
             keys.external(server.url)
-            with pytest.raises(UserError, match=f"the engine at {server.url} asks for another key") as caught:
+            with pytest.raises(
+                UserError, match=f"the engine at {server.url} asks for another key"
+            ) as caught:
                 await asyncio.to_thread(engine_fit.ask, server.url)
             assert VARIABLE in caught.value.fix and "of-others" not in str(caught.value)
 
@@ -179,11 +191,16 @@ def test_an_engine_of_others_that_asks_for_another_key() -> None:
 
 @pytest.mark.parametrize("external_key", ["of-others", ""])
 def test_the_router_brings_each_engine_its_own(run: RunKeys, external_key: str) -> None:
-    """And never the run's to an engine that somebody else has started, whether that asks for a key or not."""
+    """And never the run's to an engine that somebody else has started, whether that asks for a key
+    or not."""
     keys.use(RunKeys(run.own, Key(external_key)))
 
     async def ask(url: str) -> None:
-        async with Guarded("of-the-run") as own, Guarded(external_key) as external, EngineClient(url) as router:
+        async with (
+            Guarded("of-the-run") as own,
+            Guarded(external_key) as external,
+            EngineClient(url) as router,
+        ):
             keys.own(url, own.url)
             keys.external(external.url)
             await router.wait_healthy(30)
@@ -213,7 +230,8 @@ def test_a_router_is_started_with_the_runs_own_engines_alone() -> None:
 
 
 def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: RunKeys) -> None:
-    """Its ``/v1/models`` is open, whatever it is told: but the name that it has is none of the model's."""
+    """Its ``/v1/models`` is open, whatever it is told: but the name that it has is none of the
+    model's."""
 
     async def ask(url: str) -> None:
         async with Guarded("of-the-run") as own, EngineClient(url) as router:
@@ -221,7 +239,9 @@ def test_the_router_tells_nobody_without_the_key_what_the_model_is_called(run: R
             await router.wait_healthy(30)
             await register_workers(url, [own.url], timeout=30)
             async with ClientSession() as stranger, stranger.get(f"{url}/v1/models") as answer:
-                assert [model["id"] for model in (await answer.json(content_type=None))["data"]] == ["policy"]
+                assert [
+                    model["id"] for model in (await answer.json(content_type=None))["data"]
+                ] == ["policy"]
             chat = [{"role": "user", "content": "Hi"}]
             said = await router.post("/v1/chat/completions", {"model": "m", "messages": chat})
             assert said["served_model_name"] == "m", "requests name the model as they like"

@@ -1,4 +1,5 @@
-"""An engine is its record: a third one is placed, started, registered and planned for without a line elsewhere."""
+"""An engine is its record: a third one is placed, started, registered and planned for without a
+line elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 
 
-def third_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> LaunchSpec:
+def third_command(
+    config: Config, model_path: str, host: str, port: int, place: EnginePlace
+) -> LaunchSpec:
     argv = [sys.executable, "-c", _SERVER, host, str(port), model_path, str(place.number)]
     return LaunchSpec(argv, health_path="/ready", startup_timeout=60.0)
 
@@ -84,7 +87,9 @@ def third(monkeypatch: pytest.MonkeyPatch) -> EngineKind:
 
 def config_of(**flags: Any) -> Config:
     config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", **flags)
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, rollout_engine="third"))
+    return dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, rollout_engine="third")
+    )
 
 
 def test_a_third_engine_is_placed_and_its_flags_are_checked(third: EngineKind) -> None:
@@ -106,8 +111,12 @@ def test_a_third_engine_is_started_and_asked_whether_it_lives(
 ) -> None:
     config, port = config_of(), reserve_port("127.0.0.1")
     spec = engine_of(config).command(config, "m", "127.0.0.1", port.port, EnginePlace(number=1))
-    process = ServerProcess("engine-1", spec, f"http://127.0.0.1:{port.port}", tmp_path / "engine.log")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # none may catch traffic between our own processes
+    process = ServerProcess(
+        "engine-1", spec, f"http://127.0.0.1:{port.port}", tmp_path / "engine.log"
+    )
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:1"
+    )  # none may catch traffic between our own processes
     process.start()
     try:
         process.wait_ready()
@@ -119,7 +128,9 @@ def test_a_third_engine_is_started_and_asked_whether_it_lives(
     assert trainer_environment(config, 1, on_gpu=True)["THIRD_NEEDS"] == "1"
 
 
-def test_the_router_in_front_of_a_third_engine_is_the_router_of_every_engine(third: EngineKind) -> None:
+def test_the_router_in_front_of_a_third_engine_is_the_router_of_every_engine(
+    third: EngineKind,
+) -> None:
     urls = ["http://10.0.0.1:31001", "http://10.0.0.1:31002"]
     config = config_of(router_policy="power_of_two")
     args = parse_router_args(router_command(config, "127.0.0.1", 30125, urls).argv[3:])
@@ -130,16 +141,22 @@ def test_the_memory_plan_is_made_of_what_the_record_says(third: EngineKind) -> N
     model = json.loads(PUBLISHED.read_text())["Qwen/Qwen3-4B"]["config"]
     spec = family_of(model).model_spec(model)
     sizes = {"rollout_num_gpus_per_engine": 1}, {"rollout_num_gpus_per_engine": 2}
-    one, two = (EngineSettings.of(config_of(rollout_num_gpus=2, **size), spec, 4096) for size in sizes)
+    one, two = (
+        EngineSettings.of(config_of(rollout_num_gpus=2, **size), spec, 4096) for size in sizes
+    )
     assert one.kv_per_token == 2 * two.kv_per_token == 2 * 8 * 128 * 36 * 2
     assert one.kv_cache(80e9) == pytest.approx(0.9 * 80e9 - one.weights)
     assert one.weights == pytest.approx(8.04e9, rel=0.01)
 
 
-def test_what_a_third_engine_holds_and_needs_is_not_taken_for_another_ones(third: EngineKind) -> None:
+def test_what_a_third_engine_holds_and_needs_is_not_taken_for_another_ones(
+    third: EngineKind,
+) -> None:
     assert flag_dtype(config_of(), {"torch_dtype": "bfloat16"}) is torch.float32
     flags = {"rollout_engine": "third", "rollout_batch_size": 8, "use_fault_tolerance": True}
-    assert ENGINE_DIED.exact(flags, re.match("", "") or pytest.fail()) == ("a smaller --rollout-batch-size (now 8)",)
+    assert ENGINE_DIED.exact(flags, re.match("", "") or pytest.fail()) == (
+        "a smaller --rollout-batch-size (now 8)",
+    )
 
 
 def test_the_flag_takes_every_engine_that_has_a_record() -> None:
@@ -149,7 +166,11 @@ def test_the_flag_takes_every_engine_that_has_a_record() -> None:
 
 @pytest.mark.parametrize("name", ["embedded", "sglang"])
 def test_the_record_is_that_of_the_flag(name: str) -> None:
-    config = make_config(rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", rollout_engine=name)
+    config = make_config(
+        rollout_batch_size=4, num_rollout=1, hf_checkpoint="m", rollout_engine=name
+    )
     assert engine_of(config) is engine_kind(name)
     [model] = engine_of(config).served_models(config)
-    assert model.is_policy and [group.num_engines for group in model.groups] == [config.cluster.rollout_num_gpus]
+    assert model.is_policy and [group.num_engines for group in model.groups] == [
+        config.cluster.rollout_num_gpus
+    ]

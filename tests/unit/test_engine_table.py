@@ -14,14 +14,16 @@ TAGS = st.lists(st.sampled_from(ALL_MEMORY), min_size=1, max_size=3, unique=True
 
 
 class Events(RuleBasedStateMachine):
-    """Three engines of the policy and a judge. ``held`` is what each server, by URL, really has: it is the servers that
-    die of being asked twice."""
+    """Three engines of the policy and a judge. ``held`` is what each server, by URL, really has: it
+    is the servers that die of being asked twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         policy = [Engine(number, (f"engine-{number}",)) for number in range(3)]
-        self.table = EngineTable([*policy, Engine(3, ("engine-3",), False, False)], clock=lambda: self.now)
+        self.table = EngineTable(
+            [*policy, Engine(3, ("engine-3",), False, False)], clock=lambda: self.now
+        )
         self.held: dict[str, set[str]] = {}
         self.weights: dict[str, int] = {}
         self.version = 0
@@ -46,7 +48,9 @@ class Events(RuleBasedStateMachine):
             assert self.table.is_news(engine.name, url)
             del self.held[url]
             self.table.lost(number, "was killed")
-            assert self.table.num_lost == lost + 1 and not self.table.is_news(engine.name, url), "it is heard once"
+            assert self.table.num_lost == lost + 1 and not self.table.is_news(engine.name, url), (
+                "it is heard once"
+            )
 
     @rule(number=NUMBERS)
     def starts_again(self, number: int) -> None:
@@ -111,7 +115,9 @@ class Events(RuleBasedStateMachine):
         running = [*self.table.policy, *self.table.others]
         assert all(engine.url in self.held for engine in running)
         assert all(
-            not engine.released and not engine.paused for engine in self.table.engines.values() if not engine.runs
+            not engine.released and not engine.paused
+            for engine in self.table.engines.values()
+            if not engine.runs
         )
 
     @invariant()
@@ -155,4 +161,6 @@ def test_what_is_no_state_for_it_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="was asked to take"):
         table.resumed("http://a:1", ["weights"])
     assert table.find("engine-0-node-1") is table.engines[0] and table.find("router") is None
-    assert table.is_news("engine-0-node-1", "http://b:1") and not table.is_news("engine-0-node-1", "http://a:1")
+    assert table.is_news("engine-0-node-1", "http://b:1") and not table.is_news(
+        "engine-0-node-1", "http://a:1"
+    )

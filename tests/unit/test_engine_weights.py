@@ -1,5 +1,5 @@
-"""The trainer computes with what engines hold quantised: the bits of a conversion at any layout, gradients straight
-through, flags that would do nothing refused."""
+"""The trainer computes with what engines hold quantised: the bits of a conversion at any layout,
+gradients straight through, flags that would do nothing refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ FORMATS = {
     "fp8": Quantisation("fp8", Fp8((16, 16)), ("lm_head",)),
     "fp8-tensor": Quantisation("fp8", Fp8((0, 0), "weight_scale"), ("lm_head",)),
 }
-#: In each the expected bits are those of the files; in the second columns of one group lie on two ranks.
+#: In each the expected bits are those of the files; in the second columns of one group lie on two
+#: ranks.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
     "etp2": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-    "tp2+ep2": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+    "tp2+ep2": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+    },
 }
 
 
@@ -64,7 +69,11 @@ class Models:
 
     @staticmethod
     def _shape(family: str) -> dict[str, Any]:
-        return {"vocab_size": 97, "moe_intermediate_size": 48} if "moe" in family else {"vocab_size": 97}
+        return (
+            {"vocab_size": 97, "moe_intermediate_size": 48}
+            if "moe" in family
+            else {"vocab_size": 97}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +88,14 @@ def opened(models: Models, family: str, kind: str, **flags: Any) -> Any:
 
 def unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
-    biases = {name for name in one if name.endswith(FLOAT32_NAMES)}  # in the trainer's precision here, and there
+    biases = {
+        name for name in one if name.endswith(FLOAT32_NAMES)
+    }  # in the trainer's precision here, and there
     return [name for name in one if not same_bits(one[name], other[name]) and name not in biases]
 
 
-# -- the bits --------------------------------------------------------------------------------------------------------
+# -- the bits
+# --------------------------------------------------------------------------------------------------------
 
 ON_ONE_RANK = [
     *(("qwen3", kind) for kind in FORMATS),
@@ -117,7 +129,9 @@ def test_swapped_in_are_the_bits_of_a_conversion(models: Models, family: str, ki
         ("tp2+ep2", "qwen3_moe", "fp8"),
     ],
 )
-def test_so_they_are_at_any_layout(models: Models, ranks: Pools, layout: str, family: str, kind: str) -> None:
+def test_so_they_are_at_any_layout(
+    models: Models, ranks: Pools, layout: str, family: str, kind: str
+) -> None:
     """Also where tensor parallelism cuts a group of columns, or a block, in two."""
     flags = {"ref_load": str(models.plain(family)), "bf16": True, **LAYOUTS[layout]}
     for inside, after in ranks.run(2, engine_weights, models.quantised(family, kind), flags):
@@ -130,21 +144,29 @@ def test_so_they_are_at_any_layout(models: Models, ranks: Pools, layout: str, fa
 ])  # fmt: skip
 def test_the_engines_dtype_decides_what_is_rounded(models: Models, flags: dict[str, str]) -> None:
     """A float32 trainer with engines of bfloat16 has the values that those have."""
-    expected = {name: tensor.float() for name, tensor in tensors_of(models.back("qwen3", "int4")).items()}
+    expected = {
+        name: tensor.float() for name, tensor in tensors_of(models.back("qwen3", "int4")).items()
+    }
     with opened(models, "qwen3", "int4", **flags) as backend, backend.engine_weights.swapped_in():
         assert unlike(exported(backend), expected) == []
 
 
 def test_experts_alone(models: Models) -> None:
-    plain, converted = tensors_of(models.plain("qwen3_moe")), tensors_of(models.back("qwen3_moe", "int4"))
+    plain, converted = (
+        tensors_of(models.plain("qwen3_moe")),
+        tensors_of(models.back("qwen3_moe", "int4")),
+    )
     opening = opened(models, "qwen3_moe", "int4", bf16=True)
     with opening as backend, backend.engine_weights.swapped_in(experts_only=True):
         inside = exported(backend)
-    expected = {name: converted[name] if ".experts." in name else tensor for name, tensor in plain.items()}
+    expected = {
+        name: converted[name] if ".experts." in name else tensor for name, tensor in plain.items()
+    }
     assert unlike(inside, expected) == [] and unlike(inside, converted)
 
 
-# -- gradients -------------------------------------------------------------------------------------------------------
+# -- gradients
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,7 +174,8 @@ def test_experts_alone(models: Models) -> None:
     [("qwen3", "int4", "linears"), ("qwen3", "fp8", "linears"), ("qwen3_moe", "int4", "linears")],
 )
 def test_gradients_go_straight_through(models: Models, family: str, kind: str, chosen: str) -> None:
-    """They are those of the plain forward pass at the quantised weights, to the bit, and move the plain weights."""
+    """They are those of the plain forward pass at the quantised weights, to the bit, and move the
+    plain weights."""
     batch = make_batch()
     with single(models.back(family, kind), bf16=True, **LOSS) as backend:
         expected, expected_log_probs = gradients(backend, batch), backend.log_probs(batch)
@@ -165,15 +188,22 @@ def test_gradients_go_straight_through(models: Models, family: str, kind: str, c
         assert unlike(gradients(backend, batch), expected) == []
         assert unlike(unrounded, expected), "the format changes gradients"
         assert all(torch.equal(*pair) for pair in zip(backend.log_probs(batch), expected_log_probs))
-        assert all(torch.equal(*pair) for pair in zip(backend.log_probs(batch, reference=True), reference))
+        assert all(
+            torch.equal(*pair) for pair in zip(backend.log_probs(batch, reference=True), reference)
+        )
         before = exported(backend)
         metrics = backend.train(batch)
         after = exported(backend)
     assert metrics["train/kl_loss"] == 0.0, "the reference is rounded alike"
-    moved = {name: (after[name].float() - before[name].float()).abs().max().item() for name in before}
-    # a step of Adam's is the learning rate; one from the rounded weights would be as far as these are
+    moved = {
+        name: (after[name].float() - before[name].float()).abs().max().item() for name in before
+    }
+    # a step of Adam's is the learning rate; one from the rounded weights would be as far as these
+    # are
     assert unlike(before, tensors_of(models.plain(family))) == []
-    assert all(0 < far <= 2.5e-2 for name, far in moved.items() if name.endswith("mlp.down_proj.weight"))
+    assert all(
+        0 < far <= 2.5e-2 for name, far in moved.items() if name.endswith("mlp.down_proj.weight")
+    )
 
 
 def test_several_steps_are_rounded_anew(models: Models) -> None:
@@ -183,43 +213,60 @@ def test_several_steps_are_rounded_anew(models: Models) -> None:
         trained = exported(backend)
         with backend.engine_weights.swapped_in():
             rounded = exported(backend)
-        canary, plain = backend.canary_log_probs([5, 6, 7]), backend.canary_log_probs([5, 6, 7], plain=True)
+        canary, plain = (
+            backend.canary_log_probs([5, 6, 7]),
+            backend.canary_log_probs([5, 6, 7], plain=True),
+        )
     assert unlike(trained, rounded) and canary != plain
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
 
 
 @pytest.mark.slow
-def test_weights_that_are_gathered_late_are_rounded_when_they_are_there(models: Models, ranks: Pools) -> None:
-    """With --overlap-param-gather a rank has its own share of a step's result until a forward pass asks for more."""
+def test_weights_that_are_gathered_late_are_rounded_when_they_are_there(
+    models: Models, ranks: Pools
+) -> None:
+    """With --overlap-param-gather a rank has its own share of a step's result until a forward pass
+    asks for more."""
     common = {"ref_load": str(models.plain("qwen3")), "fake_quantisation": "linears"}
     late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
     batch = make_batch(num_samples=8, num_steps=2)
-    steps = [dataclasses.replace(step, micro_batches=[[2 * n, 2 * n + 1]]) for n, step in enumerate(batch.steps)]
+    steps = [
+        dataclasses.replace(step, micro_batches=[[2 * n, 2 * n + 1]])
+        for n, step in enumerate(batch.steps)
+    ]
     halves = [
-        [dataclasses.replace(shard(batch, members, [[0, 1]]), steps=steps)] for members in ([0, 1, 4, 5], [2, 3, 6, 7])
+        [dataclasses.replace(shard(batch, members, [[0, 1]]), steps=steps)]
+        for members in ([0, 1, 4, 5], [2, 3, 6, 7])
     ]
     plain, overlapped = (
-        ranks.run(2, train_and_save, models.quantised("qwen3", "int4"), common | flags, halves, None)[0]["weights"]
+        ranks.run(
+            2, train_and_save, models.quantised("qwen3", "int4"), common | flags, halves, None
+        )[0]["weights"]
         for flags in ({}, late)
     )
     assert all(torch.allclose(plain[name], overlapped[name], atol=1e-4) for name in plain)
 
 
-# -- what is measured ------------------------------------------------------------------------------------------------
+# -- what is measured
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_parts_of_the_mismatch(models: Models) -> None:
-    """Samples of an engine that computes as the trainer does with the engines' weights: all of it is the format's."""
+    """Samples of an engine that computes as the trainer does with the engines' weights: all of it
+    is the format's."""
     batch = make_batch()
     with opened(models, "qwen3", "int4", measure_quantisation=True) as backend:
-        batch = dataclasses.replace(batch, rollout_log_probs=backend.log_probs(batch, as_engines=True))
+        batch = dataclasses.replace(
+            batch, rollout_log_probs=backend.log_probs(batch, as_engines=True)
+        )
         metrics = backend.train(batch)
     whole = metrics["train/train_rollout_logprob_abs_diff"]
     assert metrics["train/quantised_rollout_logprob_abs_diff"] == 0.0 < whole
     assert metrics["train/quantisation_logprob_abs_diff"] == pytest.approx(whole, rel=1e-5)
 
 
-# -- flags -----------------------------------------------------------------------------------------------------------
+# -- flags
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,10 +300,14 @@ def test_what_would_do_nothing_is_refused(
 def test_what_acts_is_not(models: Models) -> None:
     for chosen in ("experts", "linears"):
         check_quantised_flags(
-            trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), fake_quantisation=chosen)
+            trainer_config(
+                hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), fake_quantisation=chosen
+            )
         )
     measured = {"fake_quantisation": "experts", "measure_quantisation": True}
-    check_quantised_flags(trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), **measured))
+    check_quantised_flags(
+        trainer_config(hf_checkpoint=str(models.quantised("qwen3_moe", "int4")), **measured)
+    )
 
 
 def test_the_switch_of_earlier_versions_is_told_of(
@@ -265,7 +316,10 @@ def test_the_switch_of_earlier_versions_is_told_of(
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     config = {"hf_checkpoint": str(models.quantised("qwen3_moe", "int4"))}
     check_quantised_flags(trainer_config(**config))
-    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG, which has no effect; pass --fake-quantisation experts" in caplog.text
+    assert (
+        "OPEN_TRAINING_INT4_FAKE_QAT_FLAG, which has no effect; pass --fake-quantisation experts"
+        in caplog.text
+    )
     caplog.clear()
     check_quantised_flags(trainer_config(**config, fake_quantisation="experts"))
     assert "no effect" not in caplog.text

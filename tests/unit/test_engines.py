@@ -1,4 +1,5 @@
-"""Which engines are restarted when, in which order, and when that ends the run; nothing is started here."""
+"""Which engines are restarted when, in which order, and when that ends the run; nothing is started
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from slime.cluster import open_waits, waiting
 from slime.cluster import routers as routers_module
 from slime.cluster.engine_actor import Obituary
 from slime.cluster.engine_memory import EnginesMemory
-from slime.cluster.engine_table import CACHE, GRAPHS, MOST_RESTARTS, WEIGHTS, Engine, EngineTable, State
+from slime.cluster.engine_table import (
+    CACHE,
+    GRAPHS,
+    MOST_RESTARTS,
+    WEIGHTS,
+    Engine,
+    EngineTable,
+    State,
+)
 from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
 from slime.cluster.gpu_memory import EngineMemory, GpuTurns, Turn
@@ -52,7 +61,11 @@ class Handle:
 
     def kill(self, how: str) -> Future[Any]:
         self.world.log.append(f"out {self.name[-1]}")
-        pid = self.world.dead[self.name].pid if self.name == "router" and self.name in self.world.dead else 4711
+        pid = (
+            self.world.dead[self.name].pid
+            if self.name == "router" and self.name in self.world.dead
+            else 4711
+        )
         return done(Obituary(how, "last words", "", pid=pid))
 
     def begin_start(self, model_path: str, meeting: None) -> Future[Any]:
@@ -61,7 +74,9 @@ class Handle:
         self.world.starts.append((int(self.name[-1]), Future()))
         return self.world.starts[-1][1]
 
-    def begin_router(self, urls: list[str], external: list[str], pairs: None, port: int | None) -> Future[Any]:
+    def begin_router(
+        self, urls: list[str], external: list[str], pairs: None, port: int | None
+    ) -> Future[Any]:
         self.world.log.append(f"router at {port}")
         self.world.behind_router = {int(url.split("-")[1][0]) for url in urls}
         self.world.dead.pop(self.name, None)
@@ -79,7 +94,9 @@ class World:
         self.refused, self.hanging = False, set[int]()
         self.num_pushes = 0
         self.fails: Callable[[int], None] = lambda number: None
-        config = make_config(use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model")
+        config = make_config(
+            use_fault_tolerance=tolerant, check_canary=False, hf_checkpoint="model"
+        )
         self.engines = engines = Engines.__new__(Engines)  # no actors: that would need Ray
         engines.config, engines.nodes, engines.restarts_at_once = config, {"n"}, True
         engines._tolerant, engines._health, engines._checking_seconds = tolerant, None, 0.0
@@ -87,7 +104,10 @@ class World:
         engines._memory = EnginesMemory(())
         engines._start_seconds = limits.get("start_seconds", 600.0)
         engines._should_stop = limits.get("should_stop", lambda: False)
-        policy, group = SimpleNamespace(name="policy", is_policy=True), SimpleNamespace(worker_type="regular")
+        policy, group = (
+            SimpleNamespace(name="policy", is_policy=True),
+            SimpleNamespace(worker_type="regular"),
+        )
         engines._parts = parts = [  # type: ignore[assignment]
             SimpleNamespace(
                 name=f"engine-{n}", place=SimpleNamespace(number=n, num_nodes=1), is_first=True, slots=(n,),
@@ -109,14 +129,17 @@ class World:
             self.table.launched(n, [f"http://engine-{n}/0"])
         engines.external = ExternalEngines(config, self.table, engines, None, shares_gpus=False)
         engines._ended = set()
-        trainers: Any = SimpleNamespace(nodes=["n"], connect_engines=self.connect, update_weights=self.push)
+        trainers: Any = SimpleNamespace(
+            nodes=["n"], connect_engines=self.connect, update_weights=self.push
+        )
         self.weights = WeightPush(engines, trainers, None, None, tolerant=tolerant)
 
     @property
     def serving(self) -> set[int]:
         return {engine.number for engine in self.table.those(State.SERVING)}
 
-    # -- what is done to them ------------------------------------------------------------------------------
+    # -- what is done to them
+    # ------------------------------------------------------------------------------
 
     def die(self, number: int) -> None:
         url = self.table.engines[number].url
@@ -128,7 +151,8 @@ class World:
             if not start.done():
                 start.set_result(f"http://engine-{number}/{count + 1}")
 
-    # -- what they do --------------------------------------------------------------------------------------
+    # -- what they do
+    # --------------------------------------------------------------------------------------
 
     def connect(self, layout: list[Any], version: int, *, on_this_node: bool) -> None:
         assert on_this_node and len(layout) == len(self.table.policy)
@@ -151,7 +175,9 @@ class World:
         self.behind_router.add(number)
 
 
-def wait_at_once(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+def wait_at_once(
+    refs: list[Future[Any]], num_returns: int, timeout: float
+) -> tuple[list[Any], list[Any]]:
     return [ref for ref in refs if ref.done()], [ref for ref in refs if not ref.done()]
 
 
@@ -177,7 +203,9 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     for of_ray in (module, waiting):
         monkeypatch.setattr(of_ray, "ray", SimpleNamespace(wait=wait_at_once))
     monkeypatch.setattr(module, "wait_for", results)
-    monkeypatch.setattr(module, "all_answered", lambda asked: all(ref.done() for ref in asked.values()))
+    monkeypatch.setattr(
+        module, "all_answered", lambda asked: all(ref.done() for ref in asked.values())
+    )
     monkeypatch.setattr(routers_module, "wait_for", results)
     monkeypatch.setattr(routers_module, "remove_worker", remove)
     monkeypatch.setattr(routers_module, "register_workers", register)
@@ -197,7 +225,8 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.engines.ask()
     assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
     assert (
-        "engine-1 (pid 4711) was killed (SIGKILL); it is started again; engines that go on meanwhile: 1" in caplog.text
+        "engine-1 (pid 4711) was killed (SIGKILL); it is started again; engines that go on "
+        "meanwhile: 1" in caplog.text
     )
     world.weights.push()  # not up yet: the other one goes on alone
     assert world.log[2:] == ["connect", "push"] and world.serving == {0}
@@ -207,8 +236,14 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
     world.weights.push()
     assert world.log[4:] == ["connect", "push", "router 1"] and world.serving == {0, 1}
     metrics = world.engines.metrics()
-    assert metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
-    none = {"rollout/engine_restarts": 0, "rollout/router_restarts": 0, "perf/engine_checks_time": 0}
+    assert (
+        metrics["rollout/engine_restarts"] == 1 and metrics["rollout/engine_restart_seconds"] >= 0
+    )
+    none = {
+        "rollout/engine_restarts": 0,
+        "rollout/router_restarts": 0,
+        "perf/engine_checks_time": 0,
+    }
     assert world.engines.metrics() == none
 
 
@@ -225,15 +260,26 @@ def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
 
 def test_without_the_flag_the_death_of_the_router_ends_the_run(worlds: Worlds) -> None:
     with pytest.raises(RunFailed, match=r"router \(pid 7\) was killed"):
-        worlds(tolerant=False).engines.heard("router", Obituary(KILLED, "its log", "http://router", pid=7))
+        worlds(tolerant=False).engines.heard(
+            "router", Obituary(KILLED, "its log", "http://router", pid=7)
+        )
 
 
-def test_a_router_that_dies_is_started_again_at_its_address(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_router_that_dies_is_started_again_at_its_address(
+    worlds: Worlds, caplog: pytest.LogCaptureFixture
+) -> None:
     world = worlds()
     former = world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
     world.engines.ask()
-    assert world.log == ["out r", "router at 4000", "router 0", "router 1"] and world.behind_router == {0, 1}
-    assert re.search(r"router \(pid 7\) was killed .* started again within .* http://router:4000", caplog.text)
+    assert world.log == [
+        "out r",
+        "router at 4000",
+        "router 0",
+        "router 1",
+    ] and world.behind_router == {0, 1}
+    assert re.search(
+        r"router \(pid 7\) was killed .* started again within .* http://router:4000", caplog.text
+    )
     world.engines.heard("router", former)
     assert len(world.log) == 4, "its end is told twice, by a watch and when it is asked for"
     assert world.engines.metrics()["rollout/router_restarts"] == 1
@@ -302,7 +348,9 @@ def test_without_the_flag_a_death_ends_the_run_and_says_what_was_done(worlds: Wo
     world = worlds(tolerant=False)
     world.die(0)
     with (
-        pytest.raises(RunFailed, match=r"^taking memory back: engine-0 \(pid 4711\) was killed \(SIGKILL\)") as failed,
+        pytest.raises(
+            RunFailed, match=r"^taking memory back: engine-0 \(pid 4711\) was killed \(SIGKILL\)"
+        ) as failed,
         world.engines.explained("taking memory back"),
     ):
         raise EngineError("http://engine-0/0", "connection reset")
@@ -338,7 +386,9 @@ def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> Non
     for _ in range(MOST_RESTARTS):
         die_and_return()
     world.die(0)
-    with pytest.raises(RunFailed, match=r"engine-0 \(pid 4711\) died 4 times .* was killed \(SIGKILL\)") as failed:
+    with pytest.raises(
+        RunFailed, match=r"engine-0 \(pid 4711\) died 4 times .* was killed \(SIGKILL\)"
+    ) as failed:
         world.engines.ask()
     assert "last words" in failed.value.why and 0 not in world.behind_router
 
@@ -369,9 +419,13 @@ def test_an_engine_that_the_router_refuses_is_lost_again(worlds: Worlds) -> None
 def test_the_last_engine_is_waited_for(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     world, polls = worlds(), []
 
-    def poll(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+    def poll(
+        refs: list[Future[Any]], num_returns: int, timeout: float
+    ) -> tuple[list[Any], list[Any]]:
         polls.append(timeout)
-        assert re.search(r"\(restarting engines\) for engine-0, engine-1$", open_waits.words()), open_waits.words()
+        assert re.search(r"\(restarting engines\) for engine-0, engine-1$", open_waits.words()), (
+            open_waits.words()
+        )
         if len(polls) == 5:
             world.come_up()
         return [ref for ref in refs if ref.done()], []
@@ -394,7 +448,10 @@ def test_the_first_of_all_is_enough(worlds: Worlds) -> None:
 
 
 def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None:
-    for limits, ends in (({"start_seconds": 0.0}, module.DeadlinePassed), ({"should_stop": lambda: True}, None)):
+    for limits, ends in (
+        ({"start_seconds": 0.0}, module.DeadlinePassed),
+        ({"should_stop": lambda: True}, None),
+    ):
         world = worlds(**limits)
         world.die(0)
         world.die(1)
@@ -404,8 +461,15 @@ def test_waiting_ends_with_its_deadline_and_with_sigterm(worlds: Worlds) -> None
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout", "die r"]), max_size=30))
-def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(worlds: Worlds, events: list[str]) -> None:
+@given(
+    st.lists(
+        st.sampled_from(["die 0", "die 1", "come up", "look", "push", "rollout", "die r"]),
+        max_size=30,
+    )
+)
+def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
+    worlds: Worlds, events: list[str]
+) -> None:
     world = worlds()
     pushed, pids = {engine.url for engine in world.table.policy}, itertools.count()
 
@@ -436,11 +500,14 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(world
         except RunFailed as failed:
             assert "died 4 times" in str(failed)
             return
-        assert world.behind_router == world.serving == {engine.number for engine in world.table.policy}
+        assert (
+            world.behind_router == world.serving == {engine.number for engine in world.table.policy}
+        )
         assert {engine.url for engine in world.table.policy} <= pushed
 
 
-# -- pushes ------------------------------------------------------------------------------------------------------------
+# -- pushes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None:
@@ -471,8 +538,11 @@ def test_a_push_that_an_engine_died_of_is_repeated_without_it(worlds: Worlds) ->
     assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
 
 
-def test_a_push_that_an_engine_hangs_in_is_repeated_without_it(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process lives, so that nobody hears of a death; it does not answer a plain question either."""
+def test_a_push_that_an_engine_hangs_in_is_repeated_without_it(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process lives, so that nobody hears of a death; it does not answer a plain question
+    either."""
     world = worlds()
     world.weights.connect()
     silent = EngineError("http://engine-1/0", "gave no answer within 3 s")
@@ -498,7 +568,9 @@ def test_a_push_that_an_engine_hangs_in_is_repeated_without_it(worlds: Worlds, m
     assert world.log == ["connect", "out 1", "start 1", "connect", "push"]
 
 
-def test_engines_are_not_blamed_for_the_death_of_a_trainer(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_not_blamed_for_the_death_of_a_trainer(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that hang in a broadcast whose sender is dead are well."""
     world = worlds()
     monkeypatch.setattr(Engines, "_lose_silent", lambda self: pytest.fail("they are asked"))
@@ -509,7 +581,9 @@ def test_engines_are_not_blamed_for_the_death_of_a_trainer(worlds: Worlds, monke
     world.fails = die
     with pytest.raises(ActorDied):
         world.weights.push()
-    assert world.weights.is_pushing and world.serving == {0, 1}, "who begins again must have them go on"
+    assert world.weights.is_pushing and world.serving == {0, 1}, (
+        "who begins again must have them go on"
+    )
 
 
 @pytest.mark.parametrize("tolerant", [True, False])
@@ -525,7 +599,9 @@ def test_a_push_that_fails_for_another_reason_ends_the_run(tolerant: bool, world
     assert world.num_pushes == 1
 
 
-def test_an_engine_that_joins_gets_weights_before_requests(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_joins_gets_weights_before_requests(
+    worlds: Worlds, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also without --use-fault-tolerance."""
     world = worlds(tolerant=False)
     world.weights.connect()
@@ -534,12 +610,18 @@ def test_an_engine_that_joins_gets_weights_before_requests(worlds: Worlds, caplo
     world.engines.look()
     assert world.behind_router == {0, 1} and world.engines.layout[-1].url != "http://engine-2/0"
     world.weights.push()
-    assert world.log == ["connect", "push", "connect", "push", "router 2"] and world.serving == {0, 1, 2}
+    assert world.log == ["connect", "push", "connect", "push", "router 2"] and world.serving == {
+        0,
+        1,
+        2,
+    }
     assert world.engines.layout[-1] == EngineSlots("http://engine-2/0", (), 1)
     assert "http://engine-2/0 serves after" in caplog.text
 
 
-def test_a_newcomer_that_cannot_be_pushed_to_ends_no_run(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newcomer_that_cannot_be_pushed_to_ends_no_run(
+    worlds: Worlds, caplog: pytest.LogCaptureFixture
+) -> None:
     world = worlds(tolerant=False)
     world.weights.connect()
     world.table.joined("http://engine-2/0", 1)
@@ -555,7 +637,9 @@ def test_a_newcomer_that_cannot_be_pushed_to_ends_no_run(worlds: Worlds, caplog:
     assert len(world.table.engines) == 2
 
 
-def test_the_end_of_one_that_has_left_is_no_death(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_one_that_has_left_is_no_death(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = worlds(tolerant=False)
     world.weights.connect()
     monkeypatch.setattr(ExternalEngines, "_leave_router", lambda self, url: True)
@@ -567,7 +651,8 @@ def test_the_end_of_one_that_has_left_is_no_death(worlds: Worlds, monkeypatch: p
     assert world.log == ["connect", "out 1", "connect", "push"] and world.serving == {0}
 
 
-# -- taking turns with memory --------------------------------------------------------------------------------
+# -- taking turns with memory
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn", [Turn.TRAINER, Turn.PUSH, Turn.ENGINES])
@@ -595,9 +680,13 @@ def test_an_engine_starts_while_the_others_generate(
         log.append("wake")
         return {}
 
-    turns = world.weights._turns = GpuTurns(release, resume, sleep, wake, offload_train=True, offload_rollout=True)
+    turns = world.weights._turns = GpuTurns(
+        release, resume, sleep, wake, offload_train=True, offload_rollout=True
+    )
     world.engines.restarts_at_once = False
-    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    monkeypatch.setattr(
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+    )
     everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     turns.before_trainer()
     if turn is not Turn.TRAINER:
@@ -608,13 +697,21 @@ def test_an_engine_starts_while_the_others_generate(
     log.clear()
     world.engines.ask()
     if turn is Turn.ENGINES:
-        assert log == ["out 1", "start 1"], "the trainer sleeps, and what died has left its GPU to itself"
+        assert log == ["out 1", "start 1"], (
+            "the trainer sleeps, and what died has left its GPU to itself"
+        )
     else:
         assert log == ["out 1"], "it does not start beside others' memory"
         log.clear()
         world.weights.push()  # to the survivor
         woken = [f"engine-0 releases {WEIGHTS}", "wake"] if turn is Turn.PUSH else []
-        assert log == [*woken, "connect", "sleep but for weights", f"engine-0 resumes {WEIGHTS}", "push"]
+        assert log == [
+            *woken,
+            "connect",
+            "sleep but for weights",
+            f"engine-0 resumes {WEIGHTS}",
+            "push",
+        ]
         log.clear()
         world.weights.wake_engines()
         assert log == ["sleep", f"engine-0 resumes {rest}", "start 1"]
@@ -625,7 +722,13 @@ def test_an_engine_starts_while_the_others_generate(
     log.clear()
     world.weights.push()
     assert log == [
-        *("connect", "sleep but for weights", f"engine-0 resumes {WEIGHTS}", f"engine-1 resumes {WEIGHTS}", "push"),
+        *(
+            "connect",
+            "sleep but for weights",
+            f"engine-0 resumes {WEIGHTS}",
+            f"engine-1 resumes {WEIGHTS}",
+            "push",
+        ),
         *("sleep", f"engine-0 resumes {rest}", f"engine-1 resumes {rest}", "router 1"),
     ]
 
@@ -641,19 +744,35 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
 
     def no_memory(tags: Any) -> None: ...
 
-    turns = GpuTurns(no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True)
+    turns = GpuTurns(
+        no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True
+    )
     world.weights._turns, world.engines.restarts_at_once = turns, False
-    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    monkeypatch.setattr(
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+    )
     turns.before_trainer()
     for number in (0, 1):
         world.die(number)
     world.weights.push()
-    expected = ["out 0", "out 1", "sleep", "start 0", "start 1", "wake", "connect", "sleep", "push", "sleep"]
+    expected = [
+        "out 0",
+        "out 1",
+        "sleep",
+        "start 0",
+        "start 1",
+        "wake",
+        "connect",
+        "sleep",
+        "push",
+        "sleep",
+    ]
     assert log == [*expected, "router 0", "router 1"]
 
 
 class DyingFleet:
-    """Connections to servers that log what they are asked; the second one dies of the first request to resume."""
+    """Connections to servers that log what they are asked; the second one dies of the first request
+    to resume."""
 
     def __init__(self, world: World) -> None:
         self.world, self.has_died = world, False
@@ -690,7 +809,9 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     )  # fmt: skip
     world.engines.restarts_at_once = False
     monkeypatch.setattr(module, "_DEATH_OF_CONNECTION_SECONDS", 0.0)
-    monkeypatch.setattr(Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look()))
+    monkeypatch.setattr(
+        Engines, "wait_for_restarts", lambda self, for_all: (world.come_up(), self.look())
+    )
     turns.before_trainer()
     world.weights.connect()
     log.clear()
@@ -702,7 +823,9 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     ]
 
 
-def test_before_a_release_those_that_died_or_hang_are_left_out(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_a_release_those_that_died_or_hang_are_left_out(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the dead first: they would not answer."""
     world = worlds()
 

@@ -1,4 +1,5 @@
-"""Adapters to environments of others: with a model that plays its part, and environments that speak as theirs do."""
+"""Adapters to environments of others: with a model that plays its part, and environments that speak
+as theirs do."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def play(lines: list[str], generate: Callable[..., Awaitable[Any]], task: Any, **options: Any) -> tuple[Play, Any]:
+def play(
+    lines: list[str], generate: Callable[..., Awaitable[Any]], task: Any, **options: Any
+) -> tuple[Play, Any]:
     """What a generate function makes of a task, with a model that says these lines."""
     stage = Play(lines, **options)
     stage.sample.metadata["task"] = task
@@ -51,14 +54,17 @@ def play(lines: list[str], generate: Callable[..., Awaitable[Any]], task: Any, *
     async def run() -> Any:
         bind_state(stage.state)
         try:
-            return await generate(stage.state.args, stage.sample, stage.state.params_for(stage.sample))
+            return await generate(
+                stage.state.args, stage.sample, stage.state.params_for(stage.sample)
+            )
         finally:
             await close_server()
 
     return stage, asyncio.run(run())
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# -- rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_without_a_task_says_how_rows_are_made() -> None:
@@ -73,7 +79,8 @@ def test_a_missing_package_names_its_extra() -> None:
     assert caught.value.fix == "pip install 'slime-rl[verifiers]'"
 
 
-# -- Harbor ----------------------------------------------------------------------------------------------------------
+# -- Harbor
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -99,7 +106,9 @@ def test_an_agent_works_in_a_box_and_the_tests_score(tasks: Path, tmp_path: Path
     stage, samples = play(lines, harbor().generate, str(task))
     (sample,) = samples
     assert sample.reward == 1.0 and "answer\n/app" in stage.text(sample.tokens)
-    assert rows[1]["prompt"].startswith("Write") and stage.text(stage.trained(sample)) == "".join(lines)
+    assert rows[1]["prompt"].startswith("Write") and stage.text(stage.trained(sample)) == "".join(
+        lines
+    )
 
 
 @with_namespaces
@@ -111,10 +120,15 @@ def test_a_wrong_answer_and_no_answer_score_nothing(tasks: Path) -> None:
 
 @with_namespaces
 def test_the_agent_sees_no_tests_and_reaches_no_network(tasks: Path) -> None:
-    said = "```bash\nls /tests /logs; (echo > /dev/tcp/127.0.0.1/22) 2>&1; echo 1 > /logs/verifier/reward.txt\n```"
+    said = (
+        "```bash\nls /tests /logs; (echo > /dev/tcp/127.0.0.1/22) 2>&1; echo 1 > "
+        "/logs/verifier/reward.txt\n```"
+    )
     stage, samples = play([f"{said}{END}", f"done{END}"], harbor().generate, str(tasks / "write-0"))
     shown = stage.text(samples[0].tokens)
-    assert samples[0].reward == 0.0 and "cannot access '/tests'" in shown and "not permitted" in shown
+    assert (
+        samples[0].reward == 0.0 and "cannot access '/tests'" in shown and "not permitted" in shown
+    )
 
 
 @with_namespaces
@@ -130,7 +144,11 @@ def test_rewards_by_name_and_tests_that_say_nothing(tasks: Path) -> None:
     assert sample.reward == 0.0 and "is a link" in sample.metadata["harbor"]["failure"]
     assert sample.metadata["harbor"]["output"] == "broken\n"
     deep = "printf '[%.0s' $(seq 100000) > reward.json"
-    for made, why in (("mkfifo reward.txt", "no file"), ("mkfifo reward.json", "no file"), (deep, "RecursionError")):
+    for made, why in (
+        ("mkfifo reward.txt", "no file"),
+        ("mkfifo reward.json", "no file"),
+        (deep, "RecursionError"),
+    ):
         test.write_text(f"cd /logs/verifier; {made}")
         _, (sample,) = play([f"done{END}"], harbor().generate, str(test.parents[1]))
         assert sample.reward == 0.0 and why in sample.metadata["harbor"]["failure"]
@@ -138,8 +156,12 @@ def test_rewards_by_name_and_tests_that_say_nothing(tasks: Path) -> None:
 
 @with_namespaces
 def test_the_working_directory_is_that_of_the_dockerfile(tasks: Path) -> None:
-    (tasks / "write-0" / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /srv\nWORKDIR a/./b\n")
-    stage, (sample,) = play([f"```bash\npwd\n```{END}", f"done{END}"], harbor().generate, str(tasks / "write-0"))
+    (tasks / "write-0" / "environment" / "Dockerfile").write_text(
+        "FROM debian\nWORKDIR /srv\nWORKDIR a/./b\n"
+    )
+    stage, (sample,) = play(
+        [f"```bash\npwd\n```{END}", f"done{END}"], harbor().generate, str(tasks / "write-0")
+    )
     assert "\n/srv/a/b\n" in stage.text(sample.tokens)
 
 
@@ -185,7 +207,11 @@ def test_the_bash_agent_ends_without_turns_and_fails_of_anything_else(turns: int
         ("task.toml", '[environment]\ndocker_image = "debian"\n', "docker_image"),
         ("task.toml", '[[steps]]\nname = "first"\n', "steps"),
         ("task.toml", '[verifier]\nenvironment_mode = "separate"\n', "a separate verifier"),
-        ("environment/Dockerfile", "FROM debian\nRUN apt-get install -y \\\n  gcc\n", "RUN apt-get install -y gcc"),
+        (
+            "environment/Dockerfile",
+            "FROM debian\nRUN apt-get install -y \\\n  gcc\n",
+            "RUN apt-get install -y gcc",
+        ),
         ("environment/Dockerfile", "ARG A=/app\nWORKDIR ${A}/b\n", "WORKDIR ${A}/b"),
         ("environment/docker-compose.yaml", "services: {}\n", "docker-compose.yaml"),
     ],
@@ -206,13 +232,17 @@ def test_a_task_that_cannot_be_read_is_named(tasks: Path) -> None:
 
 
 def test_a_runner_of_ones_own_gets_commands_and_folders(tasks: Path) -> None:
-    (tasks / "write-0" / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /srv\nRUN make\n")
+    (tasks / "write-0" / "environment" / "Dockerfile").write_text(
+        "FROM debian\nWORKDIR /srv\nRUN make\n"
+    )
     asked: list[tuple[list[str], str, list[str]]] = []
 
     class Containers:
         limits = LIMITS
 
-        async def run(self, command: Any, *, folders: Any, folder: str, environ: Any, limits: Limits) -> Ran:
+        async def run(
+            self, command: Any, *, folders: Any, folder: str, environ: Any, limits: Limits
+        ) -> Ran:
             asked.append((list(command), folder, sorted(folders)))
             if "/logs" in folders:
                 (folders["/logs"] / "verifier" / "reward.txt").write_text("0.5")
@@ -227,7 +257,8 @@ def test_a_runner_of_ones_own_gets_commands_and_folders(tasks: Path) -> None:
     assert sample.reward == 0.5
 
 
-# -- verifiers -------------------------------------------------------------------------------------------------------
+# -- verifiers
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -269,16 +300,26 @@ async def ask(base_url: str, text: str) -> str:
         aiohttp.ClientSession(headers={"Authorization": "Bearer EMPTY"}) as session,
         session.post(f"{base_url}/chat/completions", json=body) as answer,
     ):
-        return str((await answer.json())["choices"][0]["message"]["content"]) if answer.status == 200 else ""
+        return (
+            str((await answer.json())["choices"][0]["message"]["content"])
+            if answer.status == 200
+            else ""
+        )
 
 
 def trace_of(reward: float) -> Any:
     return SimpleNamespace(
-        reward=reward, rewards={"right": Signal(reward)}, metrics={"turns": 1.0}, stop_condition=None, last_error=None
+        reward=reward,
+        rewards={"right": Signal(reward)},
+        metrics={"turns": 1.0},
+        stop_condition=None,
+        last_error=None,
     )
 
 
-def with_stand_in(monkeypatch: pytest.MonkeyPatch, episode: Callable[[Any, str], Awaitable[Any]]) -> None:
+def with_stand_in(
+    monkeypatch: pytest.MonkeyPatch, episode: Callable[[Any, str], Awaitable[Any]]
+) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
     monkeypatch.setitem(sys.modules, "verifiers.v1", verifiers_stand_in(episode))
 
@@ -297,21 +338,29 @@ def test_an_episode_of_verifiers_becomes_samples_with_its_reward(
     assert rows[2] == {"prompt": "task 2", "metadata": {"task": 2}}
     stage, (sample,) = play([f"yes{END}"], taskset.generate, 2)
     assert sample.reward == 1.0 and stage.text(stage.trained(sample)) == f"yes{END}"
-    assert sample.metadata["verifiers"] == {"rewards": {"right": 1.0}, "metrics": {"turns": 1.0}, "stop": None}
+    assert sample.metadata["verifiers"] == {
+        "rewards": {"right": 1.0},
+        "metrics": {"turns": 1.0},
+        "stop": None,
+    }
     assert "task 2" in stage.text(stage.model.asked[0])
 
 
 def test_an_episode_that_failed_fails_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     async def episode(task: Any, base_url: str) -> Any:
         await ask(base_url, "hi")
-        return SimpleNamespace(ok=False, traces=[], last_error=SimpleNamespace(type="ToolsetError", message="gone"))
+        return SimpleNamespace(
+            ok=False, traces=[], last_error=SimpleNamespace(type="ToolsetError", message="gone")
+        )
 
     with_stand_in(monkeypatch, episode)
     with pytest.raises(AgentError, match="ToolsetError: gone"):
         play([f"yes{END}"], VerifiersTaskset("any").generate, 0)
 
 
-def test_an_episode_without_room_is_truncated_and_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_without_room_is_truncated_and_scores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def episode(task: Any, base_url: str) -> Any:
         for _ in range(2):
             await ask(base_url, "a long story " * 20)
@@ -319,11 +368,15 @@ def test_an_episode_without_room_is_truncated_and_scores_nothing(monkeypatch: py
         return SimpleNamespace(ok=False, traces=[trace_of(0.0)], last_error=error)
 
     with_stand_in(monkeypatch, episode)
-    _, samples = play([f"{'y' * 30}{END}"] * 2, VerifiersTaskset("any").generate, 0, max_new_tokens=10)
+    _, samples = play(
+        [f"{'y' * 30}{END}"] * 2, VerifiersTaskset("any").generate, 0, max_new_tokens=10
+    )
     assert {(sample.status, sample.reward) for sample in samples} == {(SampleStatus.TRUNCATED, 0.0)}
 
 
-def test_several_agents_and_tasks_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_agents_and_tasks_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def episode(task: Any, base_url: str) -> Any:
         await ask(base_url, "hi")
         return SimpleNamespace(ok=True, traces=[trace_of(0.0), trace_of(1.0)], last_error=None)
@@ -335,7 +388,9 @@ def test_several_agents_and_tasks_that_are_not_there_are_refused(monkeypatch: py
         play([], VerifiersTaskset("any").generate, 3)
 
 
-@pytest.mark.skipif(not has("verifiers"), reason="verifiers is not installed: pip install 'slime-rl[verifiers]'")
+@pytest.mark.skipif(
+    not has("verifiers"), reason="verifiers is not installed: pip install 'slime-rl[verifiers]'"
+)
 @pytest.mark.parametrize("right", [True, False])
 def test_verifiers_itself(right: bool, tmp_path: Path) -> None:
     from examples.environments.verifiers_rollout import TASKSET
@@ -347,7 +402,8 @@ def test_verifiers_itself(right: bool, tmp_path: Path) -> None:
     assert sample.metadata["verifiers"]["rewards"] == {"says_it": float(right)}
 
 
-# -- OpenEnv ---------------------------------------------------------------------------------------------------------
+# -- OpenEnv
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Count:
@@ -377,7 +433,10 @@ class Count:
 
 
 def count_world(**options: Any) -> OpenEnvEnvironment:
-    words: dict[str, Any] = {"act": lambda text: {"number": int(text)}, "observe": lambda seen: seen["text"]}
+    words: dict[str, Any] = {
+        "act": lambda text: {"number": int(text)},
+        "observe": lambda seen: seen["text"],
+    }
     return OpenEnvEnvironment("http://nowhere", **{"client": Count, **words, **options})
 
 
@@ -388,17 +447,32 @@ def test_an_episode_of_openenv_is_one_sample_of_several_turns(tmp_path: Path) ->
     task = json.loads((tmp_path / "rows.jsonl").read_text())["metadata"]["task"]
     lines = [f"5{END}", f"9{END}", f"7{END}"]
     stage, sample = play(lines, world.generate, task)
-    assert sample.reward == 2.0 and sample.metadata["openenv"]["rewards"] == [1.0, 0.0, 1.0] and closed == [3]
+    assert (
+        sample.reward == 2.0
+        and sample.metadata["openenv"]["rewards"] == [1.0, 0.0, 1.0]
+        and closed == [3]
+    )
     assert stage.text(stage.trained(sample)) == "".join(lines)
     told = stage.text(sample.tokens)
-    assert told.index("Count.") < told.index("after 4?") < told.index("after 5?") < told.index("after 6?")
+    assert (
+        told.index("Count.")
+        < told.index("after 4?")
+        < told.index("after 5?")
+        < told.index("after 6?")
+    )
     assert "after 7?" not in told
     sample.validate()
 
 
 def test_the_last_reward_alone_and_an_end_after_so_many_steps() -> None:
-    _, sample = play([f"1{END}", f"2{END}"], count_world(reward="last", most_steps=2).generate, {"seed": 0})
-    assert sample.reward == 1.0 and sample.metadata["openenv"] == {"steps": 2, "rewards": [1.0, 1.0], "done": False}
+    _, sample = play(
+        [f"1{END}", f"2{END}"], count_world(reward="last", most_steps=2).generate, {"seed": 0}
+    )
+    assert sample.reward == 1.0 and sample.metadata["openenv"] == {
+        "steps": 2,
+        "rewards": [1.0, 1.0],
+        "done": False,
+    }
 
 
 def test_an_episode_is_begun_anew_not_gone_on_with() -> None:
@@ -410,10 +484,16 @@ def test_an_episode_is_begun_anew_not_gone_on_with() -> None:
 
     async def run() -> Sample:
         bind_state(stage.state)
-        return await world.generate(stage.state.args, stage.sample, stage.state.params_for(stage.sample))
+        return await world.generate(
+            stage.state.args, stage.sample, stage.state.params_for(stage.sample)
+        )
 
     sample = asyncio.run(run())
-    assert sample.response == "1" and sample.reward == 1.0 and stage.trained(sample) == stage.model.said[0]
+    assert (
+        sample.response == "1"
+        and sample.reward == 1.0
+        and stage.trained(sample) == stage.model.said[0]
+    )
 
 
 def test_an_answer_that_is_no_action_says_which_function_failed() -> None:
@@ -423,22 +503,30 @@ def test_an_answer_that_is_no_action_says_which_function_failed() -> None:
 
 
 def test_a_long_answer_ends_the_episode_with_what_it_had() -> None:
-    _, sample = play([f"5{END}", "7" * 300], count_world().generate, {"seed": 4}, max_new_tokens=120)
+    _, sample = play(
+        [f"5{END}", "7" * 300], count_world().generate, {"seed": 4}, max_new_tokens=120
+    )
     assert sample.status is SampleStatus.TRUNCATED and sample.reward == 1.0
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(ROOT / "examples/environments/openenv_server.py"), str(port)])
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples/environments/openenv_server.py"), str(port)]
+    )
     yield f"http://127.0.0.1:{port}"
     process.kill()
     process.wait()
 
 
-@pytest.mark.skipif(not has("openenv"), reason="openenv is not installed: pip install 'slime-rl[openenv]'")
+@pytest.mark.skipif(
+    not has("openenv"), reason="openenv is not installed: pip install 'slime-rl[openenv]'"
+)
 def test_openenv_itself(server: str) -> None:
-    world = OpenEnvEnvironment(server, act=lambda text: {"text": text}, observe=lambda seen: str(seen["text"]))
+    world = OpenEnvEnvironment(
+        server, act=lambda text: {"text": text}, observe=lambda seen: str(seen["text"])
+    )
 
     async def generate(*args: Any) -> Any:
         for _ in range(600):
@@ -448,4 +536,8 @@ def test_openenv_itself(server: str) -> None:
 
     stage, sample = play([f"a{END}", f"a{END}"], generate, {"seed": 1})
     asked = [part[4] for part in stage.text(sample.tokens).split("\n") if part.startswith("say ")]
-    assert len(asked) == 2 and sample.reward == 0.5 * asked.count("a") and sample.metadata["openenv"]["done"]
+    assert (
+        len(asked) == 2
+        and sample.reward == 0.5 * asked.count("a")
+        and sample.metadata["openenv"]["done"]
+    )

@@ -1,4 +1,5 @@
-"""Evaluation: which sets with which settings, their numbers, and the metrics of samples in general."""
+"""Evaluation: which sets with which settings, their numbers, and the metrics of samples in
+general."""
 
 from __future__ import annotations
 
@@ -59,14 +60,20 @@ FLAGS: dict[str, Any] = {
 
 
 def write_rows(path: Path, count: int, **extra: Any) -> str:
-    path.write_text("".join(json.dumps({"input": f"{chr(97 + i)} prompt", **extra}) + "\n" for i in range(count)))
+    path.write_text(
+        "".join(
+            json.dumps({"input": f"{chr(97 + i)} prompt", **extra}) + "\n" for i in range(count)
+        )
+    )
     return str(path)
 
 
 def with_loop(test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], **flags: Any) -> Any:
     async def main() -> Any:
         async with FakeEngine() as engine:
-            loop = RolloutLoop(make_config(**{**FLAGS, **flags}), FakeTokenizer(), FakeSource(2), engine.url)
+            loop = RolloutLoop(
+                make_config(**{**FLAGS, **flags}), FakeTokenizer(), FakeSource(2), engine.url
+            )
             try:
                 return await asyncio.wait_for(test(loop, engine), timeout=30)
             finally:
@@ -83,7 +90,8 @@ def evaluate(**flags: Any) -> Any:
     return with_loop(test, **flags)
 
 
-# -- running -------------------------------------------------------------------------------------------------
+# -- running
+# -------------------------------------------------------------------------------------------------
 
 
 def test_sets_run_with_their_own_settings_and_report_under_their_names(tmp_path: Path) -> None:
@@ -99,10 +107,15 @@ eval:
 """
     )
     output, engine = evaluate(eval_config=str(config), eval_max_response_len=6)
-    assert {name: len(values["rewards"]) for name, values in output.data.items()} == {"small": 12, "other": 2}
+    assert {name: len(values["rewards"]) for name, values in output.data.items()} == {
+        "small": 12,
+        "other": 2,
+    }
     assert [s.index for s in output.data["small"]["samples"]] == list(range(12))
     assert output.data["small"]["samples"][0].metadata["level"] == 1
-    params = {body["sampling_params"]["temperature"]: body["sampling_params"] for body in engine.bodies}
+    params = {
+        body["sampling_params"]["temperature"]: body["sampling_params"] for body in engine.bodies
+    }
     assert params[0.5]["max_new_tokens"] == 5 and params[0.5]["stop"] == ["END"]
     assert params[0]["max_new_tokens"] == 6 and "stop" not in params[0]
     assert params[0]["min_new_tokens"] == 2 and params[0]["repetition_penalty"] == 1.1
@@ -111,7 +124,9 @@ eval:
     assert metrics["eval/small"] == sum(rewards) / 12
     by_prompt = [rewards[i : i + 4] for i in range(0, 12, 4)]
     for k in (1, 2, 4):
-        assert metrics[f"eval/small-pass@{k}"] == pytest.approx(pass_at_k_metrics(by_prompt)[f"pass@{k}"])
+        assert metrics[f"eval/small-pass@{k}"] == pytest.approx(
+            pass_at_k_metrics(by_prompt)[f"pass@{k}"]
+        )
     assert "eval/small-pass@8" not in metrics and "eval/other-pass@1" not in metrics
     assert metrics["eval/small-truncated_ratio"] == sum(output.data["small"]["truncated"]) / 12
     assert metrics["eval/small/response_len/max"] <= 5 and metrics["eval/small/num_failed"] == 0
@@ -127,7 +142,9 @@ def test_evaluations_are_deterministic_and_do_not_change_the_prompts(tmp_path: P
     with_loop(test, eval_prompt_data=("a", rows), n_samples_per_eval_prompt=2)
 
 
-def test_progress_of_an_evaluation_counts_its_own_prompts_not_the_last_rollouts(tmp_path: Path) -> None:
+def test_progress_of_an_evaluation_counts_its_own_prompts_not_the_last_rollouts(
+    tmp_path: Path,
+) -> None:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         await loop.generate_batch(0)
         engine.hold.clear()
@@ -141,18 +158,30 @@ def test_progress_of_an_evaluation_counts_its_own_prompts_not_the_last_rollouts(
         tokens = sum(sample.response_length for sample in output.data["a"]["samples"])
         assert loop.progress() == {"done": 3, "target": 3, "tokens": tokens}
 
-    with_loop(test, eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 3)), n_samples_per_eval_prompt=2)
+    with_loop(
+        test,
+        eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 3)),
+        n_samples_per_eval_prompt=2,
+    )
 
 
-def test_generate_functions_learn_that_it_is_an_evaluation_and_share_no_parameters(tmp_path: Path) -> None:
+def test_generate_functions_learn_that_it_is_an_evaluation_and_share_no_parameters(
+    tmp_path: Path,
+) -> None:
     rows = write_rows(tmp_path / "a.jsonl", 2)
     path = "tests.support.rollout_hooks.with_evaluation"
     evaluate(eval_prompt_data=("a", rows), custom_generate_function_path=path)
-    assert sorted((index, evaluation) for _, (index, evaluation, _) in rollout_hooks.calls) == [(0, True), (1, True)]
+    assert sorted((index, evaluation) for _, (index, evaluation, _) in rollout_hooks.calls) == [
+        (0, True),
+        (1, True),
+    ]
     _, engine = evaluate(
-        eval_prompt_data=("a", rows), custom_generate_function_path="tests.support.rollout_hooks.two_turns"
+        eval_prompt_data=("a", rows),
+        custom_generate_function_path="tests.support.rollout_hooks.two_turns",
     )
-    first_turns = [b["sampling_params"]["max_new_tokens"] for b in engine.bodies if len(b["input_ids"]) == 8]
+    first_turns = [
+        b["sampling_params"]["max_new_tokens"] for b in engine.bodies if len(b["input_ids"]) == 8
+    ]
     assert first_turns == [8, 8]  # though two_turns writes 14 into its parameters
 
 
@@ -179,21 +208,35 @@ def test_a_custom_evaluation_and_its_log_function(tmp_path: Path) -> None:
     assert output.metrics["eval/own"] == 0.75
     path = "tests.support.rollout_hooks.log_eval_as_plugins_do"
     output, _ = evaluate(**data, custom_eval_rollout_log_function_path=path)
-    assert output.metrics["eval/mine"] == 0.5 and "eval/own" in output.metrics and "eval/step" not in output.metrics
+    assert (
+        output.metrics["eval/mine"] == 0.5
+        and "eval/own" in output.metrics
+        and "eval/step" not in output.metrics
+    )
 
 
 def test_a_custom_evaluation_needs_rewards_and_no_samples(tmp_path: Path) -> None:
     data = {"eval_prompt_data": ("own", write_rows(tmp_path / "own.jsonl", 1))}
-    with pytest.raises(UserError, match=r"evaluation_without_rewards.*returned no list of rewards for data set 'own'"):
-        evaluate(**data, eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards")
-    pattern, path = str(tmp_path / "{rollout_id}.pt"), "tests.support.rollout_hooks.evaluation_without_samples"
+    with pytest.raises(
+        UserError,
+        match=r"evaluation_without_rewards.*returned no list of rewards for data set 'own'",
+    ):
+        evaluate(
+            **data, eval_function_path="tests.support.rollout_hooks.evaluation_without_rewards"
+        )
+    pattern, path = (
+        str(tmp_path / "{rollout_id}.pt"),
+        "tests.support.rollout_hooks.evaluation_without_samples",
+    )
     output, _ = evaluate(**data, eval_function_path=path, save_debug_rollout_data=pattern)
     assert output.metrics["eval/own"] == 0.5 and load_samples(tmp_path / "eval_3.pt") == []
 
 
 def test_evaluations_are_dumped_under_their_own_id(tmp_path: Path) -> None:
     pattern = str(tmp_path / "{rollout_id:04d}.pt")
-    evaluate(eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 2)), save_debug_rollout_data=pattern)
+    evaluate(
+        eval_prompt_data=("a", write_rows(tmp_path / "a.jsonl", 2)), save_debug_rollout_data=pattern
+    )
     assert len(load_samples(tmp_path / "eval_0003.pt")) == 2
 
 
@@ -208,7 +251,11 @@ def test_labels_that_the_reward_cannot_compare_are_refused_as_in_training(tmp_pa
     for rm_type, is_refused in (("math", True), ("random", False)):
         config = make_config(**{**flags, "rm_type": rm_type, "label_key": "answer"})
         [dataset] = eval_datasets(config)
-        with pytest.raises(UserError, match="neither text nor a number") if is_refused else nullcontext():
+        with (
+            pytest.raises(UserError, match="neither text nor a number")
+            if is_refused
+            else nullcontext()
+        ):
             read_eval_prompts(dataset, config, make_tokenizer())
 
 
@@ -228,7 +275,8 @@ def test_bad_evaluation_data_is_refused_at_the_start(tmp_path: Path) -> None:
     assert "--eval-max-prompt-len" in caught.value.fix
 
 
-# -- settings ------------------------------------------------------------------------------------------------
+# -- settings
+# ------------------------------------------------------------------------------------------------
 
 
 def datasets_of(tmp_path: Path, text: str, **flags: Any) -> Any:
@@ -244,7 +292,9 @@ def test_precedence_is_set_then_defaults_then_eval_flag_then_rollout_flag(tmp_pa
     assert (dataset.max_response_len, dataset.temperature) == (32, 0.9)
 
 
-@pytest.mark.parametrize("text", ["{datasets: {a: {path: x}}}", "{eval: {datasets: [{name: a, path: x}]}}"])
+@pytest.mark.parametrize(
+    "text", ["{datasets: {a: {path: x}}}", "{eval: {datasets: [{name: a, path: x}]}}"]
+)
 def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
     [dataset] = datasets_of(tmp_path, text)
     assert (dataset.name, dataset.path) == ("a", "x")
@@ -262,7 +312,10 @@ def test_both_forms_of_the_file(tmp_path: Path, text: str) -> None:
         ("{datasets: [{path: a}]}", "it has no name"),
         ("{datasets: [{name: a, path: x}, {name: a, path: y}]}", "given twice"),
         ("{datasets: [{name: a, path: x, app_service: z}]}", "agent services"),
-        ("{defaults: {multimodal_keys: {image: i}}, datasets: [{name: a, path: x}]}", "vision-language models are not"),
+        (
+            "{defaults: {multimodal_keys: {image: i}}, datasets: [{name: a, path: x}]}",
+            "vision-language models are not",
+        ),
         ("{datasets: [", "not valid YAML"),
     ],
 )
@@ -274,7 +327,9 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, said: str) ->
 
 def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
     def names(*values: str) -> list[tuple[str, str]]:
-        return [(d.name, d.path) for d in eval_datasets(make_config(**FLAGS, eval_prompt_data=values))]
+        return [
+            (d.name, d.path) for d in eval_datasets(make_config(**FLAGS, eval_prompt_data=values))
+        ]
 
     assert names("a", "x", "b", "y") == [("a", "x"), ("b", "y")]
     assert names("x.jsonl") == [("x", "x.jsonl")]
@@ -282,7 +337,8 @@ def test_eval_prompt_data_takes_pairs_or_a_single_path() -> None:
         names("a", "x", "b")
 
 
-# -- numbers -------------------------------------------------------------------------------------------------
+# -- numbers
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80)
@@ -296,19 +352,28 @@ def test_pass_at_k_equals_counting_all_subsets(data: st.DataObject) -> None:
 
 
 def test_pass_at_k_takes_each_prompts_own_count() -> None:
-    assert pass_at_k_metrics([[1, 0, 0, 0], [1, 1]]) == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    assert pass_at_k_metrics([[1, 0, 0, 0], [1, 1]]) == {
+        "pass@1": 0.625,
+        "pass@2": 0.75,
+        "pass@4": 1.0,
+    }
     assert pass_at_k_metrics([[1, 0, 0]], ks=(3,)) == {"pass@3": 1.0}
     assert powers_of_two(6) == [1, 2, 4] and pass_at_k_metrics([]) == {}
 
 
 def sample(index: int, reward: Any, length: int = 4, **fields: Any) -> Sample:
-    return Sample(index=index, tokens=[1] * (2 + length), response_length=length, reward=reward, **fields)
+    return Sample(
+        index=index, tokens=[1] * (2 + length), response_length=length, reward=reward, **fields
+    )
 
 
 def test_rollout_metrics_count_groups_without_signal_and_versions() -> None:
     spans = [TokenSpan(0, 2, 3), TokenSpan(2, 4, 5)]
     groups = [
-        Group(0, [[sample(0, 1.0, token_spans=spans)], [sample(1, 1.0, status=SampleStatus.TRUNCATED)]]),
+        Group(
+            0,
+            [[sample(0, 1.0, token_spans=spans)], [sample(1, 1.0, status=SampleStatus.TRUNCATED)]],
+        ),
         Group(1, [[sample(2, 0.0, length=8)], [sample(3, 1.0)]]),
     ]
     metrics = rollout_metrics(groups, hook_args())
@@ -330,28 +395,52 @@ def test_optional_metrics_follow_their_flags() -> None:
         return sample(index, {"acc": acc, "kind": kind}, metadata={"round_number": index})
 
     groups = [Group(0, [[rewarded(0, 1.0, "ok")], [rewarded(1, 0.0, "format")]])]
-    flags = {"log_multi_turn": True, "log_passrate": True, "log_reward_category": "kind", "log_correct_samples": True}
+    flags = {
+        "log_multi_turn": True,
+        "log_passrate": True,
+        "log_reward_category": "kind",
+        "log_correct_samples": True,
+    }
     metrics = rollout_metrics(groups, hook_args(reward_key="acc", **flags))
     assert metrics["rollout/error_cat/format"] == 0.5 and metrics["passrate/pass@2"] == 1.0
-    assert metrics["multi_turn/round_number/max"] == 1 and metrics["rollout/correct_response_len/mean"] == 4
+    assert (
+        metrics["multi_turn/round_number/max"] == 1
+        and metrics["rollout/correct_response_len/mean"] == 4
+    )
     assert not any(
-        name.startswith(("passrate", "multi_turn")) for name in rollout_metrics(groups, hook_args(reward_key="acc"))
+        name.startswith(("passrate", "multi_turn"))
+        for name in rollout_metrics(groups, hook_args(reward_key="acc"))
     )
 
 
 def test_numbers_beside_the_reward_are_metrics_where_they_are() -> None:
-    first = {"score": 1.0, "right": True, "length": np.float32(3), "said": "4", "more": {"a": 1}, "none": None}
+    first = {
+        "score": 1.0,
+        "right": True,
+        "length": np.float32(3),
+        "said": "4",
+        "more": {"a": 1},
+        "none": None,
+    }
     rewards = [first, {"score": 0.0, "right": np.bool_(False), 7: torch.tensor(2)}, 0.5]
     samples = [sample(index, reward) for index, reward in enumerate(rewards)]
     found = reward_parts(samples, "rollout", hook_args(reward_key="score"))
-    assert found == {"rollout/reward_part/7": 2.0, "rollout/reward_part/length": 3.0, "rollout/reward_part/right": 0.5}
+    assert found == {
+        "rollout/reward_part/7": 2.0,
+        "rollout/reward_part/length": 3.0,
+        "rollout/reward_part/right": 0.5,
+    }
     group = Group(0, [[samples[0]], [samples[1]]])
     assert found.items() <= rollout_metrics([group], hook_args(reward_key="score")).items()
-    assert not any("reward_part" in name for name in rollout_metrics([Group(0, [[samples[2]]])], hook_args()))
+    assert not any(
+        "reward_part" in name for name in rollout_metrics([Group(0, [[samples[2]]])], hook_args())
+    )
 
 
 def test_numbers_beside_the_reward_of_an_evaluation_are_metrics() -> None:
-    run = GroupRun.of([sample(0, {"score": 1.0, "acc": 0.0}), sample(1, {"score": 0.0, "acc": 1.0})])
+    run = GroupRun.of(
+        [sample(0, {"score": 1.0, "acc": 0.0}), sample(1, {"score": 0.0, "acc": 1.0})]
+    )
     metrics = eval_metrics("a", [run], hook_args(reward_key="acc", eval_pass_k=[]))
     assert metrics["eval/a"] == 0.5 == metrics["eval/a/reward_part/score"]
     assert "eval/a/reward_part/acc" not in metrics
@@ -377,7 +466,10 @@ def test_distribution() -> None:
 
 
 def test_throughput_counts_tokens_per_gpu_and_leaves_tools_out() -> None:
-    samples = [sample(0, 1.0, length=30, non_generation_time=1.0), sample(1, 1.0, length=10, loss_mask=[0] * 10)]
+    samples = [
+        sample(0, 1.0, length=30, non_generation_time=1.0),
+        sample(1, 1.0, length=10, loss_mask=[0] * 10),
+    ]
     metrics = throughput_metrics(samples, seconds=2.0, num_gpus=4, from_journal={})
     assert metrics["perf/tokens_per_gpu_per_sec"] == 5.0
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 3.75
@@ -392,8 +484,12 @@ def test_throughput_leaves_out_what_came_out_of_the_journal() -> None:
     metrics = throughput_metrics(samples, seconds=2.0, num_gpus=1, from_journal={0: 30, 2: 15})
     assert metrics["perf/tokens_per_gpu_per_sec"] == (10 + 5) / 2
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == (6 + 5) / 2
-    assert metrics["perf/longest_sample_tokens_per_sec"] == 5.0, "that which was generated as a whole"
-    all_known = throughput_metrics(samples, seconds=0.1, num_gpus=1, from_journal={0: 30, 1: 10, 2: 20})
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 5.0, (
+        "that which was generated as a whole"
+    )
+    all_known = throughput_metrics(
+        samples, seconds=0.1, num_gpus=1, from_journal={0: 30, 1: 10, 2: 20}
+    )
     assert all_known == {
         "perf/rollout_time": 0.1,
         "perf/tokens_per_gpu_per_sec": 0.0,
@@ -409,7 +505,8 @@ def test_engine_load_and_repetition() -> None:
     assert is_repetitive("ha " * 1000) and not is_repetitive("ha ha ha")
 
 
-# -- filters -------------------------------------------------------------------------------------------------
+# -- filters
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -432,7 +529,8 @@ def test_metric_gatherer_counts_reasons() -> None:
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2}
 
 
-# -- rewards of evaluation sets, as a launch checks them ---------------------------------------------------------------
+# -- rewards of evaluation sets, as a launch checks them
+# ---------------------------------------------------------------
 
 
 def set_with_rewards_of(folder: Path, rm_type: str) -> str:
@@ -443,17 +541,25 @@ def set_with_rewards_of(folder: Path, rm_type: str) -> str:
 
 @pytest.mark.parametrize("rm_type", ["remote_rm", "boxed_remote_rm"])
 def test_a_set_that_asks_a_reward_model_needs_its_address(rm_type: str, tmp_path: Path) -> None:
-    flags = {"rm_type": "math", "eval_config": set_with_rewards_of(tmp_path, rm_type), "output_dir": str(tmp_path)}
+    flags = {
+        "rm_type": "math",
+        "eval_config": set_with_rewards_of(tmp_path, rm_type),
+        "output_dir": str(tmp_path),
+    }
     with pytest.raises(UserError, match="needs an address"):
         check_flags(make_config(**flags))
     check_flags(make_config(**flags, rm_url="http://judge:1"))
 
 
-def test_a_set_whose_rm_type_does_nothing_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_whose_rm_type_does_nothing_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text("def reward(args, sample):\n    return 0.0\n")
     sets = set_with_rewards_of(tmp_path, "math")
-    check_flags(make_config(eval_config=sets, custom_rm_path=f"{judge}:reward", output_dir=str(tmp_path)))
+    check_flags(
+        make_config(eval_config=sets, custom_rm_path=f"{judge}:reward", output_dir=str(tmp_path))
+    )
     assert "evaluation set judged: its rm_type math has no effect" in caplog.text
 
 
@@ -469,7 +575,13 @@ def test_what_no_engine_sampled_and_is_trained_on_is_counted() -> None:
 
     unmasked, all_trained = sample(loss_mask=[1] * 6), sample(loss_mask=None)
     assert unsampled_trained_ratio([sample()]) == unsampled_trained_ratio([]) == 0.0
-    assert unsampled_trained_ratio([unmasked]) == unsampled_trained_ratio([all_trained]) == pytest.approx(2 / 6)
+    assert (
+        unsampled_trained_ratio([unmasked])
+        == unsampled_trained_ratio([all_trained])
+        == pytest.approx(2 / 6)
+    )
     assert unsampled_trained_ratio([sample(), all_trained]) == pytest.approx(2 / 10)
     assert unsampled_trained_ratio([sample(loss_mask=[1, 0, 0, 0, 0, 1])]) == 0.0
-    assert unsampled_trained_ratio([sample(token_spans=[])]) == 0.0, "nobody has said whose tokens these are"
+    assert unsampled_trained_ratio([sample(token_spans=[])]) == 0.0, (
+        "nobody has said whose tokens these are"
+    )

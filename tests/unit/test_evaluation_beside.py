@@ -1,4 +1,5 @@
-"""Evaluations beside training: each is of one version of the weights, logged once, under its step, and not lost."""
+"""Evaluations beside training: each is of one version of the weights, logged once, under its step,
+and not lost."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ class Cluster:
 
     def collect(self, generating: int) -> Any:
         return SimpleNamespace(
-            rollout_id=generating, metrics={"rollout/raw_reward": generating / 10}, versions={}, warnings=[]
+            rollout_id=generating,
+            metrics={"rollout/raw_reward": generating / 10},
+            versions={},
+            warnings=[],
         )
 
     def train(self, batch: Any) -> dict[str, float]:
@@ -107,15 +111,30 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """``make(cluster, **flags)``: a launched session on ``cluster`` that evaluates after every second rollout."""
+    """``make(cluster, **flags)``: a launched session on ``cluster`` that evaluates after every
+    second rollout."""
     made = []
 
     def session(cluster: Cluster, **flags: Any) -> module.Session:
         monkeypatch.setattr(module, "Cluster", lambda *_, **__: cluster)
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
-        given = {"async_buffer_size": 1, "eval_interval": 2, "num_rollout": LAST, "use_tensorboard": False, **flags}
-        given |= {"eval_prompt_data": ("sums", "sums.jsonl"), "output_dir": str(tmp_path), "run_name": "run"}
-        made.append(module.Session(make_config(rollout_batch_size=1, **given), StopSignals(), resuming=False))
+        given = {
+            "async_buffer_size": 1,
+            "eval_interval": 2,
+            "num_rollout": LAST,
+            "use_tensorboard": False,
+            **flags,
+        }
+        given |= {
+            "eval_prompt_data": ("sums", "sums.jsonl"),
+            "output_dir": str(tmp_path),
+            "run_name": "run",
+        }
+        made.append(
+            module.Session(
+                make_config(rollout_batch_size=1, **given), StopSignals(), resuming=False
+            )
+        )
         made[-1].launch()
         cluster.done.clear()
         return made[-1]
@@ -133,7 +152,8 @@ def evaluated(session: module.Session) -> dict[int, float]:
     return {row["step"]: row["eval/sums"] for row in rows(session) if "eval/sums" in row}
 
 
-#: Step → the number of its evaluation, over ten: before the first rollout and after each second one.
+#: Step → the number of its evaluation, over ten: before the first rollout and after each second
+#: one.
 ALL = {0: 0.0, 2: 0.1, 4: 0.2, 6: 0.3}
 
 
@@ -145,12 +165,24 @@ def test_it_goes_on_beside_the_next_step_until_the_next_push(make: Make) -> None
         *("evaluate 0", "train 0", "evaluated 0", "push 2", "train 1", "push 3"),
         *("evaluate 1", "train 2", "evaluated 1", "push 4"),
     ]
-    assert cluster.done[-3:] == ["push 7", "evaluate 3", "evaluated 3"], "nothing is left that the last could be beside"
+    assert cluster.done[-3:] == ["push 7", "evaluate 3", "evaluated 3"], (
+        "nothing is left that the last could be beside"
+    )
     assert evaluated(session) == ALL
     by_step = merge_rows(rows(session))
     assert [row["step"] for row in by_step] == list(range(LAST + 1))
-    assert ["perf/evaluation_wait_time" in row for row in by_step] == [False, True, False, True, False, True, False]
-    assert "perf/evaluate_time" in by_step[-1] and not any("perf/evaluate_time" in row for row in by_step[:-1])
+    assert ["perf/evaluation_wait_time" in row for row in by_step] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert "perf/evaluate_time" in by_step[-1] and not any(
+        "perf/evaluate_time" in row for row in by_step[:-1]
+    )
     assert by_step[2]["rollout/raw_reward"] == 0.1 and by_step[2]["eval/sums"] == 0.1
 
 
@@ -169,13 +201,21 @@ def test_in_lock_step_nothing_is_beside_anything(make: Make) -> None:
     train_on(session)
     at = [i for i, what in enumerate(cluster.done) if what.startswith("evaluate ")]
     assert len(at) == 4 and all(cluster.done[i + 1].startswith("evaluated") for i in at)
-    assert [row["step"] for row in rows(session)] == list(range(LAST + 1)) and evaluated(session) == ALL
+    assert [row["step"] for row in rows(session)] == list(range(LAST + 1)) and evaluated(
+        session
+    ) == ALL
 
 
 def test_a_checkpoint_waits_for_it(make: Make, tmp_path: Path) -> None:
     """Whoever goes on from there does not evaluate again what lies before it."""
     cluster = Cluster()
-    session = make(cluster, update_weights_interval=6, eval_interval=6, save=str(tmp_path / "c"), save_interval=3)
+    session = make(
+        cluster,
+        update_weights_interval=6,
+        eval_interval=6,
+        save=str(tmp_path / "c"),
+        save_interval=3,
+    )
     train_on(session)
     assert cluster.done == [
         *("evaluate 0", "train 0", "train 1", "train 2", "evaluated 0", "save 2"),
@@ -195,7 +235,13 @@ def test_whoever_is_asked_to_stop_saves_first_and_takes_what_is_nearly_there(
     make: Make, tmp_path: Path, looks: int, expected: list[str]
 ) -> None:
     cluster = Cluster(looks=looks)
-    session = make(cluster, save=str(tmp_path / "c"), update_weights_interval=9, eval_interval=9, no_export_model=True)
+    session = make(
+        cluster,
+        save=str(tmp_path / "c"),
+        update_weights_interval=9,
+        eval_interval=9,
+        no_export_model=True,
+    )
     session.log(session.evaluate(0))
     session._last_trained, session._not_logged = 0, {"rollout/raw_reward": 0.5}
     session.saving.finish = lambda: None
@@ -208,14 +254,18 @@ def test_whoever_is_asked_to_stop_saves_first_and_takes_what_is_nearly_there(
 def test_a_trainer_that_begins_again_keeps_what_will_not_be_evaluated_again(
     make: Make, restarts_at: int, kept: dict[int, float]
 ) -> None:
-    """An evaluation of step 2 is under way when the trainer is lost, and goes on from a checkpoint."""
+    """An evaluation of step 2 is under way when the trainer is lost, and goes on from a
+    checkpoint."""
     cluster = Cluster()
     session = make(cluster)
     session.trained(1, {})
     session.evaluate(1)
     cluster.restarts_at = restarts_at
     session.begin_again()
-    assert cluster.done == ["evaluate 0", "restart", "evaluated 0", "push 2"] and evaluated(session) == kept
+    assert (
+        cluster.done == ["evaluate 0", "restart", "evaluated 0", "push 2"]
+        and evaluated(session) == kept
+    )
 
 
 def test_a_stop_while_it_is_waited_for_leaves_the_step_to_be_logged(make: Make) -> None:

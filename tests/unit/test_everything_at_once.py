@@ -1,4 +1,5 @@
-"""Several mistakes at once: `slime doctor` and `slime train` report all of them, in the same words."""
+"""Several mistakes at once: `slime doctor` and `slime train` report all of them, in the same
+words."""
 
 from __future__ import annotations
 
@@ -88,7 +89,12 @@ KNOWN: dict[str, tuple[Callable[[Mistakes], object], str]] = {
     "ray": (lambda m: m.add("--ray-address", "127.0.0.1:9"), "no Ray cluster answers"),
 }  # fmt: skip
 #: A reward is tried on the data alone, without a generate function.
-REWARD = {"reward": (lambda m: m.add("--custom-rm-path", f"{__file__}:always_raises"), "a bug in the reward")}
+REWARD = {
+    "reward": (
+        lambda m: m.add("--custom-rm-path", f"{__file__}:always_raises"),
+        "a bug in the reward",
+    )
+}
 
 
 @given(names=st.sets(st.sampled_from([*KNOWN, *REWARD]), min_size=1, max_size=6))
@@ -96,7 +102,9 @@ REWARD = {"reward": (lambda m: m.add("--custom-rm-path", f"{__file__}:always_rai
 def test_all_mistakes_are_told_by_both_and_alike(
     names: set[str], original: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if "reward" in names:  # needs rows, and is not tried where a generate function makes the samples
+    if (
+        "reward" in names
+    ):  # needs rows, and is not tried where a generate function makes the samples
         names -= {"data", "hook"}
     folder = tmp_path_factory.mktemp("world")
     world = World(Path(shutil.copytree(original.inputs, folder / "inputs")), folder / "outputs")

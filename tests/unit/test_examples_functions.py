@@ -1,4 +1,5 @@
-"""The functions of the examples: what they make of a model's words, and that an engine takes what they ask.
+"""The functions of the examples: what they make of a model's words, and that an engine takes what
+they ask.
 
 Whole runs of their scripts are in first_hour/test_examples.py.
 """
@@ -40,7 +41,8 @@ from tests.support.contract_servers import Server, embedded_argv, logprobs_of, r
 from tests.support.fake_rollout import FakeClient, hook_args, make_state
 from tests.support.scripted_model import ScriptedModel, conversation, play, trained
 
-# -- calculator ------------------------------------------------------------------------------------------------------
+# -- calculator
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_of_the_calculator_is_answered_and_its_answer_is_not_trained_on() -> None:
@@ -58,23 +60,37 @@ def test_a_call_of_the_calculator_is_answered_and_its_answer_is_not_trained_on()
         (["It is 391<|im_end|>"], {"score": 1.0, "how": "alone"}),
         (["It is 390<|im_end|>"], {"score": 0.0, "how": "alone"}),
         (["<calc>17 * 23</calc>", "<|im_end|>"], {"score": 0.0, "how": "called"}),
-        (["<calc>17 * 2</calc>", "<calc>17 * 23</calc>", "391<|im_end|>"], {"score": 1.0, "how": "called"}),
+        (
+            ["<calc>17 * 2</calc>", "<calc>17 * 23</calc>", "391<|im_end|>"],
+            {"score": 1.0, "how": "called"},
+        ),
     ],
 )
 def test_the_reward_is_for_the_models_own_words(lines: list[str], expected: dict[str, Any]) -> None:
-    sample = play(calculator.generate, ScriptedModel(*lines), Sample(index=0, prompt="17 * 23?\n", label="391"))
+    sample = play(
+        calculator.generate,
+        ScriptedModel(*lines),
+        Sample(index=0, prompt="17 * 23?\n", label="391"),
+    )
     assert calculator.reward(None, sample) == expected
 
 
 @pytest.mark.parametrize(
     ("expression", "said"),
-    [("3 * (4 - 6)", "-6"), ("2 ** 9", "error"), ("True + 1", "error"), ("f(1)", "error"), ("1 +", "error")],
+    [
+        ("3 * (4 - 6)", "-6"),
+        ("2 ** 9", "error"),
+        ("True + 1", "error"),
+        ("f(1)", "error"),
+        ("1 +", "error"),
+    ],
 )
 def test_the_calculator(expression: str, said: str) -> None:
     assert calculator.calculate(expression).partition(":")[0] == said
 
 
-# -- self-play -------------------------------------------------------------------------------------------------------
+# -- self-play
+# -------------------------------------------------------------------------------------------------------
 
 
 def nim_game(*moves: str, stones: int, **optional: Any) -> Any:
@@ -90,7 +106,10 @@ def test_both_sides_of_a_game_are_trained_on() -> None:
         "<|im_start|>user\n2 stones<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
     )
     assert trained(first) == "1<|im_end|>2<|im_end|>" and trained(second) == "3<|im_end|>"
-    assert (first.reward, second.reward) == ({"score": 1.0, "how": "won"}, {"score": -1.0, "how": "lost"})
+    assert (first.reward, second.reward) == (
+        {"score": 1.0, "how": "won"},
+        {"score": -1.0, "how": "lost"},
+    )
     for side in (first, second):
         side.validate()
         assert (side.index, side.group_index) == (5, 2)
@@ -99,7 +118,10 @@ def test_both_sides_of_a_game_are_trained_on() -> None:
 @pytest.mark.parametrize("move", ["4", "0", "two", "", "3"])
 def test_who_breaks_the_rules_loses(move: str) -> None:
     first, second = nim_game("1", move, stones=3)
-    assert first.reward["score"] == 1.0 and second.reward == {"score": -1.0, "how": "broke the rules"}
+    assert first.reward["score"] == 1.0 and second.reward == {
+        "score": -1.0,
+        "how": "broke the rules",
+    }
 
 
 def test_a_game_that_is_over_at_once_has_one_side() -> None:
@@ -121,16 +143,23 @@ def test_a_game_that_is_cut_short_begins_anew() -> None:
 
 
 def test_a_seat_is_compared_with_the_same_seat() -> None:
-    games_of_a_group = [*nim_game("1", "1", stones=2), *nim_game("2", stones=2), *nim_game("1", "1", stones=2)]
+    games_of_a_group = [
+        *nim_game("1", "1", stones=2),
+        *nim_game("2", stones=2),
+        *nim_game("1", "1", stones=2),
+    ]
     rewards, advantages = nim.compare(None, games_of_a_group)
     assert rewards == [-1.0, 1.0, 1.0, -1.0, 1.0]
     assert advantages == pytest.approx([-2 / 3, 0.0, 4 / 3, -2 / 3, 0.0])
 
 
-# -- judge -----------------------------------------------------------------------------------------------------------
+# -- judge
+# -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("said", "score"), [("yes", 1.0), ("Yes, it is", 1.0), ("no", 0.0), ("", 0.0)])
+@pytest.mark.parametrize(
+    ("said", "score"), [("yes", 1.0), ("Yes, it is", 1.0), ("no", 0.0), ("", 0.0)]
+)
 def test_the_judge_is_asked_for_its_word(said: str, score: float) -> None:
     asked: list[tuple[str, Any]] = []
 
@@ -151,7 +180,8 @@ def test_the_judge_is_asked_for_its_word(said: str, score: float) -> None:
     assert body["messages"] == [{"role": "user", "content": "Is this kind? lovely"}]
 
 
-# -- curriculum ------------------------------------------------------------------------------------------------------
+# -- curriculum
+# ------------------------------------------------------------------------------------------------------
 
 
 def scored(source: curriculum.Curriculum, score: float, groups: int) -> None:
@@ -170,7 +200,10 @@ def test_the_curriculum_gets_harder_when_a_level_is_mastered() -> None:
     assert source.level == 2
     group = next(group for group in source.get_samples(30) if group[0].metadata["level"] == 2)
     first, second = group
-    assert len(first.label) == 3 and first.prompt[0]["content"] == first.label[::-1] == second.label[::-1]
+    assert (
+        len(first.label) == 3
+        and first.prompt[0]["content"] == first.label[::-1] == second.label[::-1]
+    )
     assert second.index == first.index + 1 and first.group_index == second.group_index
     for _ in range(20):
         scored(source, 1.0, 4 * curriculum.WINDOW)
@@ -183,7 +216,9 @@ def test_the_curriculum_resumes_and_takes_groups_back() -> None:
     scored(source, 1.0, curriculum.WINDOW)
     resumed.load_state_dict(source.state_dict())
     [group], [again] = source.get_samples(1), resumed.get_samples(1)
-    assert [sample.to_dict() for sample in group] == [sample.to_dict() for sample in again] and resumed.level == 2
+    assert [sample.to_dict() for sample in group] == [
+        sample.to_dict() for sample in again
+    ] and resumed.level == 2
     source.add_samples([group])
     assert source.get_samples(1) == [group]
 
@@ -193,7 +228,8 @@ def test_the_curriculums_reward() -> None:
     assert curriculum.reward(None, sample) == {"score": 1.0, "level": "level-2"}
 
 
-# -- custom advantage ------------------------------------------------------------------------------------------------
+# -- custom advantage
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
@@ -202,14 +238,20 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
     data = {
         "rewards": [1.5, -0.5, -0.5, -0.5, -0.5],
         "response_lengths": [4, 4, 3, 4, 2],  # with the end of the turn; the fourth was cut
-        "metadata": [*(sample.train_metadata for sample in samples), None],  # the last got no reward in time
+        "metadata": [
+            *(sample.train_metadata for sample in samples),
+            None,
+        ],  # the last got no reward in time
     }
     credit.advantages(None, data)
     expected = [[1.5] * 4, [0, -0.5, 0, 0], [0, 0, -0.5], [0, 0, 0, -0.5], [-0.5, -0.5]]
-    assert all(torch.equal(found, torch.tensor(row)) for found, row in zip(data["advantages"], expected))
+    assert all(
+        torch.equal(found, torch.tensor(row)) for found, row in zip(data["advantages"], expected)
+    )
 
 
-# -- environments ----------------------------------------------------------------------------------------------------
+# -- environments
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:
@@ -220,7 +262,8 @@ def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:
             assert len([word for word in re.findall(r"\w+", asked) if word in letters.LETTERS]) == 1
 
 
-# -- in front of an engine -------------------------------------------------------------------------------------------
+# -- in front of an engine
+# -------------------------------------------------------------------------------------------
 
 LESSONS = (products, words, reviews, mountains, games, programs)
 
@@ -244,21 +287,32 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("generate", "prompt"),
-    [(calculator.generate, "What is 41 * 52?"), (search.generate, "How high is Fuji?"), (nim.generate, "7")],
+    [
+        (calculator.generate, "What is 41 * 52?"),
+        (search.generate, "How high is Fuji?"),
+        (nim.generate, "7"),
+    ],
     ids=["calculator", "search", "self_play"],
 )
 def test_an_engine_generates_for_the_examples(
     generate: Callable[..., Any], prompt: str, engine: Server, model: Path
 ) -> None:
-    """Through the rollout's own runner; the log-probs of what is trained on are those of transformers."""
+    """Through the rollout's own runner; the log-probs of what is trained on are those of
+    transformers."""
 
     async def run() -> list[Sample]:
         path = f"{generate.__module__}.{generate.__name__}"
-        args = hook_args(apply_chat_template_kwargs={}, custom_generate_function_path=path, reward_key="score")
+        args = hook_args(
+            apply_chat_template_kwargs={}, custom_generate_function_path=path, reward_key="score"
+        )
         client = RolloutClient(engine.url, max_concurrency=8)
-        state = make_state(client, max_new_tokens=24, args=args, tokenizer=load_tokenizer(str(model)))
+        state = make_state(
+            client, max_new_tokens=24, args=args, tokenizer=load_tokenizer(str(model))
+        )
         state.sampling_params["skip_special_tokens"] = True
-        group = GroupRun.of([Sample(index=i, group_index=0, prompt=prompt, label="1") for i in range(3)])
+        group = GroupRun.of(
+            [Sample(index=i, group_index=0, prompt=prompt, label="1") for i in range(3)]
+        )
         async with client:
             await GroupRunner(state, Scores(), rollout_id=0).run(group)
         assert group.failure is None and group.is_scored
@@ -273,7 +327,11 @@ def test_an_engine_generates_for_the_examples(
 
     for sample in asyncio.run(run()):
         sample.validate()
-        assert sample.reward is not None and sample.loss_mask is not None and sample.rollout_log_probs is not None
+        assert (
+            sample.reward is not None
+            and sample.loss_mask is not None
+            and sample.rollout_log_probs is not None
+        )
         expected = logprobs_of(model, sample.tokens)[-sample.response_length :]
         far = [
             abs(theirs - ours)
@@ -285,7 +343,9 @@ def test_an_engine_generates_for_the_examples(
 
 @pytest.mark.slow
 def test_an_engine_judges_in_openais_words(engine: Server) -> None:
-    args = SimpleNamespace(sglang_model_routers={"judge": engine.url.removeprefix("http://").split(":")})
+    args = SimpleNamespace(
+        sglang_model_routers={"judge": engine.url.removeprefix("http://").split(":")}
+    )
 
     async def run() -> float:
         async with RolloutClient(engine.url, max_concurrency=8) as client:

@@ -1,4 +1,5 @@
-"""Runs of experts: the same weights as one by one, from any layout, in any engine that holds them in its own way."""
+"""Runs of experts: the same weights as one by one, from any layout, in any engine that holds them
+in its own way."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", num_experts=8, mlp_only_layers=[])
+    return save_tiny_model(
+        tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", num_experts=8, mlp_only_layers=[]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,9 @@ def test_runs_are_all_experts_once_and_small(count: int, nbytes: int, limit: int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
-def test_runs_hold_what_single_tensors_hold(layout: dict[str, Any], model_dir: Path, ranks: Pools) -> None:
+def test_runs_hold_what_single_tensors_hold(
+    layout: dict[str, Any], model_dir: Path, ranks: Pools
+) -> None:
     for seen in ranks.run(2, expert_run_jobs.compare_with_singles, model_dir, layout):
         assert seen["different"] == [] and seen["several_in_a_run"] and seen["fewer"]
 
@@ -114,19 +119,28 @@ def test_a_rank_takes_its_part(
     model.load_weights = lambda pairs: (calls.extend(name for name, _ in pairs), own(pairs))  # type: ignore[assignment]
     load_all(model, in_runs(weights, length))
     wanted = sharded_model(weights, Architecture.from_dir(model_dir), rank, size)
-    for (name, held), (_, right) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+    for (name, held), (_, right) in zip(
+        model.named_parameters(), wanted.named_parameters(), strict=True
+    ):
         assert torch.equal(held, right), name
-    assert sum(".experts." in name for name in calls) == 3  # one of each projection went the long way
+    assert (
+        sum(".experts." in name for name in calls) == 3
+    )  # one of each projection went the long way
 
 
-def test_experts_of_other_ranks_are_left_out(weights: dict[str, torch.Tensor], model_dir: Path) -> None:
-    """An engine with expert parallelism: the second of two ranks, which has the second half of the experts."""
+def test_experts_of_other_ranks_are_left_out(
+    weights: dict[str, torch.Tensor], model_dir: Path
+) -> None:
+    """An engine with expert parallelism: the second of two ranks, which has the second half of the
+    experts."""
     model = rank_of(weights, model_dir, 0, 1)
     for module in model.modules():
         if "moe_ep_rank" in vars(module):
             half = module.w13_weight.shape[0] // 2
             for leaf in ("w13_weight", "w2_weight"):
-                module._parameters[leaf] = nn.Parameter(module._parameters[leaf][half:].clone(), requires_grad=False)
+                module._parameters[leaf] = nn.Parameter(
+                    module._parameters[leaf][half:].clone(), requires_grad=False
+                )
             module.moe_ep_rank = 1
     runs = in_runs(weights, 3)  # one of them lies across the border
     load_all(model, runs)
@@ -156,7 +170,9 @@ def test_experts_in_another_order_go_the_long_way(
     monkeypatch.undo()
     tree = Tree(model)
     for name, tensor in weights.items():
-        right = name.replace("gate_proj", "?").replace("up_proj", "gate_proj").replace("?", "up_proj")
+        right = (
+            name.replace("gate_proj", "?").replace("up_proj", "gate_proj").replace("?", "up_proj")
+        )
         held = tree.find(right if ".experts." in name else name, tuple(tensor.shape))
         assert held is not None and torch.equal(held.tensor, tensor), name
 
@@ -184,7 +200,9 @@ def test_kernels_that_want_the_gate_below_are_known(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_changed_number_shows(size: int, weights: dict[str, torch.Tensor], model_dir: Path) -> None:
+def test_a_changed_number_shows(
+    size: int, weights: dict[str, torch.Tensor], model_dir: Path
+) -> None:
     from sglang.modules import sharded_model
 
     runs = {name: run for name, run in in_runs(weights, 3).items() if ExpertRun.parse(name)}
@@ -213,7 +231,11 @@ def test_a_part_that_is_cut_twice_is_not_compared() -> None:
 
 
 def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
-    info = {"custom_weight_loader": [WEIGHT_LOADER], "init_expert_location": "trivial", "enable_eplb": False}
+    info = {
+        "custom_weight_loader": [WEIGHT_LOADER],
+        "init_expert_location": "trivial",
+        "enable_eplb": False,
+    }
     assert takes_runs("ipc", [info, info])
     assert not takes_runs("broadcast", [info])
     for change in ({"custom_weight_loader": None}, {"enable_eplb": True}, {"quantization": "fp8"},
@@ -224,9 +246,15 @@ def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
 
 @pytest.mark.parametrize("backend", ["flashinfer_trtllm", "flashinfer_trtllm_routed"])
 def test_engines_that_permute_experts_are_refused(backend: str) -> None:
-    fine = {"http://a": {"moe_runner_backend": "auto"}, "http://b": {"moe_runner_backend": "triton"}, "http://c": {}}
+    fine = {
+        "http://a": {"moe_runner_backend": "auto"},
+        "http://b": {"moe_runner_backend": "triton"},
+        "http://c": {},
+    }
     check_experts(fine)
-    with pytest.raises(UserError, match=f"engine http://b cannot take experts.*{backend}") as caught:
+    with pytest.raises(
+        UserError, match=f"engine http://b cannot take experts.*{backend}"
+    ) as caught:
         check_experts({**fine, "http://b": {"moe_runner_backend": backend}})
     assert "--sglang-moe-runner-backend triton" in str(caught.value)
 
@@ -234,7 +262,13 @@ def test_engines_that_permute_experts_are_refused(backend: str) -> None:
 @pytest.fixture(scope="module")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSGLang]:
     """An engine of two ranks."""
-    words = {"rollout_engine": "sglang", "fp32": True, "rollout_batch_size": 4, "num_rollout": 1, "colocate": True}
+    words = {
+        "rollout_engine": "sglang",
+        "fp32": True,
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "colocate": True,
+    }
     config = make_config(**words, hf_checkpoint=str(model_dir))  # type: ignore[arg-type]
     places = [EnginePlace(number=0, num_gpus=2)]
     with fake_sglang(config, model_dir, tmp_path_factory.mktemp("log"), *places) as [found]:
@@ -250,5 +284,8 @@ def test_a_push_in_runs_arrives_and_is_proved(
     assert all(receipt.full and set(receipt.checked) == set(names) for receipt in receipts)
     assert any(ExpertRun.parse(name) for name in names) and len(names) < len(weights)
     formats = {call["load_format"] for call in server.calls() if call.get("weight_version")}
-    assert formats == {WEIGHT_LOADER, "flattened_bucket"}  # the latter once runs could not be compared
+    assert formats == {
+        WEIGHT_LOADER,
+        "flattened_bucket",
+    }  # the latter once runs could not be compared
     assert set(fallback) == set(weights)

@@ -1,4 +1,5 @@
-"""Layers of experts: products and dispatch against plain formulas, every expert layout against one process."""
+"""Layers of experts: products and dispatch against plain formulas, every expert layout against one
+process."""
 
 from __future__ import annotations
 
@@ -58,10 +59,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_moe(tmp_path_factory.mktemp("moe"))
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
+# -- products
+# ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["expert_rules", "megatron.experts", "megatron.moe_dispatch", "megatron.moe_router"])
+@pytest.mark.parametrize(
+    "module", ["expert_rules", "megatron.experts", "megatron.moe_dispatch", "megatron.moe_router"]
+)
 def test_examples_in_docstrings(module: str) -> None:
     found = doctest.testmod(
         importlib.import_module(f"slime.trainer.{module}"),
@@ -72,18 +76,28 @@ def test_examples_in_docstrings(module: str) -> None:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_grouped_product_equals_the_loop(sizes: list[int], dtype: torch.dtype) -> None:
-    """The kernel that a GPU uses and the loop elsewhere, forward and both gradients; empty experts included."""
+    """The kernel that a GPU uses and the loop elsewhere, forward and both gradients; empty experts
+    included."""
     torch.manual_seed(sum(sizes))
     ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     rows, grad = torch.randn(sum(sizes), 16, dtype=dtype), torch.randn(sum(sizes), 24, dtype=dtype)
     weight = torch.randn(len(sizes), 24, 16, dtype=dtype)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     if sum(sizes):
-        torch.testing.assert_close(grouped_product(rows, weight, ends), looped_product(rows, weight, ends), **tolerance)
+        torch.testing.assert_close(
+            grouped_product(rows, weight, ends), looped_product(rows, weight, ends), **tolerance
+        )
         back = weight.transpose(1, 2)
-        torch.testing.assert_close(grouped_product(grad, back, ends), looped_product(grad, back, ends), **tolerance)
+        torch.testing.assert_close(
+            grouped_product(grad, back, ends), looped_product(grad, back, ends), **tolerance
+        )
         ours = grouped_weight_gradient(grad, rows, ends)
         torch.testing.assert_close(ours, looped_weight_gradient(grad, rows, ends), **tolerance)
     rows.requires_grad_()
@@ -101,8 +115,12 @@ def test_dispatch_equals_the_dense_formula(tokens: int, experts: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     topk = min(experts, 1 + seed % 3)
     x = torch.randn(tokens, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(experts, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    choices = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    weight = torch.randn(
+        experts, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True
+    )
+    choices = torch.stack(
+        [torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)]
+    )
     gates = torch.rand(tokens, topk, generator=generator, dtype=torch.float64, requires_grad=True)
     plan = dispatch(choices, ExpertPlace(experts))
     rows, row_gates = plan.to_experts(x, gates)
@@ -117,7 +135,8 @@ def test_dispatch_equals_the_dense_formula(tokens: int, experts: int, seed: int)
         torch.testing.assert_close(a, b)
 
 
-# -- router ------------------------------------------------------------------------------------------------------------
+# -- router
+# ------------------------------------------------------------------------------------------------------------
 
 
 def router_config(**fields: Any) -> Any:
@@ -135,7 +154,11 @@ def router_config(**fields: Any) -> Any:
         {},
         {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
         {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
-        {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+        },
     ],
 )
 @pytest.mark.parametrize("biased", [False, True])
@@ -148,7 +171,9 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
     torch.manual_seed(0)
     logits, bias = torch.randn(32, 8), torch.randn(8) if biased else None
     choices = choose_experts(logits, bias, config)
-    ours = torch.zeros(32, 8).scatter(1, choices, router_weights(logits, choices, config, normalises=True))
+    ours = torch.zeros(32, 8).scatter(
+        1, choices, router_weights(logits, choices, config, normalises=True)
+    )
     theirs, chosen = topk_routing_with_score_function(
         logits, 4, use_pre_softmax=config.moe_router_pre_softmax, num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk, scaling_factor=config.moe_router_topk_scaling_factor,
@@ -158,12 +183,17 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
     assert torch.equal(ours > 0, chosen)
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
+# -- layouts
+# -----------------------------------------------------------------------------------------------------------
 
 ETP2 = {"expert_tensor_parallel_size": 2}
-DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}  # six samples over four data-parallel ranks
+DYNAMIC = {
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 64,
+}  # six samples over four data-parallel ranks
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-#: name → (ranks, data-parallel size, flags); what the parity table of all families has too comes in the long ones
+#: name → (ranks, data-parallel size, flags); what the parity table of all families has too comes in
+#: the long ones
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "TP2 x EP2, experts whole": (2, 1, TP2 | EP2 | ETP1),
     "TP2+SP x EP2, experts whole, recomputed": (2, 1, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
@@ -193,12 +223,20 @@ def single(model: Path, ranks: Pools) -> dict[str, Any]:
     return ranks.run(1, parity_job, {"hf_checkpoint": str(model)}, [make_batch(MICRO_BATCHES)])[0]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_LAYOUTS)])
-def test_layout_gives_the_numbers_of_one_process(name: str, model: Path, ranks: Pools, single: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG_LAYOUTS)]
+)
+def test_layout_gives_the_numbers_of_one_process(
+    name: str, model: Path, ranks: Pools, single: dict[str, Any]
+) -> None:
     size, data_parallel, flags = (LAYOUTS | LONG_LAYOUTS)[name]
     batch = make_batch(MICRO_BATCHES)
-    odd = [[]] if "virtual" in name and data_parallel == 2 else []  # that schedule wants pairs of micro-batches
-    batches = [shard(batch, members, [*plan, *odd]) for members, plan in DATA_PARALLEL[data_parallel]]
+    odd = (
+        [[]] if "virtual" in name and data_parallel == 2 else []
+    )  # that schedule wants pairs of micro-batches
+    batches = [
+        shard(batch, members, [*plan, *odd]) for members, plan in DATA_PARALLEL[data_parallel]
+    ]
     results = ranks.run(size, parity_job, {"hf_checkpoint": str(model), **flags}, batches)
     expected = dict(zip(single["samples"], single["log_probs"]))
     for result in results:
@@ -215,30 +253,49 @@ def test_layout_gives_the_numbers_of_one_process(name: str, model: Path, ranks: 
 
 def test_experts_moved_and_their_load_is_logged(single: dict[str, Any], model: Path) -> None:
     before = load_file(model / "model.safetensors")
-    moved = [n for n, w in single["weights"].items() if ".experts." in n and not torch.equal(w, before[n])]
+    moved = [
+        n
+        for n, w in single["weights"].items()
+        if ".experts." in n and not torch.equal(w, before[n])
+    ]
     assert len(moved) > 3 * EXPERTS and ("gate.weight" in n for n in moved)
     tokens = sum(len(t) - 1 for t in make_batch().tokens)
-    assert single["metrics"][0]["train/moe_mean_load"] <= tokens * TOPK / EXPERTS  # shared prompts count once
-    assert single["metrics"][0]["train/moe_max_load"] >= single["metrics"][0]["train/moe_mean_load"] > 0
+    assert (
+        single["metrics"][0]["train/moe_mean_load"] <= tokens * TOPK / EXPERTS
+    )  # shared prompts count once
+    assert (
+        single["metrics"][0]["train/moe_max_load"]
+        >= single["metrics"][0]["train/moe_mean_load"]
+        > 0
+    )
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights
+# -----------------------------------------------------------------------------------------------------------
 
 
 def export_job(info: Any, model: Path, flags: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.checkpoints.megatron_names import Placement, global_parameters
 
-    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags)
+    config = trainer_config(
+        hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **flags
+    )
     backend = MegatronBackend(config, info)
     backend.setup()
-    mine = [n for n, _ in global_parameters(backend.model_chunks, EXPERTS, Placement.current()) if ".experts." in n]
+    mine = [
+        n
+        for n, _ in global_parameters(backend.model_chunks, EXPERTS, Placement.current())
+        if ".experts." in n
+    ]
     tensors = {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
     return tensors, len(mine)
 
 
 @pytest.mark.parametrize("flags", [EP2 | ETP1, TP2 | EP2 | ETP1], ids=["EP2", "TP2 x EP2"])
-def test_expert_parallel_export_is_the_file_bit_for_bit(flags: dict[str, Any], model: Path, ranks: Pools) -> None:
+def test_expert_parallel_export_is_the_file_bit_for_bit(
+    flags: dict[str, Any], model: Path, ranks: Pools
+) -> None:
     original = load_file(model / "model.safetensors")
     for tensors, held in ranks.run(2, export_job, model, flags):
         assert tensors.keys() == original.keys()
@@ -246,12 +303,17 @@ def test_expert_parallel_export_is_the_file_bit_for_bit(flags: dict[str, Any], m
         assert held == 3 * 2 * EXPERTS // 2, "each rank holds, and reads, its own experts only"
 
 
-def checkpoint_job(info: Any, model: Path, root: Path, flags: dict[str, Any], load: bool) -> dict[str, Tensor]:
-    """Load or start fresh; one step with the same gradients everywhere; save; the weights after a further one."""
+def checkpoint_job(
+    info: Any, model: Path, root: Path, flags: dict[str, Any], load: bool
+) -> dict[str, Tensor]:
+    """Load or start fresh; one step with the same gradients everywhere; save; the weights after a
+    further one."""
     from slime.checkpoints.hf_io import iter_hf_tensors
 
     where = {"load": str(root)} if load else {"save": str(root)}
-    config = trainer_config(hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **where, **flags)
+    config = trainer_config(
+        hf_checkpoint=str(model), actor_num_gpus_per_node=info.world_size, **where, **flags
+    )
     backend = MegatronBackend(config, info)
     backend.setup()
 
@@ -269,7 +331,9 @@ def checkpoint_job(info: Any, model: Path, root: Path, flags: dict[str, Any], lo
     return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
 
 
-def test_checkpoint_of_one_expert_layout_loads_at_others(model: Path, ranks: Pools, tmp_path: Path) -> None:
+def test_checkpoint_of_one_expert_layout_loads_at_others(
+    model: Path, ranks: Pools, tmp_path: Path
+) -> None:
     """Weights and Adam's moments: the next step is the same."""
     adam = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0}
     saved_at = {"EP2": (2, EP2 | ETP1), "one": (1, {})}
@@ -280,15 +344,22 @@ def test_checkpoint_of_one_expert_layout_loads_at_others(model: Path, ranks: Poo
         for other, other_flags in load_at[name]:
             for tensors in ranks.run(other, checkpoint_job, model, root, adam | other_flags, True):
                 for parameter, value in expected.items():
-                    assert worst(tensors[parameter], value) <= TOLERANCE, (name, other_flags, parameter)
+                    assert worst(tensors[parameter], value) <= TOLERANCE, (
+                        name,
+                        other_flags,
+                        parameter,
+                    )
 
 
-# -- balance losses ----------------------------------------------------------------------------------------------------
+# -- balance losses
+# ----------------------------------------------------------------------------------------------------
 
 BALANCE = {"moe_z_loss_coeff": 0.3, "moe_aux_loss_coeff": 0.5}
 
 
-def gradient_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[tuple[Any, dict[str, float]]]:
+def gradient_job(
+    info: Any, flags: dict[str, Any], batches: list[TrainBatch]
+) -> list[tuple[Any, dict[str, float]]]:
     """Per plan: gradients of the routers before clipping, and the metrics."""
     config = trainer_config(**flags, optimizer="sgd", actor_num_gpus_per_node=info.world_size)
     backend = MegatronBackend(config, info)
@@ -307,7 +378,8 @@ def balanced(model: Path, kind: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
 def test_balance_losses_do_not_depend_on_packing(kind: str, model: Path, ranks: Pools) -> None:
-    """Of samples, of the step, and the z-loss: any micro-batches. Padding (an empty micro-batch) counts nothing."""
+    """Of samples, of the step, and the z-loss: any micro-batches. Padding (an empty micro-batch)
+    counts nothing."""
     plans = [[[0, 1], [2, 3], [4], [5]], [[0, 1, 2, 3, 4, 5]], [[5, 2], [], [0, 4, 3, 1]]]
     batches = [make_batch(plan) for plan in plans]
     (first, metrics), *others = ranks.run(1, gradient_job, balanced(model, kind), batches)[0]
@@ -367,14 +439,18 @@ def test_the_global_balance_loss_is_that_of_the_step_in_one_micro_batch(
             assert worst(found[name], gradient) <= TOLERANCE, name
     if layout == EP2 | ETP1:
         by_itself = ranks.run(size, gradient_job, {**alone, **layout}, batches)
-        assert by_itself[0][0][1]["load_balancing_loss"] != pytest.approx(metrics["load_balancing_loss"], rel=1e-3)
+        assert by_itself[0][0][1]["load_balancing_loss"] != pytest.approx(
+            metrics["load_balancing_loss"], rel=1e-3
+        )
 
 
-# -- what a shared prompt counts --------------------------------------------------------------------------------------
+# -- what a shared prompt counts
+# --------------------------------------------------------------------------------------
 
 
 def shared_prompts(micro_batches: list[list[int]]) -> TrainBatch:
-    """Five samples of one prompt, one of another, long enough to be shared where a micro-batch has several."""
+    """Five samples of one prompt, one of another, long enough to be shared where a micro-batch has
+    several."""
     batch = make_batch(micro_batches)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB, (20,), generator=generator) for _ in range(2)]
@@ -385,9 +461,17 @@ def shared_prompts(micro_batches: list[list[int]]) -> TrainBatch:
     return batch
 
 
-def counted_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> list[dict[str, Any]]:
-    """Per plan, each from the same weights: the routers' biases after a step, and what it reports."""
-    settings = {"moe_router_bias_update_rate": 0.01, "optimizer": "sgd", "lr": 1e-12, "clip_grad": 0.0}
+def counted_job(
+    info: Any, flags: dict[str, Any], batches: list[TrainBatch]
+) -> list[dict[str, Any]]:
+    """Per plan, each from the same weights: the routers' biases after a step, and what it
+    reports."""
+    settings = {
+        "moe_router_bias_update_rate": 0.01,
+        "optimizer": "sgd",
+        "lr": 1e-12,
+        "clip_grad": 0.0,
+    }
     config = trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size)
     backend = MegatronBackend(config, info)
     backend.setup()
@@ -423,7 +507,8 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 
 
 def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) -> None:
-    """Also the expert bias, which moves by the counts: a prompt that samples share counts once for each of them."""
+    """Also the expert bias, which moves by the counts: a prompt that samples share counts once for
+    each of them."""
     save_tiny("glm4_moe", tmp_path)
     plans: list[list[list[int]]] = []
 
@@ -437,7 +522,9 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
     flags = {"hf_checkpoint": str(tmp_path)}
     alone, *others = ranks.run(1, counted_job, flags, [shared_prompts(plan) for plan in plans])[0]
     tokens = sum(tokens.numel() - 1 for tokens in shared_prompts(plans[0]).tokens)
-    assert alone["moe_mean_load"] == pytest.approx(tokens * 2 / 4)  # two of four experts for each token
+    assert alone["moe_mean_load"] == pytest.approx(
+        tokens * 2 / 4
+    )  # two of four experts for each token
     for found in others:
         check_same_step(found, alone)
     batch = shared_prompts(plans[1])
@@ -448,7 +535,8 @@ def test_experts_are_counted_alike_in_any_packing(tmp_path: Path, ranks: Pools) 
 
 
 def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Weights after a step with frozen experts, and the names of the gradients that are found not to be finite."""
+    """Weights after a step with frozen experts, and the names of the gradients that are found not
+    to be finite."""
     from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.optimizer import nonfinite_gradients
 
@@ -463,12 +551,16 @@ def freeze_job(info: Any, model: Path) -> tuple[dict[str, Tensor], list[str]]:
     return {n: t.clone() for n, t in iter_hf_tensors(backend.model_chunks, backend.hf_config)}, bad
 
 
-def test_frozen_experts_stay_and_bad_gradients_of_others_are_named(model: Path, ranks: Pools) -> None:
+def test_frozen_experts_stay_and_bad_gradients_of_others_are_named(
+    model: Path, ranks: Pools
+) -> None:
     [(weights, bad)] = ranks.run(1, freeze_job, model)
     for name, before in load_file(model / "model.safetensors").items():
         frozen = "layers.1.mlp.experts" in name
         assert torch.equal(weights[name], before) == frozen, name
-    assert bad and all(re.search(r"layers\.[23]\.mlp\.experts\.linear_fc[12]\.weight3$", name) for name in bad)
+    assert bad and all(
+        re.search(r"layers\.[23]\.mlp\.experts\.linear_fc[12]\.weight3$", name) for name in bad
+    )
 
 
 def test_some_experts_of_a_layer_cannot_be_frozen() -> None:
@@ -484,23 +576,40 @@ def clip_job(info: Any, model: Path, flags: dict[str, Any], batches: list[TrainB
     """This rank's share of Σ of the squares of Adam's first moments after one step."""
     from slime.trainer.megatron.offload import torch_optimizers
 
-    settings = {"hf_checkpoint": str(model), "clip_grad": 0.01, "adam_beta1": 0.5, "rollout_batch_size": 12}
-    backend = MegatronBackend(trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info)
+    settings = {
+        "hf_checkpoint": str(model),
+        "clip_grad": 0.01,
+        "adam_beta1": 0.5,
+        "rollout_batch_size": 12,
+    }
+    backend = MegatronBackend(
+        trainer_config(**settings, **flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
-    assert backend.train(batches[backend.data_parallel_rank])["train/grad_norm"] > 0.1, "there is something to clip"
-    states = [state for inner in torch_optimizers(backend.optimizer) for state in inner.state.values()]
+    assert backend.train(batches[backend.data_parallel_rank])["train/grad_norm"] > 0.1, (
+        "there is something to clip"
+    )
+    states = [
+        state for inner in torch_optimizers(backend.optimizer) for state in inner.state.values()
+    ]
     return sum(float(state["exp_avg"].square().sum()) for state in states)
 
 
 def test_adam_clips_dense_and_expert_gradients_by_one_norm(model: Path, ranks: Pools) -> None:
-    """Of moments that started at 0, the norm after a step is (1 - beta1) times that of the clipped gradient."""
+    """Of moments that started at 0, the norm after a step is (1 - beta1) times that of the clipped
+    gradient."""
     batch = make_batch(MICRO_BATCHES)
     batches = [shard(batch, members, plan) for members, plan in DATA_PARALLEL[2]]
-    for shares in (ranks.run(1, clip_job, model, {}, [batch]), ranks.run(2, clip_job, model, EP2 | ETP1, batches)):
+    for shares in (
+        ranks.run(1, clip_job, model, {}, [batch]),
+        ranks.run(2, clip_job, model, EP2 | ETP1, batches),
+    ):
         assert sum(shares) ** 0.5 == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def bias_job(info: Any, model: Path, flags: dict[str, Any], reward: float = 1.0) -> tuple[Tensor, Tensor]:
+def bias_job(
+    info: Any, model: Path, flags: dict[str, Any], reward: float = 1.0
+) -> tuple[Tensor, Tensor]:
 
     config = trainer_config(hf_checkpoint=str(model), optimizer="sgd", lr=0.0, **flags)
     backend = MegatronBackend(config, info)
@@ -518,14 +627,18 @@ def test_expert_bias_moves_only_when_asked(ranks: Pools, tmp_path: Path) -> None
     before, after = ranks.run(1, bias_job, tmp_path, {})[0]
     assert torch.equal(before, after) and before.abs().sum() > 0
     before, after = ranks.run(1, bias_job, tmp_path, {"moe_router_bias_update_rate": 0.25})[0]
-    assert {round(x, 4) for x in (after - before).abs().tolist()} <= {0.0, 0.25} and not torch.equal(before, after)
+    assert {round(x, 4) for x in (after - before).abs().tolist()} <= {
+        0.0,
+        0.25,
+    } and not torch.equal(before, after)
     flags = {"moe_router_bias_update_rate": 0.25, "check_for_nan_in_loss_and_grad": False}
     for reward in (float("nan"), 3e38):  # found in the loss, and in the gradients
         before, after = ranks.run(1, bias_job, tmp_path, flags, reward)[0]
         assert torch.equal(before, after), "a step that is skipped leaves everything as it was"
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -539,12 +652,16 @@ def test_settings_that_would_be_ignored_are_refused(setting: dict[str, Any], sai
     for model in ({}, {"num_moe_experts": 4}):
         with pytest.raises(UserError) as caught:
             expert_arguments(model | setting)
-        assert "--" + next(iter(setting)).replace("_", "-") in caught.value.what and said in str(caught.value)
+        assert "--" + next(iter(setting)).replace("_", "-") in caught.value.what and said in str(
+            caught.value
+        )
 
 
 def fusion_job(info: Any, model: Path, fused: bool) -> tuple[bool, list[Tensor], float]:
     flags = {"hf_checkpoint": str(model), "moe_permute_fusion": fused}
-    backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
+    backend = MegatronBackend(
+        trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
     scores = backend.log_probs(make_batch())
     assert scores is not None
@@ -553,14 +670,19 @@ def fusion_job(info: Any, model: Path, fused: bool) -> tuple[bool, list[Tensor],
 
 
 def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: Path) -> None:
-    """The kernel belongs to Megatron's dispatchers, which never run: with the flag they would want it at once."""
+    """The kernel belongs to Megatron's dispatchers, which never run: with the flag they would want
+    it at once."""
     check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
-    assert expert_arguments({"moe_permute_fusion": True}) == {"moe_permute_fusion": False}, "of a dense model too"
+    assert expert_arguments({"moe_permute_fusion": True}) == {"moe_permute_fusion": False}, (
+        "of a dense model too"
+    )
     [(kernel, expected, norm)], [(kernel_too, scores, norm_too)] = (
         ranks.run(1, fusion_job, model, fused) for fused in (False, True)
     )
     assert not kernel and not kernel_too
-    assert norm == norm_too and all(torch.equal(a, b) for a, b in zip(expected, scores, strict=True))
+    assert norm == norm_too and all(
+        torch.equal(a, b) for a, b in zip(expected, scores, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -570,7 +692,9 @@ def test_fused_permutation_is_accepted_and_changes_no_bit(ranks: Pools, model: P
         ("moe_expert_capacity_factor", 1.0, "never dropped"),
     ],
 )
-def test_what_the_experts_here_do_not_have_is_refused_when_flags_are_read(flag: str, value: Any, said: str) -> None:
+def test_what_the_experts_here_do_not_have_is_refused_when_flags_are_read(
+    flag: str, value: Any, said: str
+) -> None:
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}(.|\\n)*{said}"):
         trainer_config(**{flag: value})
 
@@ -579,18 +703,32 @@ def test_a_fused_permutation_is_asked_of_nobody(model: Path) -> None:
     """Ours gives the same result; Megatron would look for Transformer Engine's kernel."""
     check_architecture(trainer_config(hf_checkpoint=str(model), moe_permute_fusion=True))
     for arguments in ({}, {"num_moe_experts": 4}):
-        assert expert_arguments({**arguments, "moe_permute_fusion": True})["moe_permute_fusion"] is False
+        assert (
+            expert_arguments({**arguments, "moe_permute_fusion": True})["moe_permute_fusion"]
+            is False
+        )
 
 
 @pytest.mark.parametrize(
     ("flags", "number"),
     [
-        ({"expert_model_parallel_size": 3, "actor_num_gpus_per_node": 3}, "8 experts cannot be divided by 3"),
-        ({"expert_tensor_parallel_size": 3, "actor_num_gpus_per_node": 3}, "16 intermediate features of an expert"),
-        ({"expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 3}, "3 trainer ranks cannot be divided by 2"),
+        (
+            {"expert_model_parallel_size": 3, "actor_num_gpus_per_node": 3},
+            "8 experts cannot be divided by 3",
+        ),
+        (
+            {"expert_tensor_parallel_size": 3, "actor_num_gpus_per_node": 3},
+            "16 intermediate features of an expert",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 3},
+            "3 trainer ranks cannot be divided by 2",
+        ),
     ],
 )
-def test_expert_layouts_that_do_not_fit_are_refused_by_number(flags: dict[str, Any], number: str, model: Path) -> None:
+def test_expert_layouts_that_do_not_fit_are_refused_by_number(
+    flags: dict[str, Any], number: str, model: Path
+) -> None:
     spec = family_of(model).model_spec(model)
     with pytest.raises(UserError) as caught:
         check_layout(spec, trainer_config(**{"expert_tensor_parallel_size": 1, **flags}))

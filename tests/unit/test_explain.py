@@ -1,5 +1,5 @@
-"""`slime explain`: each known trouble is found by its own words and by no other's, a healthy run has none, and whatever
-a folder lacks or holds, it answers."""
+"""`slime explain`: each known trouble is found by its own words and by no other's, a healthy run
+has none, and whatever a folder lacks or holds, it answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ from tests.support.log_excerpts import EXCERPTS, HEALTHY, Excerpt
 from tests.support.run_folders import held
 
 FLAGS = {
-    "engine": {"rollout_engine": "sglang", "sglang_mem_fraction_static": 0.8, "sglang_server_concurrency": 512},
-    "rollout": {"rollout_batch_size": 32, "rollout_max_response_len": 8192, "rollout_num_gpus_per_engine": 2},
+    "engine": {
+        "rollout_engine": "sglang",
+        "sglang_mem_fraction_static": 0.8,
+        "sglang_server_concurrency": 512,
+    },
+    "rollout": {
+        "rollout_batch_size": 32,
+        "rollout_max_response_len": 8192,
+        "rollout_num_gpus_per_engine": 2,
+    },
     "train": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9000, "global_batch_size": 256},
     "cluster": {
         "colocate": True,
@@ -43,10 +51,18 @@ FLAGS = {
 }
 
 
-def run_folder(folder: Path, state: str = "failed", flags: dict[str, Any] | None = None, **logs: str) -> Path:
+def run_folder(
+    folder: Path, state: str = "failed", flags: dict[str, Any] | None = None, **logs: str
+) -> Path:
     """A run folder as one of the given state leaves it."""
     (folder / "logs").mkdir(parents=True)
-    entry = {"state": state, "started": 1000.0, "pid": 4711, "host": platform.node(), "cwd": str(folder)}
+    entry = {
+        "state": state,
+        "started": 1000.0,
+        "pid": 4711,
+        "host": platform.node(),
+        "cwd": str(folder),
+    }
     (folder / "run.json").write_text(json.dumps({"name": folder.name, "stages": {"": entry}}))
     (folder / "config.json").write_text(json.dumps(FLAGS if flags is None else flags))
     for name, text in logs.items():
@@ -57,7 +73,13 @@ def run_folder(folder: Path, state: str = "failed", flags: dict[str, Any] | None
 def fail(folder: Path, message: str, error: str = "UserError", notes: tuple[str, ...] = ()) -> Path:
     crash = folder / "crash" / "20261123-064012"
     crash.mkdir(parents=True)
-    said = {"error": error, "message": message, "notes": notes, "note": "phase: train", "time": 2000.0}
+    said = {
+        "error": error,
+        "message": message,
+        "notes": notes,
+        "note": "phase: train",
+        "time": 2000.0,
+    }
     (crash / "crash.json").write_text(json.dumps(said))
     (crash / "traceback.txt").write_text(
         f"Traceback (most recent call last):\n  File 'x'\nslime.x.{error}: {message}\n"
@@ -80,13 +102,18 @@ def names(found: Explanation) -> list[str]:
     return [finding.trouble.name for finding in found.findings]
 
 
-# -- every trouble ----------------------------------------------------------------------------------------------------
+# -- every trouble
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("excerpt", EXCERPTS, ids=map(str, EXCERPTS))
-def test_a_trouble_is_found_by_its_own_words_and_nothing_else_is(excerpt: Excerpt, tmp_path: Path) -> None:
+def test_a_trouble_is_found_by_its_own_words_and_nothing_else_is(
+    excerpt: Excerpt, tmp_path: Path
+) -> None:
     found = explain(provoke(tmp_path / "run", excerpt))
-    told = [name for name in names(found) if name != "unknown-error"]  # that it failed, where only a log says why
+    told = [
+        name for name in names(found) if name != "unknown-error"
+    ]  # that it failed, where only a log says why
     assert told == [excerpt.trouble]
     finding = found.findings[0]
     assert finding.is_fatal and finding.advice and finding.detail
@@ -95,7 +122,9 @@ def test_a_trouble_is_found_by_its_own_words_and_nothing_else_is(excerpt: Excerp
         name, line = finding.source.split(", line ")
         assert name == f"logs/{excerpt.log}.log"
         shown = finding.detail.partition(" (and ")[0]
-        assert path.read_text().split("\n")[int(line) - 1].startswith(shown[:100]), "the line that is named"
+        assert path.read_text().split("\n")[int(line) - 1].startswith(shown[:100]), (
+            "the line that is named"
+        )
     else:
         assert finding.source == "crash/20261123-064012/crash.json"
 
@@ -105,7 +134,12 @@ def test_every_signature_has_an_excerpt_and_every_trouble_a_name_of_its_own() ->
     assert {excerpt.trouble for excerpt in EXCERPTS} == set(troubles)
     assert all(signature.trouble is troubles[signature.trouble.name] for signature in SIGNATURES)
     for trouble in troubles.values():
-        assert trouble.cause.endswith(".") and trouble.remedies and trouble.provoke and "\n" not in trouble.symptom
+        assert (
+            trouble.cause.endswith(".")
+            and trouble.remedies
+            and trouble.provoke
+            and "\n" not in trouble.symptom
+        )
 
 
 @pytest.mark.parametrize("state", ["finished", "running", "stopped", "failed"])
@@ -118,9 +152,14 @@ def test_a_healthy_runs_logs_say_nothing(state: str, tmp_path: Path) -> None:
 
 
 def test_what_a_run_got_over_did_not_end_it(tmp_path: Path) -> None:
-    """An engine that died and was started again is worth a word; a port that was taken once is not."""
+    """An engine that died and was started again is worth a word; a port that was taken once is
+    not."""
     by = {str(excerpt): excerpt.text for excerpt in EXCERPTS}
-    folder = run_folder(tmp_path / "run", "finished", engine_0=by["engine-memory-engine-0"] + by["port-clash-engine-0"])
+    folder = run_folder(
+        tmp_path / "run",
+        "finished",
+        engine_0=by["engine-memory-engine-0"] + by["port-clash-engine-0"],
+    )
     (finding,) = explain(folder).findings
     assert finding.trouble.name == "engine-memory" and not finding.is_fatal
 
@@ -134,10 +173,16 @@ def test_the_most_direct_cause_comes_first(tmp_path: Path) -> None:
         trainer_1=by["collective-time-out-trainer-1"],
     )
     fail(folder, by["engine-died-crash"], "RunFailed")
-    assert names(explain(folder)) == ["illegal-memory-access", "collective-time-out", "engine-died", "connection-lost"]
+    assert names(explain(folder)) == [
+        "illegal-memory-access",
+        "collective-time-out",
+        "engine-died",
+        "connection-lost",
+    ]
 
 
-# -- this run's words -------------------------------------------------------------------------------------------------
+# -- this run's words
+# -------------------------------------------------------------------------------------------------
 
 
 def advice(tmp_path: Path, name: str, **flags: Any) -> str:
@@ -152,7 +197,10 @@ def test_an_illegal_memory_access_has_the_four_steps_with_this_runs_flags(tmp_pa
     steps = [line for line in told.split("\n") if line[:2] in ("1.", "2.", "3.", "4.")]
     assert len(steps) == 4
     assert "CUDA_LAUNCH_BLOCKING=1" in steps[0] and "DeepEP is not in use" in steps[2]
-    assert "--sglang-speculative-algorithm (now EAGLE)" in steps[1] and "--sglang-disable-cuda-graph" in steps[1]
+    assert (
+        "--sglang-speculative-algorithm (now EAGLE)" in steps[1]
+        and "--sglang-disable-cuda-graph" in steps[1]
+    )
     assert "CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1" in steps[3]
     assert "--sglang-mem-fraction-static 0.8 → 0.68" in told
 
@@ -174,8 +222,14 @@ def test_an_illegal_memory_access_without_graphs_and_with_deepep(tmp_path: Path)
     [
         ("engine-memory-engine-0", ("--sglang-mem-fraction-static 0.8 → 0.68", "(now 512)")),
         ("engine-cache-engine-0", ("--sglang-mem-fraction-static 0.8 → 0.92", "2 → 4")),
-        ("trainer-memory-trainer-0", ("--max-tokens-per-gpu 9000 → 6750", "= 4096", "--sequence-parallel")),
-        ("trainer-memory-crash", ("--recompute-activations: keep one activation per layer", "9000 → 6750")),
+        (
+            "trainer-memory-trainer-0",
+            ("--max-tokens-per-gpu 9000 → 6750", "= 4096", "--sequence-parallel"),
+        ),
+        (
+            "trainer-memory-crash",
+            ("--recompute-activations: keep one activation per layer", "9000 → 6750"),
+        ),
         ("wake-memory-crash", ("--offload-rollout", "--sglang-mem-fraction-static 0.8 → 0.48")),
         (
             "collective-time-out-trainer-1",
@@ -183,7 +237,10 @@ def test_an_illegal_memory_access_without_graphs_and_with_deepep(tmp_path: Path)
         ),
         ("compile-cache-engine-0", ("TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",)),
         ("placement-crash", ("2 × 8 = 16", "--placement-timeout")),
-        ("engine-died-crash", ("--use-fault-tolerance", "(now 0.8)", "(now 32)", "--sglang-disable-cuda-graph")),
+        (
+            "engine-died-crash",
+            ("--use-fault-tolerance", "(now 0.8)", "(now 32)", "--sglang-disable-cuda-graph"),
+        ),
     ],
 )
 def test_remedies_have_this_runs_values(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
@@ -192,13 +249,20 @@ def test_remedies_have_this_runs_values(name: str, words: tuple[str, ...], tmp_p
 
 
 def test_an_error_of_ours_keeps_its_own_words(tmp_path: Path) -> None:
-    """What no signature knows is told as the error told it, with the line of the user's code where there is one."""
-    message = "the data has no column 'question'\n  why: the columns are: prompt, answer\n  fix: --input-key prompt"
+    """What no signature knows is told as the error told it, with the line of the user's code where
+    there is one."""
+    message = (
+        "the data has no column 'question'\n  why: the columns are: prompt, answer\n  fix: "
+        "--input-key prompt"
+    )
     (finding,) = explain(fail(run_folder(tmp_path / "a"), message)).findings
     assert (finding.trouble.name, finding.advice) == ("run-error", ("--input-key prompt",))
     assert "the columns are: prompt, answer" in finding.detail
     mine = 'in your code:\n      File "rm.py", line 3, in score\n        return 1 / 0'
-    message = "the reward function 'rm.score' failed on sample 1\n  why: ZeroDivisionError: x\n  fix: mend it"
+    message = (
+        "the reward function 'rm.score' failed on sample 1\n  why: ZeroDivisionError: x\n  fix: "
+        "mend it"
+    )
     (finding,) = explain(fail(run_folder(tmp_path / "b"), message, notes=(mine,))).findings
     assert 'File "rm.py", line 3' in finding.detail and finding.advice == ("mend it",)
 
@@ -215,17 +279,23 @@ def test_a_defect_is_called_one(tmp_path: Path) -> None:
 def test_text_of_a_sample_within_an_error_sets_nothing_off(tmp_path: Path) -> None:
     message = (
         "rm.py:score returned nan as the reward of sample 0\n"
-        "  why: response: 'RuntimeError: CUDA error: an illegal memory access was encountered', label: '9'"
+        "  why: response: 'RuntimeError: CUDA error: an illegal memory access was encountered', "
+        "label: '9'"
     )
     assert names(explain(fail(run_folder(tmp_path / "run"), message))) == ["own-function"]
 
 
-# -- whatever the folder is like ---------------------------------------------------------------------------------------
+# -- whatever the folder is like
+# ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(
+    tmp_path: Path,
+) -> None:
     folder = run_folder(
-        tmp_path / "run", "running", flags={**FLAGS, "checkpoint": {"save": str(tmp_path / "run/saves")}}
+        tmp_path / "run",
+        "running",
+        flags={**FLAGS, "checkpoint": {"save": str(tmp_path / "run/saves")}},
     )
     whole = folder / "saves" / "iter_0000003"
     whole.mkdir(parents=True)
@@ -234,7 +304,12 @@ def test_a_run_that_was_killed_says_so_with_its_checkpoint_and_the_next_command(
     (folder / "saves" / "latest_checkpointed_iteration.txt").write_text("3")
     (folder / "metrics.jsonl").write_text('{"step": 4, "train/loss": 0.1}\n{"step": 5, "tra')
     found = explain(folder)
-    assert (found.state, names(found), found.step, found.checkpoint) == ("killed", ["killed"], 4, whole)
+    assert (found.state, names(found), found.step, found.checkpoint) == (
+        "killed",
+        ["killed"],
+        4,
+        whole,
+    )
     assert found.next == f"{slime_command()} resume {folder}" and "pid 4711" in as_text(found)
 
 
@@ -252,7 +327,10 @@ def test_what_an_earlier_launch_failed_of_is_over(tmp_path: Path) -> None:
     """Logs and crash folders of a run that was resumed are those of all its launches."""
     started = time.mktime(time.strptime("2026-11-23 12:00:00", "%Y-%m-%d %H:%M:%S"))
     (old,) = [one.text for one in EXCERPTS if str(one) == "engine-memory-engine-0"]
-    folder = fail(run_folder(tmp_path / "run", "failed", engine_0=old), "weights of version 7 did not arrive: x")
+    folder = fail(
+        run_folder(tmp_path / "run", "failed", engine_0=old),
+        "weights of version 7 did not arrive: x",
+    )
     summary = json.loads((folder / "run.json").read_text())
     for begun, told in ((started, ["unknown-error"]), (0.0, ["push-mismatch", "engine-memory"])):
         summary["stages"][""]["started"] = begun
@@ -261,20 +339,35 @@ def test_what_an_earlier_launch_failed_of_is_over(tmp_path: Path) -> None:
 
 
 def test_alarms_of_the_metrics_follow(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", "finished", flags={**FLAGS, "more": {"rollout_max_response_len": 512}})
-    rows = [{"step": step, "rollout/truncated_ratio": 1.0, "train/grad_norm": 1.0} for step in range(20)]
+    folder = run_folder(
+        tmp_path / "run", "finished", flags={**FLAGS, "more": {"rollout_max_response_len": 512}}
+    )
+    rows = [
+        {"step": step, "rollout/truncated_ratio": 1.0, "train/grad_norm": 1.0} for step in range(20)
+    ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (finding,) = explain(folder).findings
     assert finding.trouble.name == "endless-generation" and not finding.is_fatal
     assert "--rollout-stop-token-ids" in finding.advice[0] and "(now " in finding.advice[1]
-    (folder / "metrics.jsonl").write_text('{"step": "no number"}\n[1]\n{"step": 1, "train/grad_norm": "x"}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": "no number"}\n[1]\n{"step": 1, "train/grad_norm": "x"}\n'
+    )
     assert explain(folder).findings == (), "rows of no use are left out"
 
 
-_DAMAGE = (b"", b"{", b"[1, 2]", b"\xff\xfe\x00", b'{"stages": {"": "failed"}}', b'{"stages": {"": {"state": 3}}}')
+_DAMAGE = (
+    b"",
+    b"{",
+    b"[1, 2]",
+    b"\xff\xfe\x00",
+    b'{"stages": {"": "failed"}}',
+    b'{"stages": {"": {"state": 3}}}',
+)
 
 
-@pytest.mark.parametrize("name", ["run.json", "config.json", "metrics.jsonl", "crash/20261123-064012/crash.json"])
+@pytest.mark.parametrize(
+    "name", ["run.json", "config.json", "metrics.jsonl", "crash/20261123-064012/crash.json"]
+)
 @pytest.mark.parametrize("content", _DAMAGE)
 def test_damaged_files_are_no_obstacle(name: str, content: bytes, tmp_path: Path) -> None:
     (excerpt,) = [one for one in EXCERPTS if str(one) == "engine-memory-engine-0"]
@@ -295,13 +388,17 @@ def test_any_bytes_are_a_log(tmp_path_factory: pytest.TempPathFactory, lines: li
     (folder / "logs" / "engine-0.log").write_bytes(content)
     explain(folder)
     source = read_log(folder / "logs" / "engine-0.log", folder)
-    assert len(source.lines) == content.count(b"\n") + (1 if content and not content.endswith(b"\n") else 0)
+    assert len(source.lines) == content.count(b"\n") + (
+        1 if content and not content.endswith(b"\n") else 0
+    )
 
 
 def test_of_a_huge_log_the_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (excerpt,) = [one for one in EXCERPTS if str(one) == "engine-memory-engine-0"]
     last = f"{excerpt.text}the last line\n"
-    folder = run_folder(tmp_path / "run", engine_0="calm\n" * 100 + "x" * 5000 + "\n" + "calm\n" * 100_000 + last)
+    folder = run_folder(
+        tmp_path / "run", engine_0="calm\n" * 100 + "x" * 5000 + "\n" + "calm\n" * 100_000 + last
+    )
     monkeypatch.setattr(reading, "read_log", None)  # nobody else reads it
     log = folder / "logs" / "engine-0.log"
     source = read_log(log, folder)
@@ -330,15 +427,20 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     assert explain(folder).findings == ()
     link = tmp_path / "link"
     link.symlink_to(run_folder(tmp_path / "other", engine_0=excerpt.text))
-    assert "engine-memory" in names(explain(link)), "a link to the whole folder is as good as the folder"
+    assert "engine-memory" in names(explain(link)), (
+        "a link to the whole folder is as good as the folder"
+    )
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("started", [1e300, -1e300, True, "now", None, [1]])
 def test_a_time_that_is_none_is_no_obstacle(started: object, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", "failed", driver="2026-11-23 06:40:11.132 ERROR   driver  x: y\n")
+    folder = run_folder(
+        tmp_path / "run", "failed", driver="2026-11-23 06:40:11.132 ERROR   driver  x: y\n"
+    )
     summary = {"stages": {"": {"state": "failed", "started": started, "host": platform.node()}}}
     (folder / "run.json").write_text(json.dumps(summary))
     assert explain(folder).state == "failed"
@@ -347,13 +449,19 @@ def test_a_time_that_is_none_is_no_obstacle(started: object, tmp_path: Path) -> 
 @pytest.mark.parametrize("nonfinite", [None, 5, "x", {}])
 def test_a_row_of_another_version_is_no_obstacle(nonfinite: object, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "finished")
-    rows = [{"step": 1, "nonfinite": nonfinite}, {"step": 1, "nonfinite": nonfinite}, {"step": 2, "nonfinite": ["x"]}]
+    rows = [
+        {"step": 1, "nonfinite": nonfinite},
+        {"step": 1, "nonfinite": nonfinite},
+        {"step": 2, "nonfinite": ["x"]},
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert explain(folder).step == 2
 
 
 def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "my run", "failed", {"checkpoint": {"save": "x"}, "origins": {"save": "flag"}})
+    folder = run_folder(
+        tmp_path / "my run", "failed", {"checkpoint": {"save": "x"}, "origins": {"save": "flag"}}
+    )
     assert shlex.split(explain(folder).next)[-1] == str(folder)
 
 
@@ -365,24 +473,38 @@ def test_the_command_tells_and_its_status_says_whether_something_is_wrong(
     assert "Nothing is wrong" in capsys.readouterr().out
     assert main(["explain", str(bad)]) == 1
     told = capsys.readouterr().out
-    assert told.index("[engine-memory]") < told.index("why: ") < told.index("try: ") < told.index("checkpoint: none")
+    assert (
+        told.index("[engine-memory]")
+        < told.index("why: ")
+        < told.index("try: ")
+        < told.index("checkpoint: none")
+    )
     assert max(map(len, told.splitlines())) <= 120
     assert main(["explain", str(bad), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["state"] == "failed" and said["findings"][0]["name"] == "engine-memory"
-    assert said["findings"][0]["remedies"] and said["findings"][0]["source"].startswith("logs/engine-0.log, line ")
+    assert said["findings"][0]["remedies"] and said["findings"][0]["source"].startswith(
+        "logs/engine-0.log, line "
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere"], ["{empty}"], ["{empty}", "--what"]])
-def test_a_mistake_in_the_call_is_2(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_call_is_2(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", *(word.replace("{empty}", str(tmp_path)) for word in words)]) == 2
     assert "error: " in capsys.readouterr().err
 
 
 def test_it_imports_nothing_heavy() -> None:
     heavy = ("torch", "ray", "transformers", "megatron", "sglang", "datasets")
-    code = f"import slime.cli.explain, slime.cli.bundle, sys; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        f"import slime.cli.explain, slime.cli.bundle, sys; print([m for m in {heavy} if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -394,4 +516,6 @@ def test_a_trouble_has_one_record_whoever_finds_it() -> None:
     before, within = troubles.TROUBLES, {trouble.name: trouble for trouble in TROUBLES}
     assert len(within) == len(TROUBLES), "each name once"
     shared = before.keys() & within.keys()
-    assert shared >= {"missing-shards", "open-files"} and all(before[name] is within[name] for name in shared)
+    assert shared >= {"missing-shards", "open-files"} and all(
+        before[name] is within[name] for name in shared
+    )

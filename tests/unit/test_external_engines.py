@@ -1,4 +1,5 @@
-"""Who may join a run, who leaves it, and what their deaths mean; the servers are fakes, and no run is started."""
+"""Who may join a run, who leaves it, and what their deaths mean; the servers are fakes, and no run
+is started."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(model: Path) -> Iterator[Callable[..., Server]]:
-    """``serve(…)``: a `Server` that runs until the end of the test; keywords go into its /server_info."""
+    """``serve(…)``: a `Server` that runs until the end of the test; keywords go into its
+    /server_info."""
     with ExitStack() as stack:
         yield lambda **info: stack.enter_context(served(_with(Server(model), info)))
 
@@ -104,7 +106,9 @@ def _with(server: Server, info: dict[str, Any]) -> Server:
 class Company:
     """Two engines of the run's own, a router, and what is done to them."""
 
-    def __init__(self, config: Config, desk: OrderDesk | None = None, *, shares_gpus: bool = False) -> None:
+    def __init__(
+        self, config: Config, desk: OrderDesk | None = None, *, shares_gpus: bool = False
+    ) -> None:
         self.log: list[str] = []
         self.routers: Any = SimpleNamespace(
             urls={"policy": "http://router:1"}, take_out=lambda url: self.log.append(f"out {url}")
@@ -150,7 +154,8 @@ def companies(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 Companies = Callable[..., Company]
 Serve = Callable[..., Server]
 
-# -- joining -----------------------------------------------------------------------------------------------------------
+# -- joining
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_it_joins_with_the_next_push(companies: Companies, serve: Serve) -> None:
@@ -196,7 +201,11 @@ def test_what_it_was_started_with_does_not_fit(
     company, server = companies(**flags), serve(**info)
     with pytest.raises(UserError, match=server.url) as caught:
         company.external.add(server.url)
-    assert why in caught.value.why and "start it" in caught.value.fix and not company.table.those(State.UP)
+    assert (
+        why in caught.value.why
+        and "start it" in caught.value.fix
+        and not company.table.those(State.UP)
+    )
 
 
 def test_another_model_is_refused_by_its_name_and_by_its_shape(
@@ -270,7 +279,8 @@ _STRANGE = ["http://[::1", "h" * 64 + ".example:1"]
 
 
 @pytest.mark.parametrize(
-    "address", ["nonsense", "host", "https://host:1", "host:1/v1", "host:x", "a b:1", "u@host:1", *_STRANGE]
+    "address",
+    ["nonsense", "host", "https://host:1", "host:1/v1", "host:x", "a b:1", "u@host:1", *_STRANGE],
 )
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UserError, match="is no address of an engine"):
@@ -283,10 +293,16 @@ def test_flags_that_cannot_be() -> None:
     with pytest.raises(UserError, match="is no address"):
         make_config(rollout_external_engine_addrs=("a",))
     assert make_config(rollout_external_engine_addrs=("a:1",)).cluster.rollout_num_gpus == 0
-    assert make_config(rollout_external_engine_addrs=("a:1",), rollout_num_gpus=2).cluster.rollout_num_gpus == 2
+    assert (
+        make_config(
+            rollout_external_engine_addrs=("a:1",), rollout_num_gpus=2
+        ).cluster.rollout_num_gpus
+        == 2
+    )
 
 
-# -- leaving -----------------------------------------------------------------------------------------------------------
+# -- leaving
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_who_leaves_has_its_requests_come_back(companies: Companies, serve: Serve) -> None:
@@ -300,10 +316,15 @@ def test_who_leaves_has_its_requests_come_back(companies: Companies, serve: Serv
         company.external.remove(server.url)
 
 
-def test_an_engine_of_its_own_is_ended(companies: Companies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_its_own_is_ended(
+    companies: Companies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     company = companies()
     monkeypatch.setattr(ExternalEngines, "_drain", lambda self, url: True)
-    assert "engine-1 (http://127.0.0.1:2) has left, and its server was ended" in company.external.remove("engine-1")
+    assert (
+        "engine-1 (http://127.0.0.1:2) has left, and its server was ended"
+        in company.external.remove("engine-1")
+    )
     assert company.log == ["out http://127.0.0.1:2", "end engine-1"]
     with pytest.raises(UserError, match=r"engine-0 .* is the last engine that serves"):
         company.external.remove("127.0.0.1:1")
@@ -323,7 +344,8 @@ def test_one_that_is_restarted_cannot_leave(companies: Companies) -> None:
         company.external.remove("engine-1")
 
 
-# -- death -------------------------------------------------------------------------------------------------------------
+# -- death
+# -------------------------------------------------------------------------------------------------------------
 
 
 def dead() -> Future[Any]:
@@ -345,7 +367,9 @@ def slow() -> Future[Any]:
 def answering(company: Company, *answers: Future[Any]) -> None:
     """What http://ext:1 says, question by question."""
     left = list(answers)
-    fleet = SimpleNamespace(urls=("http://ext:1",), start_get=lambda *_: left.pop(0), close=lambda: None)
+    fleet = SimpleNamespace(
+        urls=("http://ext:1",), start_get=lambda *_: left.pop(0), close=lambda: None
+    )
     company.external._signs._fleet = fleet  # type: ignore[assignment]
 
 
@@ -354,8 +378,11 @@ def test_without_fault_tolerance_its_death_ends_the_run(companies: Companies) ->
     company.join("http://ext:1")
     answering(company, dead(), dead())
     company.external.look()
-    company.external.look()  # the first answer; another question, as one may meet a connection that was closed
-    with pytest.raises(RunFailed, match="the external engine http://ext:1 does not answer any more") as caught:
+    # the first answer; another question, as one may meet a connection that was closed
+    company.external.look()
+    with pytest.raises(
+        RunFailed, match="the external engine http://ext:1 does not answer any more"
+    ) as caught:
         company.external.look()
     assert "--use-fault-tolerance" in caught.value.fix
 
@@ -436,7 +463,8 @@ def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(companies: Compa
     assert company.table.num_lost == 1, "then it is nobody's fault, and the push is not repeated"
 
 
-# -- orders ------------------------------------------------------------------------------------------------------------
+# -- orders
+# ------------------------------------------------------------------------------------------------------------
 
 
 def order(run: Path, name: str, **words: str) -> Path:
@@ -507,7 +535,8 @@ def running(run: Path, state: str = "running", pid: int | None = None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("state", "pid", "said"), [("finished", None, "finished"), ("running", 2**30, "its driver was killed")]
+    ("state", "pid", "said"),
+    [("finished", None, "finished"), ("running", 2**30, "its driver was killed")],
 )
 def test_a_run_that_does_not_run(state: str, pid: int | None, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"does not run: it is .*{said}"):
@@ -528,7 +557,9 @@ def test_an_order_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
     assert not list((tmp_path / FOLDER).iterdir())
 
 
-def test_the_command(companies: Companies, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    companies: Companies, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a driver that looks about, in a thread."""
     company, server = companies(OrderDesk(running(tmp_path))), serve()
     server.requests = 2

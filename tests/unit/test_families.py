@@ -1,4 +1,5 @@
-"""Every model family computes in the trainer what transformers computes, and goes to Hugging Face form and back."""
+"""Every model family computes in the trainer what transformers computes, and goes to Hugging Face
+form and back."""
 
 from __future__ import annotations
 
@@ -47,9 +48,14 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
     saved, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
-    served = dict(Architecture.from_dir(tmp_path / "hf").parameter_shapes())  # what a push to the embedded engine names
+    served = dict(
+        Architecture.from_dir(tmp_path / "hf").parameter_shapes()
+    )  # what a push to the embedded engine names
     assert served == {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind.split(",")[0]
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
+        == kind.split(",")[0]
+    )
 
 
 @pytest.mark.parametrize("flags", [{"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
@@ -61,7 +67,9 @@ def test_recomputation_changes_no_gradient(flags: dict[str, Any], tmp_path: Path
         backend = trainer(hf_checkpoint=str(tmp_path), **options)
         try:
             results.append(gradients(backend, make_batch()))
-            attention = backend.model_chunks[0].get_submodule("module.decoder.layers.0.self_attention")
+            attention = backend.model_chunks[0].get_submodule(
+                "module.decoder.layers.0.self_attention"
+            )
             assert attention.recompute_up_proj == ("recompute_modules" in options)
         finally:
             backend.close()
@@ -90,7 +98,9 @@ def test_the_expert_bias_is_kept_in_checkpoints_and_moves_only_when_asked(tmp_pa
         after = load_file(tmp_path / "back" / "model.safetensors")[name]
         step = (after - original).abs().max().item()
         assert step == pytest.approx(0.01 if moves else 0.0, abs=1e-7)
-        resumed = trainer(hf_checkpoint=str(tmp_path / "hf"), load=str(save), save_hf=str(tmp_path / "again"))
+        resumed = trainer(
+            hf_checkpoint=str(tmp_path / "hf"), load=str(save), save_hf=str(tmp_path / "again")
+        )
         try:
             resumed.save(1)
         finally:
@@ -118,7 +128,12 @@ def test_the_reference_has_its_own_expert_bias(tmp_path: Path) -> None:
 def test_an_updated_reference_goes_on_with_its_expert_bias(tmp_path: Path) -> None:
     save_tiny("glm4_moe, as Air", tmp_path / "hf")
     save = str(tmp_path / "run")
-    flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "moe_router_bias_update_rate": 0.05}
+    flags = {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "ref_update_interval": 1,
+        "moe_router_bias_update_rate": 0.05,
+    }
     backend = trainer(hf_checkpoint=str(tmp_path / "hf"), save=save, **flags)
     try:
         backend.train(make_batch())
@@ -140,17 +155,24 @@ def test_a_model_that_only_model_name_tells_is_exported_as_it_was_loaded(tmp_pat
     save_tiny("glm4", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "model_type": "not_known_here", "architectures": ["NotKnownHere"]}))
-    backend = trainer(hf_checkpoint=str(tmp_path / "hf"), model_name="glm4", save_hf=str(tmp_path / "back"))
+    path.write_text(
+        json.dumps({**config, "model_type": "not_known_here", "architectures": ["NotKnownHere"]})
+    )
+    backend = trainer(
+        hf_checkpoint=str(tmp_path / "hf"), model_name="glm4", save_hf=str(tmp_path / "back")
+    )
     try:
         backend.save(0)
     finally:
         backend.close()
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(after[name], before[name]) for name in before
+    )
 
 
-# -- published models ------------------------------------------------------------------------------------------------
+# -- published models
+# ------------------------------------------------------------------------------------------------
 
 
 def spellings(model: str) -> list[dict[str, Any]]:
@@ -165,7 +187,9 @@ def rotary_module(config: dict[str, Any]) -> torch.nn.Module:
     """transformers' own."""
     filled = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = transformers.AutoModel.from_config(filled.__class__(**{**config, "num_hidden_layers": 1}))
+        model = transformers.AutoModel.from_config(
+            filled.__class__(**{**config, "num_hidden_layers": 1})
+        )
     return type(model.rotary_emb)(filled)
 
 
@@ -185,7 +209,9 @@ def test_rotary_frequencies_of_published_models(model: str) -> None:
         pairs = slice(0, None, 2) if rope.interleaved else slice(len(inverse), None)
         assert torch.allclose(cos[1, 0, pairs], expected.inv_freq.cos() * factor, rtol=1e-6, atol=0)
         sign = -1 if rope.interleaved else 1  # of each pair the first has the negative sine
-        assert torch.allclose(sign * sin[1, 0, pairs], expected.inv_freq.sin() * factor, rtol=1e-6, atol=0)
+        assert torch.allclose(
+            sign * sin[1, 0, pairs], expected.inv_freq.sin() * factor, rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -194,9 +220,14 @@ def test_weights_with_another_rope_are_another_model(model: str) -> None:
     old, new = (family_of(config).model_spec(config) for config in spellings(model))
     check_same_model(old, new, Path("same"))
     settings = {"rope_type": "linear", "factor": 2.0}
-    for change in ({"rope_theta": 12345.0, "rope_scaling": None}, {"rope_theta": 1e4, "rope_scaling": settings}):
+    for change in (
+        {"rope_theta": 12345.0, "rope_scaling": None},
+        {"rope_theta": 1e4, "rope_scaling": settings},
+    ):
         config = {**PUBLISHED[model]["config"], **change}
-        with pytest.raises(UserError, match=r"other is another model than --hf-checkpoint(.|\n)*rotary_"):
+        with pytest.raises(
+            UserError, match=r"other is another model than --hf-checkpoint(.|\n)*rotary_"
+        ):
             check_same_model(old, family_of(config).model_spec(config), Path("other"))
 
 
@@ -208,14 +239,23 @@ def test_a_reference_with_another_rope_is_refused_before_anything_is_loaded(tmp_
     config["rope_parameters"]["rope_theta"] *= 10
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="ref is another model than --hf-checkpoint"):
-        trainer(hf_checkpoint=str(tmp_path / "hf"), ref_load=str(tmp_path / "ref"), use_kl_loss=True, kl_loss_coef=0.1)
+        trainer(
+            hf_checkpoint=str(tmp_path / "hf"),
+            ref_load=str(tmp_path / "ref"),
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+        )
 
 
 def test_rotary_settings_that_go_into_the_attention() -> None:
-    """YaRN's factor on the scores of DeepSeek-V3: (0.1 · ln 40 + 1)² / √192; pairs of neighbours in GLM-4 only."""
+    """YaRN's factor on the scores of DeepSeek-V3: (0.1 · ln 40 + 1)² / √192; pairs of neighbours in
+    GLM-4 only."""
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 
-    for model, scale in (("deepseek-ai/DeepSeek-V3", 0.13523377886), ("moonshotai/Moonlight-16B-A3B", 192**-0.5)):
+    for model, scale in (
+        ("deepseek-ai/DeepSeek-V3", 0.13523377886),
+        ("moonshotai/Moonlight-16B-A3B", 192**-0.5),
+    ):
         for config in spellings(model):
             facts = family_of(config).model_spec(config).transformer
             size = facts["qk_head_dim"] + facts["qk_pos_emb_head_dim"]
@@ -230,7 +270,8 @@ def test_rotary_settings_that_go_into_the_attention() -> None:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_numbers_of_parameters_of_published_models(model: str) -> None:
-    """All of them, as the model cards say; and those that a token passes, which the costs count, too."""
+    """All of them, as the model cards say; and those that a token passes, which the costs count,
+    too."""
     config = PUBLISHED[model]["config"]
     family = family_of(config)
     spec = family.model_spec(config)
@@ -238,7 +279,9 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
     for name, shape in family.hf_tensors(spec):
         total += torch.Size(shape).numel()
         if len(shape) == 2 and ("embed_tokens" not in name or spec.tie_embeddings):
-            chosen = spec.transformer["moe_router_topk"] / spec.num_experts if ".experts." in name else 1
+            chosen = (
+                spec.transformer["moe_router_topk"] / spec.num_experts if ".experts." in name else 1
+            )
             passed += round(torch.Size(shape).numel() * chosen)
     assert total == pytest.approx(PUBLISHED[model]["parameters"], rel=2e-3)
     assert sequence_cost(family, config).linear == pytest.approx(2 * passed, rel=1e-6)
@@ -247,10 +290,16 @@ def test_numbers_of_parameters_of_published_models(model: str) -> None:
 def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
     names = {family.name for family in FAMILIES}
     assert {config["config"]["model_type"] for config in PUBLISHED.values()} == names
-    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} >= names - {"llama", "mistral", "qwen2", "qwen3"}
+    assert {kind.split(",")[0] for kind in OTHER_FAMILIES} >= names - {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+    }
 
 
-# -- flags that describe the model -----------------------------------------------------------------------------------
+# -- flags that describe the model
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,9 +308,17 @@ def test_every_family_has_a_published_model_and_a_tiny_one() -> None:
         ("Qwen/Qwen3-4B", {"num_layers": 28}, "--num-layers 28.* is 36"),
         ("Qwen/Qwen3-4B", {"num_experts": 8}, "--num-experts 8.* has none"),
         ("Qwen/Qwen3-4B", {"rotary_interleaved": True}, "--rotary-interleaved.* is False"),
-        ("zai-org/GLM-4.5-Air", {"moe_layer_freq": [1] * 46}, r"--moe-layer-freq \[1, 1,.* is \[0, 1, 1"),
+        (
+            "zai-org/GLM-4.5-Air",
+            {"moe_layer_freq": [1] * 46},
+            r"--moe-layer-freq \[1, 1,.* is \[0, 1, 1",
+        ),
         ("zai-org/GLM-4.5-Air", {"qk_layernorm": True}, "--qk-layernorm.* is False"),
-        ("deepseek-ai/DeepSeek-V3", {"moe_router_group_topk": 2}, "--moe-router-group-topk 2.* is 4"),
+        (
+            "deepseek-ai/DeepSeek-V3",
+            {"moe_router_group_topk": 2},
+            "--moe-router-group-topk 2.* is 4",
+        ),
         ("moonshotai/Moonlight-16B-A3B", {"moe_router_topk_scaling_factor": 2.5}, "2.5.* is 2.446"),
     ],
 )
@@ -276,7 +333,20 @@ def test_flags_that_contradict_the_model(model: str, flags: dict[str, Any], said
 def test_flags_that_agree_with_the_model() -> None:
     config = PUBLISHED["Qwen/Qwen3-30B-A3B"]["config"]
     described = family_of(config).model_spec(config).transformer
-    flags = {"moe_layer_freq": [1] * 48, "num_experts": 128, "moe_router_topk": 8, "moe_router_dtype": "fp32"}
-    assert merge_transformer(described, make_config(**flags).megatron.transformer)["num_moe_experts"] == 128
-    deepseek = {**PUBLISHED["deepseek-ai/DeepSeek-V3"]["config"], "head_dim": 64}  # of its latents, not of its heads
-    check_model_flags(make_config(kv_channels=128).megatron, family_of(deepseek).model_spec(deepseek))
+    flags = {
+        "moe_layer_freq": [1] * 48,
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_router_dtype": "fp32",
+    }
+    assert (
+        merge_transformer(described, make_config(**flags).megatron.transformer)["num_moe_experts"]
+        == 128
+    )
+    deepseek = {
+        **PUBLISHED["deepseek-ai/DeepSeek-V3"]["config"],
+        "head_dim": 64,
+    }  # of its latents, not of its heads
+    check_model_flags(
+        make_config(kv_channels=128).megatron, family_of(deepseek).model_spec(deepseek)
+    )

@@ -17,7 +17,10 @@ from slime.cluster.engine_memory import EnginesMemory
 from slime.processes.footprint import Footprint, of_this_host, own_bytes
 
 MB = 1_000_000
-HOLD = "import sys; held = bytearray(b'x') * 80_000_000; print(len(held), flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; held = bytearray(b'x') * 80_000_000; print(len(held), flush=True); "
+    "sys.stdin.read()"
+)
 
 
 def test_a_family_is_counted_without_what_it_shares() -> None:
@@ -26,7 +29,9 @@ def test_a_family_is_counted_without_what_it_shares() -> None:
     with mmap.mmap(-1, 80 * MB) as shared:
         shared.write(b"x" * len(shared))
         assert own_bytes(os.getpid()) < before + 60 * MB, "pages that others may map"
-    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None and child.stdin is not None
         child.stdout.readline()
         assert 80 * MB < own_bytes(child.pid) < 200 * MB
@@ -59,12 +64,16 @@ def test_engines_tell_at_the_next_step_and_nobody_waits(monkeypatch: pytest.Monk
         return answer
 
     fake = SimpleNamespace(
-        wait=lambda refs, timeout: (refs, []) if refs[0] in answers else ([], refs), get=get, exceptions=ray.exceptions
+        wait=lambda refs, timeout: (refs, []) if refs[0] in answers else ([], refs),
+        get=get,
+        exceptions=ray.exceptions,
     )
     monkeypatch.setattr(engine_memory, "ray", fake)
     memory = EnginesMemory(handles)
     assert memory.metrics() == {} and asked == ["a", "b"]
-    assert memory.metrics() == {} and asked == ["a", "b"], "a question that is open is not asked again"
+    assert memory.metrics() == {} and asked == ["a", "b"], (
+        "a question that is open is not asked again"
+    )
     answers |= {"a": 2.0, "b": 3.0}
     assert memory.metrics() == {"perf/engine_memory_gb": 3.0} and asked == ["a", "b", "a", "b"]
     answers |= {"b": ray.exceptions.RayActorError()}

@@ -1,4 +1,5 @@
-"""Tensors that an engine fuses as it loads them share a bucket on every way; the receipt names a torn pair."""
+"""Tensors that an engine fuses as it loads them share a bucket on every way; the receipt names a
+torn pair."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def pair(layer: int, leaf: str = "weight") -> tuple[str, ...]:
     return tuple(f"{ATTENTION.format(layer)}{part}.{leaf}" for part in PAIR)
 
 
-# -- what belongs together -------------------------------------------------------------------------------------------
+# -- what belongs together
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaf", ["weight", "weight_scale_inv", "weight_scale", "weight_packed"])
@@ -81,11 +83,14 @@ def test_half_of_a_pair_cannot_be_quantised() -> None:
     weights = ignore_list.matrices(DEEPSEEK_V3, SPEC)
     half = Quantisation("fp8", Fp8((16, 16)), ("lm_head", r"re:.*kv_a_proj_with_mqa"))
     found = ignore_list.examine(weights, half)
-    assert set(found.torn) == {f"{ATTENTION.format(n)}fused_qkv_a_proj_with_mqa" for n in range(SPEC.num_layers)}
+    assert set(found.torn) == {
+        f"{ATTENTION.format(n)}fused_qkv_a_proj_with_mqa" for n in range(SPEC.num_layers)
+    }
     assert not ignore_list.examine(weights, Quantisation("fp8", Fp8((16, 16)), ("lm_head",))).torn
 
 
-# -- buckets -----------------------------------------------------------------------------------------------------------
+# -- buckets
+# -----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -111,7 +116,9 @@ def test_no_group_is_split_whatever_sizes_and_order(drawn: Any, limit: int) -> N
     assert sorted(names) == sorted(name for name, _ in tensors)  # each once
     sent = {name: tensor for bucket in buckets for name, tensor in bucket.tensors()}
     assert all(torch.equal(sent[name], tensor) for name, tensor in tensors)
-    where = {entry.name: number for number, bucket in enumerate(buckets) for entry in bucket.entries}
+    where = {
+        entry.name: number for number, bucket in enumerate(buckets) for entry in bucket.entries
+    }
     assert all(len({where[name] for name in group}) == 1 for group in groups.values())
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors}
     largest = max(sum(sizes[member] for member in groups.get(name, (name,))) for name in sizes)
@@ -131,7 +138,9 @@ def test_weights_and_scales_of_quantised_pairs_are_kept_together(scheme: Fp8 | I
     if isinstance(scheme, Int4):
         pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
     weights = ignore_list.matrices(DEEPSEEK_V3, SPEC)
-    plain = {matrix.kernel for matrix in weights if scheme.misfit(matrix.shape) or not matrix.is_linear}
+    plain = {
+        matrix.kernel for matrix in weights if scheme.misfit(matrix.shape) or not matrix.is_linear
+    }
     ignored = [matrix.module for matrix in weights if matrix.kernel in plain]
     method = "fp8" if isinstance(scheme, Fp8) else "compressed-tensors"
     quantisation = Quantisation(method, scheme, ("lm_head", *ignored))
@@ -145,7 +154,8 @@ def test_weights_and_scales_of_quantised_pairs_are_kept_together(scheme: Fp8 | I
         assert all(any(set(group) <= bucket for bucket in names) for group in groups)
 
 
-# -- pushes to SGLang --------------------------------------------------------------------------------------------------
+# -- pushes to SGLang
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +164,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, sglang_stand_in: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSGLang]:
+def server(
+    model_dir: Path, sglang_stand_in: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FakeSGLang]:
     config = run_config(model_dir, colocate=True)
-    with fake_sglang(config, model_dir, tmp_path_factory.mktemp("log"), EnginePlace(number=0)) as [found]:
+    with fake_sglang(config, model_dir, tmp_path_factory.mktemp("log"), EnginePlace(number=0)) as [
+        found
+    ]:
         yield found
 
 
@@ -198,7 +212,9 @@ def test_pairs_arrive_at_any_bucket_size(
     compared = []
     for _ in range(2):
         receipt = sync.push()
-        assert receipt.transport == way and receipt.loaded == receipt.num_tensors == len(sync._names)
+        assert receipt.transport == way and receipt.loaded == receipt.num_tensors == len(
+            sync._names
+        )
         compared.append([set(group) & set(receipt.checked) for group in groups])
         assert all(compared[-1])
         assert all(set(kind) & set(receipt.checked) for kind in kinds_of(sync._names))
@@ -215,20 +231,28 @@ def test_a_torn_pair_is_named_by_the_receipt(server: FakeSGLang, model_dir: Path
     lost = {line.split()[0] for line in caught.value.mismatches}
     assert lost == {name for group in sync._groups.among(sync._names) for name in group}
     q, kv = pair(0)
-    assert f"{q} was sent and not loaded by {server.url} (SGLang loads it only together with {kv})" in str(caught.value)
+    assert (
+        f"{q} was sent and not loaded by {server.url} (SGLang loads it only together with {kv})"
+        in str(caught.value)
+    )
     sync._transport._together = together  # type: ignore[union-attr]
     assert sync.push().loaded == len(sync._names)
     sync.close()
 
 
-def test_every_weight_of_a_pair_is_compared_where_all_are(server: FakeSGLang, model_dir: Path) -> None:
-    sync = connected(model_dir, server, 4, update_weight_buffer_size=6_000, check_weight_update_equal=True)
+def test_every_weight_of_a_pair_is_compared_where_all_are(
+    server: FakeSGLang, model_dir: Path
+) -> None:
+    sync = connected(
+        model_dir, server, 4, update_weight_buffer_size=6_000, check_weight_update_equal=True
+    )
     receipt = sync.push()
     assert receipt.full and set(receipt.checked) == set(sync._names)
     sync.close()
 
 
-# -- pushes to other engines ---------------------------------------------------------------------------------------
+# -- pushes to other engines
+# ---------------------------------------------------------------------------------------
 
 
 def assert_together(engine: FakeWeightEngine, groups: list[tuple[str, ...]]) -> None:
@@ -264,15 +288,23 @@ def test_a_tensor_that_an_engine_drops_is_named() -> None:
             load([one for one in tensors if one[0] != "model.norm.weight"], body)
 
         engine._load = without  # type: ignore[method-assign]
-        with pytest.raises(WeightMismatch, match=r"model\.norm\.weight was sent and not loaded by http"):
+        with pytest.raises(
+            WeightMismatch, match=r"model\.norm\.weight was sent and not loaded by http"
+        ):
             sync.push()
         sync.close()
 
 
 @pytest.mark.parametrize("layout", ["PP2", "TP2"])
-def test_layers_that_are_gathered_keep_their_pairs(ranks: Pools, tmp_path: Path, layout: str) -> None:
+def test_layers_that_are_gathered_keep_their_pairs(
+    ranks: Pools, tmp_path: Path, layout: str
+) -> None:
     flags: dict[str, Any] = {"update_weight_buffer_size": 6_000}
-    flags |= {"pipeline_model_parallel_size": 2} if layout == "PP2" else {"tensor_model_parallel_size": 2}
+    flags |= (
+        {"pipeline_model_parallel_size": 2}
+        if layout == "PP2"
+        else {"tensor_model_parallel_size": 2}
+    )
     model = make_model(tmp_path / "model", "deepseek_v3")
     start = load_file(model / "model.safetensors")
     with FakeWeightEngine(start) as engine:
@@ -282,7 +314,8 @@ def test_layers_that_are_gathered_keep_their_pairs(ranks: Pools, tmp_path: Path,
     assert {receipt.loaded for receipt in found[0]["receipts"]} == {len(start)}
 
 
-# -- what an SGLang process is asked -----------------------------------------------------------------------------------
+# -- what an SGLang process is asked
+# -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=100)
@@ -293,7 +326,9 @@ def test_layers_that_are_gathered_keep_their_pairs(ranks: Pools, tmp_path: Path,
     ]),
     turned=st.booleans(),
 )  # fmt: skip
-def test_a_mark_stays_until_its_tensor_is_loaded(shape: list[int], dtype: torch.dtype, turned: bool) -> None:
+def test_a_mark_stays_until_its_tensor_is_loaded(
+    shape: list[int], dtype: torch.dtype, turned: bool
+) -> None:
     def made() -> torch.Tensor:
         tensor = torch.randint(0, 100, shape).to(dtype)
         return tensor.permute(tuple(reversed(range(tensor.dim())))) if turned else tensor
@@ -362,7 +397,8 @@ def test_the_probe_finds_a_shared_expert_behind_the_routed_ones() -> None:
     assert tree.find(f"{owner}.shared_experts.gate_proj.weight", (inner, hidden)) is None
 
 
-# -- the sample --------------------------------------------------------------------------------------------------------
+# -- the sample
+# --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)

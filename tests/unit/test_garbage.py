@@ -21,7 +21,9 @@ def test_it_rests_inside_and_goes_on_whatever_happens() -> None:
     assert gc.isenabled()
 
 
-def test_what_stands_in_for_a_module_is_gone_after_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_for_a_module_is_gone_after_the_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         _import_without_servers("no_such_module", stand_in=ModuleType("stand_in"))

@@ -1,4 +1,5 @@
-"""`slime export --gguf`: the same model and tokenizer, read back and, where llama.cpp is there, computed by it."""
+"""`slime export --gguf`: the same model and tokenizer, read back and, where llama.cpp is there,
+computed by it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 #: (shape, how text is cut into words, changes of config.json)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, tied": ("llama", "smollm", {}),
@@ -41,11 +47,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", "qwen2", {"mlp_only_layers": []}),
 }
 #: What the file does not say of a model: how it was made.
-UNSAID = {"initializer_range", "_model_name_or_path", "pretraining_tp", "attention_bias", "mlp_bias", "head_dim"}
+UNSAID = {
+    "initializer_range",
+    "_model_name_or_path",
+    "pretraining_tp",
+    "attention_bias",
+    "mlp_bias",
+    "head_dim",
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """(Hugging Face directory, the GGUF file made of it)"""
     shape, pre, changes = MODELS[request.param]
     root = tmp_path_factory.mktemp("gguf")
@@ -59,7 +74,9 @@ def test_there_and_back_gives_the_same_bits(exported: tuple[Path, Path], tmp_pat
     ours, theirs = load_file(directory / "model.safetensors"), load_file(back / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (directory, back))
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (directory, back)
+    )
     if before["model_type"] == "mistral":  # which llama.cpp computes as Llama
         before |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     differing = {name for name in {*before, *after} if before.get(name) != after.get(name)}
@@ -83,23 +100,36 @@ def test_ggufs_own_reader_finds_what_llama_cpp_needs(exported: tuple[Path, Path]
     texts, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert len(texts) == len(kinds) == config["vocab_size"]
     kind_of = dict(zip(texts, kinds))
-    assert kind_of["<|im_end|>"] == TokenType.CONTROL and kind_of["<think>"] == TokenType.USER_DEFINED
-    assert texts[fields["tokenizer.ggml.eos_token_id"]] == "<|im_end|>" and kinds[-1] == TokenType.UNUSED
+    assert (
+        kind_of["<|im_end|>"] == TokenType.CONTROL and kind_of["<think>"] == TokenType.USER_DEFINED
+    )
+    assert (
+        texts[fields["tokenizer.ggml.eos_token_id"]] == "<|im_end|>"
+        and kinds[-1] == TokenType.UNUSED
+    )
     assert "<|im_start|>" in fields["tokenizer.chat_template"]
-    assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "blk.1.attn_q.weight"}
+    assert {tensor.name for tensor in reader.tensors} >= {
+        "token_embd.weight",
+        "blk.1.attn_q.weight",
+    }
 
 
 def _llama_python() -> str:
     """An interpreter that has xllamacpp: this one, or that of SLIME_LLAMA_PYTHON."""
-    return os.environ.get("SLIME_LLAMA_PYTHON") or (sys.executable if importlib.util.find_spec("xllamacpp") else "")
+    return os.environ.get("SLIME_LLAMA_PYTHON") or (
+        sys.executable if importlib.util.find_spec("xllamacpp") else ""
+    )
 
 
 @pytest.mark.skipif(
     not _llama_python(),
-    reason="llama.cpp is not here: pip install xllamacpp, or SLIME_LLAMA_PYTHON=…/python of an environment with it",
+    reason="llama.cpp is not here: pip install xllamacpp, or SLIME_LLAMA_PYTHON=…/python of an "
+    "environment with it",
 )
 def test_llama_cpp_samples_the_tokens_that_transformers_would(exported: tuple[Path, Path]) -> None:
-    check_with_llama_cpp(*exported, "<|im_start|>user\nThe reward, isn't it?  12345<|im_end|>\n", "naïve 日本 \n\n x")
+    check_with_llama_cpp(
+        *exported, "<|im_start|>user\nThe reward, isn't it?  12345<|im_end|>\n", "naïve 日本 \n\n x"
+    )
 
 
 @pytest.mark.skipif(not _llama_python(), reason="llama.cpp is not here, as above")
@@ -110,19 +140,24 @@ def test_llama_cpp_with_pieces(tmp_path: Path) -> None:
 
 
 def check_with_llama_cpp(directory: Path, file: Path, *texts: str) -> None:
-    """Text in, greedy tokens out: tokenizer, weights, order of rows and positions are all in it. Every token is the
-    likeliest by transformers, too; its log-prob may be less by what rounding does."""
+    """Text in, greedy tokens out: tokenizer, weights, order of rows and positions are all in it.
+    Every token is the likeliest by transformers, too; its log-prob may be less by what rounding
+    does."""
     prompts = [*texts, TEXT[100:170]]
     script = Path(__file__).parents[1] / "support" / "llama_cpp_generate.py"
     command = [_llama_python(), str(script), str(file), json.dumps(prompts), "24"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    for prompt, (num_prompt, tokens) in zip(prompts, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for prompt, (num_prompt, tokens) in zip(
+        prompts, json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
         ids = tokenizer(prompt).input_ids
         assert num_prompt == len(ids) and len(tokens) == 24
         with torch.no_grad():
-            log_probs = torch.log_softmax(model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1], -1)
+            log_probs = torch.log_softmax(
+                model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1], -1
+            )
         log_probs[:, tokenizer.eos_token_id] = -torch.inf  # it was told not to end
         chosen = log_probs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
         assert (log_probs.max(1).values - chosen).max() < 0.02
@@ -134,30 +169,52 @@ def test_dtype_of_the_matrices_is_a_choice_and_norms_stay_float32(tmp_path: Path
     directory = save_model_with_words(tmp_path / "model", "qwen2")
     reader = GGUFReader(hf_to_gguf(directory, tmp_path / "half.gguf", dtype="float16"))
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    assert kinds["blk.0.ffn_up.weight"] == "F16" and kinds["output_norm.weight"] == kinds["blk.0.attn_q.bias"] == "F32"
+    assert (
+        kinds["blk.0.ffn_up.weight"] == "F16"
+        and kinds["output_norm.weight"] == kinds["blk.0.attn_q.bias"] == "F32"
+    )
     assert reader.fields["general.file_type"].contents() == 1
 
 
 def test_word_patterns_are_those_of_transformers() -> None:
-    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    theirs = pytest.importorskip(
+        "transformers.integrations.gguf.gguf_tokenizer_mapping"
+    ).GGUF_PRE_TOKENIZER_SPLITS
     assert theirs["llama-bpe"] == QWEN_WORDS % "{1,3}" and theirs["tekken"] == TEKKEN_WORDS
 
 
 def test_sentencepiece_by_scores(tmp_path: Path) -> None:
-    """Tokens that are merged earlier have the higher score; bytes, the unknown and unused ones are marked."""
+    """Tokens that are merged earlier have the higher score; bytes, the unknown and unused ones are
+    marked."""
     from gguf import GGUFReader, TokenType
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     directory = save_tiny_model(tmp_path / "model", "llama", eos_token_id=1, pad_token_id=1)
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁ab", "ab"]
+    pieces = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "▁ab",
+        "ab",
+    ]
     vocabulary = {text: number for number, text in enumerate(pieces)}
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("▁", "ab")]
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
     backend.add_special_tokens(["<unk>", "</s>"])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
     fields = GGUFReader(hf_to_gguf(directory, tmp_path / "model.gguf")).fields
-    texts, kinds, scores = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "scores"))
+    texts, kinds, scores = (
+        fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "scores")
+    )
     assert fields["tokenizer.ggml.model"].contents() == "llama" and texts[: len(pieces)] == pieces
     by_text = dict(zip(texts, scores))
     assert by_text["▁a"] > by_text["ab"] > by_text["▁ab"] > by_text["b"]
@@ -170,7 +227,11 @@ def test_sentencepiece_by_scores(tmp_path: Path) -> None:
         ("glm4", {}, "is of the family glm4, which is not written as GGUF"),
         ("deepseek_v3", {}, "is of the family deepseek_v3"),
         ("qwen3_moe", {}, r"has dense layers \(0\) among those with experts"),
-        ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": False}, "has a router that does not normalise"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [], "norm_topk_prob": False},
+            "has a router that does not normalise",
+        ),
         ("llama_scaled", {}, "has biases beside those of query, key and value"),
     ],
 )

@@ -75,7 +75,9 @@ def test_one_step_in_order() -> None:
     assert gpu.turns.metrics() == {}
 
 
-VERBS = st.lists(st.sampled_from(["generate", "evaluate", "train", "train and push", "save"]), max_size=12)
+VERBS = st.lists(
+    st.sampled_from(["generate", "evaluate", "train", "train and push", "save"]), max_size=12
+)
 
 
 @given(VERBS)
@@ -108,13 +110,19 @@ def test_one_side_alone(side: str) -> None:
     turns = GpuTurns(note("release"), note("resume"), note("sleep"), note("wake"), **sides)
     for verb in (turns.before_trainer, turns.to_push, turns.to_engines, turns.to_trainer):
         verb()
-    assert set(log) == {"train": {"sleep", "wake"}, "rollout": {"release", "resume"}, "nobody": set()}[side]
+    assert (
+        set(log)
+        == {"train": {"sleep", "wake"}, "rollout": {"release", "resume"}, "nobody": set()}[side]
+    )
     assert turns.taken is (side != "nobody") and turns.turn is Turn.TRAINER
 
 
 @pytest.mark.parametrize("rollout", [True, False])
-def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(rollout: bool) -> None:
-    """An engine that died of taking its memory back: the others have theirs by then, and are checked all the same."""
+def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(
+    rollout: bool,
+) -> None:
+    """An engine that died of taking its memory back: the others have theirs by then, and are
+    checked all the same."""
     tried: list[int] = []
 
     def resume(tags: Sequence[str]) -> None:
@@ -122,7 +130,14 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(r
         if len(tried) == 1:
             raise EngineError("http://engine-0/0", "connection reset")
 
-    turns = GpuTurns(lambda tags: None, resume, lambda keep: {}, dict, offload_train=True, offload_rollout=rollout)
+    turns = GpuTurns(
+        lambda tags: None,
+        resume,
+        lambda keep: {},
+        dict,
+        offload_train=True,
+        offload_rollout=rollout,
+    )
     turns.before_trainer()
     if rollout:
         with pytest.raises(EngineError):
@@ -130,11 +145,13 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(r
     assert turns.to_engines() is rollout and turns.to_engines() is False
 
 
-# -- engines that die ------------------------------------------------------------------------------------------------
+# -- engines that die
+# ------------------------------------------------------------------------------------------------
 
 
 class Fleet:
-    """Engines that must not be asked twice, like SGLang's. ``dying``: the URL of the one that its next request ends."""
+    """Engines that must not be asked twice, like SGLang's. ``dying``: the URL of the one that its
+    next request ends."""
 
     def __init__(self) -> None:
         self.table = EngineTable([Engine(number, (f"engine-{number}",)) for number in range(3)])
@@ -168,9 +185,13 @@ class Fleet:
                 tags = set(body["tags"])
                 asked_twice = tags & self.held[url] if "resume" in path else tags - self.held[url]
                 assert tags and not asked_twice, f"{path} {asked_twice} twice"
-                self.held[url] = self.held[url] | tags if "resume" in path else self.held[url] - tags
+                self.held[url] = (
+                    self.held[url] | tags if "resume" in path else self.held[url] - tags
+                )
             else:
-                self.paused = self.paused | {url} if path == "/pause_generation" else self.paused - {url}
+                self.paused = (
+                    self.paused | {url} if path == "/pause_generation" else self.paused - {url}
+                )
             outcomes[url] = {}
         return outcomes
 
@@ -193,15 +214,20 @@ class Fleet:
         self.table.taken_in()
 
 
-#: Of each turn: which engine dies of its first request, if it has that many, whether a rollout that was given up is
-#: still under way, and what is done after a death.
+#: Of each turn: which engine dies of its first request, if it has that many, whether a rollout that
+#: was given up is still under way, and what is done after a death.
 EVENTS = st.lists(
-    st.tuples(st.sampled_from([None, 0, 1, 2]), st.booleans(), st.sampled_from(["repeat", "restart"])), max_size=20
+    st.tuples(
+        st.sampled_from([None, 0, 1, 2]), st.booleans(), st.sampled_from(["repeat", "restart"])
+    ),
+    max_size=20,
 )
 
 
 @given(EVENTS)
-def test_who_survives_the_death_of_another_is_not_asked_twice(events: list[tuple[int | None, bool, str]]) -> None:
+def test_who_survives_the_death_of_another_is_not_asked_twice(
+    events: list[tuple[int | None, bool, str]],
+) -> None:
     fleet = Fleet()
     trainer_sleeps = [False]
 
@@ -215,7 +241,9 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(events: list[tuple
         return {}
 
     memory = fleet.memory
-    turns = GpuTurns(memory.release, memory.resume, sleep, wake, offload_train=True, offload_rollout=True)
+    turns = GpuTurns(
+        memory.release, memory.resume, sleep, wake, offload_train=True, offload_rollout=True
+    )
     turns.before_trainer()
     order = [(turns.to_push, {WEIGHTS}), (turns.to_engines, ALL), (turns.to_trainer, set[str]())]
     for number, (victim, busy, then) in enumerate(events):
@@ -251,7 +279,9 @@ def test_engines_that_were_paused_beside_a_dead_one_go_on_later() -> None:
 
 
 def test_a_model_that_judges_gives_and_takes_all_at_once() -> None:
-    table = EngineTable([Engine(0, ("engine-0",)), Engine(1, ("engine-1",), is_policy=False, can_restart=False)])
+    table = EngineTable(
+        [Engine(0, ("engine-0",)), Engine(1, ("engine-1",), is_policy=False, can_restart=False)]
+    )
     fleet = Fleet()
     fleet.table = table
     for number in (0, 1):

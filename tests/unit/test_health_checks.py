@@ -67,7 +67,9 @@ def checked() -> tuple[HealthChecks, FakeFleet]:
     return HealthChecks("/alive", interval=10, timeout=3, first_wait=5, clock=fleet.clock), fleet
 
 
-def test_engines_that_answer_are_asked_at_the_interval(checked: tuple[HealthChecks, FakeFleet]) -> None:
+def test_engines_that_answer_are_asked_at_the_interval(
+    checked: tuple[HealthChecks, FakeFleet],
+) -> None:
     checks, fleet = checked
     checks.begin()
     assert silent_until(checks, fleet, 30) == {}
@@ -75,7 +77,9 @@ def test_engines_that_answer_are_asked_at_the_interval(checked: tuple[HealthChec
 
 
 @pytest.mark.parametrize("answer", [None, EngineError("b", "503")])
-def test_one_that_does_not_answer_well_in_time_hangs(checked: tuple[HealthChecks, FakeFleet], answer: Any) -> None:
+def test_one_that_does_not_answer_well_in_time_hangs(
+    checked: tuple[HealthChecks, FakeFleet], answer: Any
+) -> None:
     checks, fleet = checked
     fleet.answer = lambda url: answer if url == "b" else {}
     checks.begin()
@@ -129,14 +133,18 @@ def test_an_engine_that_is_idle_at_the_end_is_well(checked: tuple[HealthChecks, 
     assert all(question.cancelled() for question in questions)
 
 
-def test_rollouts_that_are_short_are_not_checked_each(checked: tuple[HealthChecks, FakeFleet]) -> None:
+def test_rollouts_that_are_short_are_not_checked_each(
+    checked: tuple[HealthChecks, FakeFleet],
+) -> None:
     checks, fleet = checked
     for _ in range(10):  # of six seconds
         checks.begin()
         assert silent_until(checks, fleet, fleet.clock.now + 6) == {}
         assert checks.end(fleet) == []  # type: ignore[arg-type]
     times = [when for when, url in fleet.asked if url == "a"]
-    assert len(times) >= 3 and all(later - sooner >= checks.interval for sooner, later in itertools.pairwise(times))
+    assert len(times) >= 3 and all(
+        later - sooner >= checks.interval for sooner, later in itertools.pairwise(times)
+    )
 
 
 def test_who_hangs_is_found_at_the_end_too(checked: tuple[HealthChecks, FakeFleet]) -> None:
@@ -151,7 +159,9 @@ def test_who_hangs_is_found_at_the_end_too(checked: tuple[HealthChecks, FakeFlee
     assert checks.end(FakeFleet("a")) == [], "questions to former engines are dropped"  # type: ignore[arg-type]
 
 
-def test_a_question_under_way_when_the_engines_change_is_dropped_silently(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_question_under_way_when_the_engines_change_is_dropped_silently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         fleet = EngineFleet([url := f"http://127.0.0.1:{silent.getsockname()[1]}"])
         answer = fleet.start_get(url, "/health", timeout=60)
@@ -163,7 +173,8 @@ def test_a_question_under_way_when_the_engines_change_is_dropped_silently(caplog
 
 
 def test_who_lives_is_waited_for_and_who_does_not_is_not() -> None:
-    """A frozen engine's port still takes connections; one that copies its weights has nothing to say of that yet."""
+    """A frozen engine's port still takes connections; one that copies its weights has nothing to
+    say of that yet."""
 
     class Slow(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -185,14 +196,23 @@ def test_who_lives_is_waited_for_and_who_does_not_is_not() -> None:
             pass
 
     asked = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as frozen, ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as frozen,
+        ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow,
+    ):
         threading.Thread(target=slow.serve_forever, daemon=True).start()
         urls = [f"http://127.0.0.1:{port}" for port in (frozen.getsockname()[1], slow.server_port)]
         fleet = EngineFleet(urls, patience=0.2)
         try:
-            outcomes = fleet.post_to("/release_memory_occupation", {url: {} for url in urls}, timeout=600)
-            assert isinstance(outcomes[urls[0]], EngineError) and "no sign of life" in str(outcomes[urls[0]])
-            assert outcomes[urls[1]] == {"done": True}, "it answered after it had been asked whether it lives"
+            outcomes = fleet.post_to(
+                "/release_memory_occupation", {url: {} for url in urls}, timeout=600
+            )
+            assert isinstance(outcomes[urls[0]], EngineError) and "no sign of life" in str(
+                outcomes[urls[0]]
+            )
+            assert outcomes[urls[1]] == {"done": True}, (
+                "it answered after it had been asked whether it lives"
+            )
             with pytest.raises(EngineError, match="no sign of life"):
                 fleet.flush_cache(600, urls[:1])
         finally:

@@ -41,11 +41,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     load_function.cache_clear()
 
 
-# -- finding ---------------------------------------------------------------------------------------------------------
+# -- finding
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Path) -> None:
-    module("user_a", "def score(args, sample): return 1\nclass Box:\n    @staticmethod\n    def inner(): return 2")
+    module(
+        "user_a",
+        "def score(args, sample): return 1\nclass Box:\n    @staticmethod\n    def inner(): "
+        "return 2",
+    )
     assert load_function("user_a.score") is load_function("user_a:score")
     assert load_function("user_a:Box.inner")() == 2
     assert load_function(f"{tmp_path}/user_a.py:score")(None, None) == 1
@@ -58,7 +63,10 @@ def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Pa
         ("user_c.score", ["there is no module 'user_c'"]),
         ("user_c.deep.score", ["there is no module 'user_c'"]),
         ("score", ["names no function"]),
-        ("user_broken.score", ["importing user_broken failed", "ZeroDivisionError", "user_broken.py:2"]),
+        (
+            "user_broken.score",
+            ["importing user_broken failed", "ZeroDivisionError", "user_broken.py:2"],
+        ),
         ("user_needs.score", ["importing user_needs failed", "No module named 'not_there_at_all'"]),
     ],
 )
@@ -71,7 +79,8 @@ def test_what_cannot_be_found_says_why(module, path: str, said: list[str]) -> No
     assert all(text in str(caught.value) for text in said), caught.value
 
 
-# -- checking --------------------------------------------------------------------------------------------------------
+# -- checking
+# --------------------------------------------------------------------------------------------------------
 
 
 async def generate_with(args, sample, sampling_params, evaluation=False):
@@ -108,7 +117,11 @@ def test_functions_that_fit(flag: str, fn: Any) -> None:
     ("flag", "fn", "said"),
     [
         ("custom_rm_path", lambda sample: 0, "cannot be called as (args, sample)"),
-        ("custom_rm_path", lambda args, sample, tokenizer: 0, "missing a required argument: 'tokenizer'"),
+        (
+            "custom_rm_path",
+            lambda args, sample, tokenizer: 0,
+            "missing a required argument: 'tokenizer'",
+        ),
         ("rollout_function_path", lambda args, rollout_id, data_source: [], "evaluation=…"),
         ("custom_tis_function_path", lambda args, *, pg_loss: pg_loss, "train_log_probs"),
         ("custom_rm_path", 3, "is not a function but a int"),
@@ -125,19 +138,26 @@ def test_all_hooks_of_a_configuration_are_checked_before_launch(module) -> None:
     flags = {"rollout_batch_size": 1, "num_rollout": 1}
     check_hooks(make_config(custom_rm_path="user_hooks.good", **flags).flat())
     with pytest.raises(UserError, match=r"user_hooks\.bad"):
-        check_hooks(make_config(rollout_sample_hook_path=("user_hooks.good", "user_hooks.bad"), **flags).flat())
+        check_hooks(
+            make_config(
+                rollout_sample_hook_path=("user_hooks.good", "user_hooks.bad"), **flags
+            ).flat()
+        )
     with pytest.raises(UserError, match="is no DataSource"):
         check_hooks(make_config(data_source_path="user_hooks.good", **flags).flat())
 
 
 def test_every_function_flag_of_the_configuration_has_a_protocol() -> None:
     flags = vars(make_config(rollout_batch_size=1, num_rollout=1).flat())
-    functions = {name for name in flags if name.endswith(("_function_path", "_hook_path", "_filter_path"))}
+    functions = {
+        name for name in flags if name.endswith(("_function_path", "_hook_path", "_filter_path"))
+    }
     assert functions <= HOOKS.keys()
     assert HOOKS.keys() <= flags.keys(), "what is refused is no hook"
 
 
-# -- calling ---------------------------------------------------------------------------------------------------------
+# -- calling
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_optional_keywords_are_passed_only_where_they_are_accepted() -> None:
@@ -151,8 +171,12 @@ def test_sync_and_async_hooks_and_threads() -> None:
     async def run() -> None:
         assert await call_hook(lambda a, b: a + b, 1, 2) == 3
         assert await call_hook(generate_with, None, "s", {}, optional={"evaluation": True}) == "s"
-        assert await call_hook(lambda: generate_without(0, "x", {})) == "x", "a sync wrapper of async"
-        assert await call_hook(threading.get_ident) != threading.get_ident(), "sync functions have a thread"
+        assert await call_hook(lambda: generate_without(0, "x", {})) == "x", (
+            "a sync wrapper of async"
+        )
+        assert await call_hook(threading.get_ident) != threading.get_ident(), (
+            "sync functions have a thread"
+        )
         with pytest.raises(KeyError):
             await call_hook({}.__getitem__, "k")
 
@@ -198,7 +222,9 @@ def test_a_hook_in_a_thread_does_not_block_the_loop() -> None:
 def test_dynamic_filter_wraps_bare_bools() -> None:
     async def run() -> None:
         assert (await call_dynamic_filter(None, None, [])).keep
-        assert await call_dynamic_filter(lambda a, s: False, None, []) == DynamicFilterOutput(keep=False)
+        assert await call_dynamic_filter(lambda a, s: False, None, []) == DynamicFilterOutput(
+            keep=False
+        )
         full = DynamicFilterOutput(False, "why", True)
         assert await call_dynamic_filter(lambda a, s: full, None, []) is full
 
@@ -235,5 +261,9 @@ def test_fan_out_shapes_become_executions() -> None:
 
 def test_the_module_lists_no_hook_twice() -> None:
     protocols = list(HOOKS.values())
-    assert len(set(protocols)) == len(protocols) - 1, "only the rollout and evaluation functions share one"
-    assert all(getattr(hooks, protocol.__name__) is protocol and protocol.__doc__ for protocol in protocols)
+    assert len(set(protocols)) == len(protocols) - 1, (
+        "only the rollout and evaluation functions share one"
+    )
+    assert all(
+        getattr(hooks, protocol.__name__) is protocol and protocol.__doc__ for protocol in protocols
+    )

@@ -30,7 +30,9 @@ except UserError as error:
 
 def raised(soft: int, hard: int) -> str:
     words = [sys.executable, "-c", _RAISED, str(soft), str(hard)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
@@ -40,7 +42,10 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
 
 def test_a_hard_limit_that_no_run_fits_in_is_named_with_both_numbers() -> None:
     said = raised(64, 64)
-    assert said.startswith("a process may open 64 files here, and a run needs at least 256") and "ulimit" in said
+    assert (
+        said.startswith("a process may open 64 files here, and a run needs at least 256")
+        and "ulimit" in said
+    )
 
 
 def folder_of(length: int, root: Path) -> Path:

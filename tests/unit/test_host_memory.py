@@ -1,4 +1,5 @@
-"""Page-locked memory: of the exact size, page-aligned, unlocked when nothing looks at it any more."""
+"""Page-locked memory: of the exact size, page-aligned, unlocked when nothing looks at it any
+more."""
 
 from __future__ import annotations
 
@@ -51,14 +52,19 @@ def test_other_memory_is_ordinary(driver: Driver, arguments: Any) -> None:
     assert host_buffer(**arguments).numel() == arguments["nbytes"] and not driver.locked
 
 
-def test_memory_that_cannot_be_locked_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_is_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.status = 2
-    monkeypatch.setattr(torch.cuda, "CudaError", RuntimeError)  # the real one asks the driver for the words
+    monkeypatch.setattr(
+        torch.cuda, "CudaError", RuntimeError
+    )  # the real one asks the driver for the words
     with pytest.raises(RuntimeError, match="2"):
         host_buffer(64, pin=True)
 
 
-# -- ahead of time ---------------------------------------------------------------------------------------------------
+# -- ahead of time
+# ---------------------------------------------------------------------------------------------------
 
 
 class SlowDriver(Driver):
@@ -85,7 +91,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowDriver:
 
 def test_buffers_are_made_beside_other_work(slow: SlowDriver) -> None:
     ahead = BuffersAhead([4096, 100, 9000])
-    assert slow.asked.acquire(timeout=30) and not slow.locked  # we are here while the first one is locked
+    assert (
+        slow.asked.acquire(timeout=30) and not slow.locked
+    )  # we are here while the first one is locked
     for _ in range(3):
         slow.permits.release()
     ahead._thread.join(30)
@@ -137,4 +145,7 @@ def test_memory_that_the_host_may_not_have_is_left_alone(
         ahead = BuffersAhead([64, 2_000_000_000, 64])
         ahead._thread.join(30)
     assert [buffer.nbytes for buffer in ahead.take()] == [64]
-    assert "2.0 GB of host memory are not locked ahead of time" in caplog.text and "5.0 GB are free" in caplog.text
+    assert (
+        "2.0 GB of host memory are not locked ahead of time" in caplog.text
+        and "5.0 GB are free" in caplog.text
+    )

@@ -1,4 +1,5 @@
-"""The hub: what is a name on it, downloads and uploads against a stub, and what is said where there is none."""
+"""The hub: what is a name on it, downloads and uploads against a stub, and what is said where there
+is none."""
 
 from __future__ import annotations
 
@@ -24,14 +25,29 @@ def python(code: str, home: Path, **env: str) -> subprocess.CompletedProcess[str
 
 def run(command: list[str], home: Path, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    paths = {"PYTHONPATH": str(ROOT), "HF_HOME": str(home), "no_proxy": "127.0.0.1", "SLIME_DEBUG": "0"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**kept, **paths, **env})
+    paths = {
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(home),
+        "no_proxy": "127.0.0.1",
+        "SLIME_DEBUG": "0",
+    }
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**kept, **paths, **env}
+    )
 
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("Qwen/Qwen3-0.6B")
-    for path in ("model", "./Qwen/Qwen3", "/Qwen/Qwen3", "Qwen/Qwen3/x", "data/train.jsonl", "~/model", "a b/c"):
+    for path in (
+        "model",
+        "./Qwen/Qwen3",
+        "/Qwen/Qwen3",
+        "Qwen/Qwen3/x",
+        "data/train.jsonl",
+        "~/model",
+        "a b/c",
+    ):
         assert not is_hub_name(path)
     (tmp_path / "Qwen").mkdir()
     assert not is_hub_name("Qwen/Qwen3-0.6B")  # a slip in a local path, not a download
@@ -49,7 +65,8 @@ def test_a_model_and_a_part_of_a_data_set_are_downloaded_by_name(tmp_path: Path)
     (data / "main").mkdir(parents=True)
     (data / "main" / "train.csv").write_text('question,answer\nsix,006\n"a, b",\n')
     code = (
-        "from slime.hub import fetch_model, local_data; from slime.prompts.readers import open_rows\n"
+        "from slime.hub import fetch_model, local_data; from slime.prompts.readers import "
+        "open_rows\n"
         "print(sorted(p.name for p in fetch_model('me/tiny').iterdir()))\n"
         "rows = open_rows(local_data('me/sums/main/train.csv@[0:2]')); print([rows[0], rows[1]])"
     )
@@ -71,9 +88,11 @@ def test_the_doctor_looks_for_names_and_downloads_nothing(tmp_path: Path) -> Non
     code = (
         "from slime.diagnosis.doctor import examine\n"
         "def said(name):\n"
-        "    argv = ['--hf-checkpoint', name, '--prompt-data', name, '--num-rollout', '1', '--rm-type', 'math']\n"
+        "    argv = ['--hf-checkpoint', name, '--prompt-data', name, '--num-rollout', '1', "
+        "'--rm-type', 'math']\n"
         "    outcomes = {o.check.name: o for o in examine(argv).outcomes}\n"
-        "    print(outcomes['hub'].state, [f.trouble.name for f in outcomes['hub'].findings], outcomes['model'].said)\n"
+        "    print(outcomes['hub'].state, [f.trouble.name for f in outcomes['hub'].findings], "
+        "outcomes['model'].said)\n"
         "said('me/tiny'); said('me/nothing')"
     )
     with stub_hub(models__me__tiny=model, datasets__me__tiny=model) as (url, _):
@@ -92,9 +111,16 @@ def test_the_doctor_looks_for_names_and_downloads_nothing(tmp_path: Path) -> Non
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 gives no answer"),
     ],
 )
-def test_without_a_hub_there_is_one_clear_error(env: dict[str, str], said: str, tmp_path: Path) -> None:
-    flags = "--hf-checkpoint me/tiny --prompt-data me/sums --rollout-batch-size 4 --num-rollout 1 --rm-type math"
-    done = run([sys.executable, "-m", "slime", "train", "--dry-run", *flags.split()], tmp_path, **env)
+def test_without_a_hub_there_is_one_clear_error(
+    env: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    flags = (
+        "--hf-checkpoint me/tiny --prompt-data me/sums --rollout-batch-size 4 --num-rollout 1 "
+        "--rm-type math"
+    )
+    done = run(
+        [sys.executable, "-m", "slime", "train", "--dry-run", *flags.split()], tmp_path, **env
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "'me/tiny' is no folder here" in done.stderr and said in done.stderr
 
@@ -105,9 +131,12 @@ def test_a_run_goes_by_the_local_copies_and_keeps_the_names_for_its_records(tmp_
     (tmp_path / "data" / "train.csv").write_text("prompt,label\nsix,6\nten,10\nten,10\nten,10\n")
     code = (
         "from slime.config import make_config; from slime.run.preflight import from_the_hub\n"
-        "config = from_the_hub(make_config(hf_checkpoint='me/tiny', prompt_data='me/sums/train.csv@[0:3]',"
-        " num_rollout=1, rollout_batch_size=2, rm_type='math', use_kl_loss=True, kl_loss_coef=0.1))\n"
-        "for value in (config.checkpoint.hf_checkpoint, config.checkpoint.ref_load, config.data.prompt_data,"
+        "config = from_the_hub(make_config(hf_checkpoint='me/tiny', "
+        "prompt_data='me/sums/train.csv@[0:3]',"
+        " num_rollout=1, rollout_batch_size=2, rm_type='math', use_kl_loss=True, "
+        "kl_loss_coef=0.1))\n"
+        "for value in (config.checkpoint.hf_checkpoint, config.checkpoint.ref_load, "
+        "config.data.prompt_data,"
         " config.origins['hf_checkpoint'], config.origins['prompt_data']): print(value)"
     )
     with stub_hub(models__me__tiny=model, datasets__me__sums=tmp_path / "data") as (url, _):
@@ -121,7 +150,11 @@ def test_a_run_goes_by_the_local_copies_and_keeps_the_names_for_its_records(tmp_
 
 def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
     with stub_hub() as (url, _):
-        done = run([sys.executable, "-m", "slime", "export", "me/tiny", "--gguf", "x.gguf"], tmp_path, HF_ENDPOINT=url)
+        done = run(
+            [sys.executable, "-m", "slime", "export", "me/tiny", "--gguf", "x.gguf"],
+            tmp_path,
+            HF_ENDPOINT=url,
+        )
     assert done.returncode == 2 and f"{url} has nothing of that name" in done.stderr
 
 
@@ -150,7 +183,12 @@ def test_push_uploads_the_runs_model_with_a_card(tmp_path: Path) -> None:
         "slime-rl 9.9, torch 2.0",
     ):
         assert said in card, card
-    assert "secret" not in card and "sglang" not in card and str(tmp_path) not in card and "--run-name" not in card
+    assert (
+        "secret" not in card
+        and "sglang" not in card
+        and str(tmp_path) not in card
+        and "--run-name" not in card
+    )
 
 
 def write_run(tmp_path: Path) -> Path:
@@ -168,13 +206,22 @@ def write_run(tmp_path: Path) -> Path:
         "megatron": {"optimizer": {"lr": 1e-5}, "lr": 1e-5},
         "observe": {"output_dir": "outputs", "run_name": "sums", "wandb_key": None},
         "eval": {"eval_prompt_data": ["held", f"{tmp_path}/test.jsonl"]},
-        "origins": {"lr": "flag", "run_name": "flag", "prompt_data": "flag", "advantage_estimator": "default"},
+        "origins": {
+            "lr": "flag",
+            "run_name": "flag",
+            "prompt_data": "flag",
+            "advantage_estimator": "default",
+        },
     }
     (folder / "config.json").write_text(json.dumps(config))
     packages = {"slime-rl": "9.9", "torch": "2.0", "sglang": "not installed"}
-    (folder / "run.json").write_text(json.dumps({"stages": {"": {"state": "finished", "packages": packages}}}))
+    (folder / "run.json").write_text(
+        json.dumps({"stages": {"": {"state": "finished", "packages": packages}}})
+    )
     rows = [{"step": 0, "eval/held": 0.1}]
-    rows += [{"step": step, "rollout/raw_reward": step / 4} for step in (1, 2, 3)] + [{"step": 3, "eval/held": 0.9}]
+    rows += [{"step": step, "rollout/raw_reward": step / 4} for step in (1, 2, 3)] + [
+        {"step": 3, "eval/held": 0.9}
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -189,14 +236,18 @@ def test_a_base_model_that_was_named_from_where_the_run_began(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = run([sys.executable, "-m", "slime", "push", str(folder), "me/sums", "--card-only"], elsewhere)
+    done = run(
+        [sys.executable, "-m", "slime", "push", str(folder), "me/sums", "--card-only"], elsewhere
+    )
     assert done.returncode == 0, done.stderr
     assert "license: mit" in done.stdout and "`my-base` after reinforcement learning" in done.stdout
     assert "base_model" not in done.stdout, "the hub does not know it"
 
 
 def test_push_without_a_token_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    done = run([sys.executable, "-m", "slime", "push", str(tmp_path / "nothing"), "me/sums"], tmp_path)
+    done = run(
+        [sys.executable, "-m", "slime", "push", str(tmp_path / "nothing"), "me/sums"], tmp_path
+    )
     assert done.returncode == 2 and "there is no token to write to me/sums with" in done.stderr
     assert "nothing does not exist" not in done.stderr
 
@@ -205,4 +256,8 @@ def test_a_card_alone_needs_no_hub_and_says_what_it_does_not_know(tmp_path: Path
     model = save_model_with_words(tmp_path / "model", "qwen3")
     command = [sys.executable, "-m", "slime", "push", str(model), "me/sums", "--card-only"]
     done = run(command, tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0 and "license: unknown" in done.stdout and "nothing is known here" in done.stdout
+    assert (
+        done.returncode == 0
+        and "license: unknown" in done.stdout
+        and "nothing is known here" in done.stdout
+    )

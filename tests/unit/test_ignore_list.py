@@ -1,4 +1,5 @@
-"""Rules that spare modules, as the library compressed-tensors takes them: on any names, and on whole models."""
+"""Rules that spare modules, as the library compressed-tensors takes them: on any names, and on
+whole models."""
 
 from __future__ import annotations
 
@@ -21,8 +22,19 @@ pytest.importorskip("compressed_tensors", reason="the quantised extra is not ins
 #: Of which transformers has a Linear module for each Linear layer; experts it has as one tensor.
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "glm4")
 MODULES = [
-    *("lm_head", "model.embed_tokens", "model.embed_tokens.weight", "model.layers.1", "model.layers.10", "model.norm"),
-    *(f"model.layers.{i}.{part}" for i in (0, 1, 10) for part in ("mlp.gate", "mlp.gate_proj", "self_attn.q_proj")),
+    *(
+        "lm_head",
+        "model.embed_tokens",
+        "model.embed_tokens.weight",
+        "model.layers.1",
+        "model.layers.10",
+        "model.norm",
+    ),
+    *(
+        f"model.layers.{i}.{part}"
+        for i in (0, 1, 10)
+        for part in ("mlp.gate", "mlp.gate_proj", "self_attn.q_proj")
+    ),
 ]
 PARTS = [
     "re:",
@@ -41,7 +53,9 @@ PARTS = [
     "model",
     "lm_head",
 ]
-RULES = st.one_of(st.sampled_from(MODULES), st.lists(st.sampled_from(PARTS), max_size=6).map("".join))
+RULES = st.one_of(
+    st.sampled_from(MODULES), st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+)
 
 
 @settings(max_examples=200)
@@ -83,8 +97,11 @@ def model_of(family: str, is_tied: bool) -> tuple[dict[str, Any], Any]:
 
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(DENSE), st.booleans())
-def test_the_library_quantises_the_same_modules(data: st.DataObject, family: str, is_tied: bool) -> None:
-    """It would also look for the output layer of a tied model, of which nothing is stored: that is a finding."""
+def test_the_library_quantises_the_same_modules(
+    data: st.DataObject, family: str, is_tied: bool
+) -> None:
+    """It would also look for the output layer of a tied model, of which nothing is stored: that is
+    a finding."""
     from compressed_tensors.utils import match_named_modules
 
     config, model = model_of(family, is_tied)
@@ -93,7 +110,9 @@ def test_the_library_quantises_the_same_modules(data: st.DataObject, family: str
     rules = tuple(data.draw(st.lists(st.one_of(RULES, of_this_model), max_size=4)))
     theirs = {name for name, _ in match_named_modules(model, ["Linear"], rules)}
     table = family_of(config)
-    found = examine(matrices(table, table.describe(config)), Quantisation("compressed-tensors", Int4(8), rules))
+    found = examine(
+        matrices(table, table.describe(config)), Quantisation("compressed-tensors", Int4(8), rules)
+    )
     assert {one.module for one in found.quantised} | set(found.tied) == theirs
     assert {one.module for one in found.ignored}.isdisjoint(theirs)
     assert bool(found.tied) == (is_tied and "lm_head" in theirs)

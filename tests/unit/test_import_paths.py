@@ -1,5 +1,5 @@
-"""Every import path of existing plugins resolves with its signature, or says what to use instead; what a plugin puts in
-place of a name is noticed."""
+"""Every import path of existing plugins resolves with its signature, or says what to use instead;
+what a plugin puts in place of a name is noticed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_path_resolves_with_its_signature(module: str, rest: str) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     positional = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD][: len(positional)] == positional
+    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD][
+        : len(positional)
+    ] == positional
     for parameter in theirs:
         if parameter.kind in variable:
             assert any(own.kind is parameter.kind for own in ours) or parameter.name == "values"
@@ -63,7 +65,11 @@ def test_a_path_resolves_with_its_signature(module: str, rest: str) -> None:
         if own is not None and parameter.default not in (parameter.empty, inspect.Parameter.empty):
             assert own.default == parameter.default, parameter.name
     for own in ours:  # what is ours alone need not be given
-        assert own.name in {p.name for p in theirs} or own.default is not own.empty or own.kind in variable, own.name
+        assert (
+            own.name in {p.name for p in theirs}
+            or own.default is not own.empty
+            or own.kind in variable
+        ), own.name
 
 
 @pytest.mark.parametrize(("module", "name"), GONE)
@@ -75,8 +81,12 @@ def test_what_has_no_counterpart_says_what_to_use(module: str, name: str) -> Non
 
 
 @pytest.mark.parametrize("path", [path for path in NO_COUNTERPART if ":" not in path])
-@pytest.mark.parametrize("form", ["import {path}", "from {package} import {module}", "from {path} import anything"])
-def test_a_module_without_counterpart_says_what_to_use_however_it_is_imported(path: str, form: str) -> None:
+@pytest.mark.parametrize(
+    "form", ["import {path}", "from {package} import {module}", "from {path} import anything"]
+)
+def test_a_module_without_counterpart_says_what_to_use_however_it_is_imported(
+    path: str, form: str
+) -> None:
     package, _, module = path.rpartition(".")
     with pytest.raises(ModuleNotFoundError) as caught:
         exec(form.format(path=path, package=package, module=module), {})
@@ -113,10 +123,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert not hasattr(importlib.import_module("slime.utils.types"), "Nothing")
 
 
-# -- replaced names ----------------------------------------------------------------------------------------------------
+# -- replaced names
+# ----------------------------------------------------------------------------------------------------
 
 
-def test_what_replaces_a_name_is_found_until_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_replaces_a_name_is_found_until_it_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     old = importlib.import_module("slime.rollout.rm_hub")
     assert override_of("reward") is None
     with monkeypatch.context() as patch:
@@ -125,7 +138,9 @@ def test_what_replaces_a_name_is_found_until_it_is_put_back(monkeypatch: pytest.
     assert override_of("reward") is None
 
 
-def test_the_same_function_in_another_old_module_is_replaced_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_function_in_another_old_module_is_replaced_for_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("slime.rollout.sglang_rollout.async_rm", own_generate)
     assert override_of("reward") is own_generate
 
@@ -138,7 +153,10 @@ def test_a_replacement_that_nobody_calls_is_warned_of(
         monkeypatch.setattr("slime.rollout.data_source.pop_first", own_generate)
         assert "was replaced" not in caplog.text
         monkeypatch.setattr("slime.utils.misc.load_function", own_generate)
-    assert "slime.utils.misc.load_function was replaced, and no part of the run looks it up there" in caplog.text
+    assert (
+        "slime.utils.misc.load_function was replaced, and no part of the run looks it up there"
+        in caplog.text
+    )
 
 
 def test_filters_and_rollout_functions_are_called_as_they_were() -> None:
@@ -146,9 +164,13 @@ def test_filters_and_rollout_functions_are_called_as_they_were() -> None:
     samples = [Sample(reward=1.0), Sample(reward=1.0)]
     verdict = call(check_reward_nonzero_std, None, samples)
     assert (verdict.keep, verdict.reason) == (False, "zero_std_1.0")
-    assert call(None, None, samples).keep and not call(lambda args, group: False, None, samples).keep
+    assert (
+        call(None, None, samples).keep and not call(lambda args, group: False, None, samples).keep
+    )
     call_rollout = resolve("slime.rollout.base_types", "call_rollout_fn")
-    train = call_rollout(lambda args, number, source, evaluation: [[args]], 5, 0, None, evaluation=False)
+    train = call_rollout(
+        lambda args, number, source, evaluation: [[args]], 5, 0, None, evaluation=False
+    )
     assert train.samples == [[5]] and train.metrics is None
 
     async def evaluate(args: Any, number: int, source: Any, evaluation: bool = False) -> Any:

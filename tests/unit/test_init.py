@@ -42,7 +42,9 @@ def test_it_lists_what_it_copied_and_what_to_run(
 
 
 def test_everything_is_there_and_nothing_else(copied: Path) -> None:
-    wanted = subprocess.run(["git", "ls-files", "recipes", "examples"], cwd=ROOT, capture_output=True, text=True)
+    wanted = subprocess.run(
+        ["git", "ls-files", "recipes", "examples"], cwd=ROOT, capture_output=True, text=True
+    )
     if wanted.returncode:
         pytest.skip("this is no clone: git does not list its files")
     names = {name for name in wanted.stdout.splitlines() if (ROOT / name).exists()}
@@ -67,7 +69,9 @@ def test_links_of_the_pages_lead_somewhere(copied: Path) -> None:
 
 @pytest.mark.parametrize("there", ["recipes", "examples"])
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_nothing_is_overwritten(there: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(
+    there: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = tmp_path / there
     if kind == "folder":
         entry.mkdir()
@@ -105,7 +109,8 @@ def test_an_installation_without_them(
 
 
 def test_a_copied_recipe_uses_the_callers_python(copied: Path, tmp_path: Path) -> None:
-    """There is no Makefile to make an environment with; the interpreter here says how it was called."""
+    """There is no Makefile to make an environment with; the interpreter here says how it was
+    called."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "python").symlink_to("/bin/echo")
@@ -113,7 +118,11 @@ def test_a_copied_recipe_uses_the_callers_python(copied: Path, tmp_path: Path) -
     env.pop("PYTHON", None)
     script = copied / "recipes" / "smollm2-arithmetic" / "run.sh"
     command = [str(script), "--num-rollout", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]
-    assert said.startswith(f"-m slime train --config {copied}/recipes/smollm2-arithmetic/config.yaml")
+    assert said.startswith(
+        f"-m slime train --config {copied}/recipes/smollm2-arithmetic/config.yaml"
+    )

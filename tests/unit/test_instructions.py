@@ -1,4 +1,5 @@
-"""``--rm-type ifbench``: how a row reaches the checkers of if-verifiable, and what is refused and never scores 0."""
+"""``--rm-type ifbench``: how a row reaches the checkers of if-verifiable, and what is refused and
+never scores 0."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import pytest
 from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.rollout.rewards import instructions
-from slime.rollout.rewards.instructions import NEEDS_DATA, check_data, check_task, follows_all, read_task
+from slime.rollout.rewards.instructions import (
+    NEEDS_DATA,
+    check_data,
+    check_task,
+    follows_all,
+    read_task,
+)
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.validate_rows import validate_data
 from slime.samples.types import Sample
@@ -35,7 +42,8 @@ def of(*names: str, **arguments: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """NLTK's data is in this folder alone, in this process and in those of a pool: of all languages the shortest."""
+    """NLTK's data is in this folder alone, in this process and in those of a pool: of all languages
+    the shortest."""
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))
     monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
     (tmp_path / "tokenizers/punkt_tab/english").mkdir(parents=True)
@@ -44,14 +52,18 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# -- rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("metadata", "task"),
     [
         (of("a:b", N=1, n=None), [("a:b", {"N": 1})]),
-        ({"instruction_id_list": ["a:b ", "c:d"], "kwargs": {"N": 1}}, [("a:b", {"N": 1}), ("c:d", {"N": 1})]),
+        (
+            {"instruction_id_list": ["a:b ", "c:d"], "kwargs": {"N": 1}},
+            [("a:b", {"N": 1}), ("c:d", {"N": 1})],
+        ),
         ({"instruction_id_list": ["a:b", "c:d"], "kwargs": [{}, None]}, [("a:b", {}), ("c:d", {})]),
         ({"instruction_id_list": ["a:b"]}, [("a:b", {})]),
     ],
@@ -76,16 +88,22 @@ def test_rows_without_instructions_are_no_wrong_answers(metadata: Any, said: str
     assert refused.value.what.startswith("a.jsonl:3: ")
 
 
-def test_a_launch_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launch_without_the_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "if_verifiable" else there(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "if_verifiable" else there(name)
+    )
     with pytest.raises(UserError, match="needs the package if-verifiable") as refused:
         RewardPool(make_config(rollout_batch_size=1, num_rollout=1, rm_type="boxed_ifbench"))
     assert refused.value.fix == "pip install 'slime-rl[ifbench]'"
     row = {"input": "x", "metadata": {"rm_type": "ifbench", **of("count:numbers", N=1)}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="needs the package if-verifiable"):
-        check_rows(make_config(num_rollout=1, prompt_data=str(tmp_path / "rows.jsonl"), rm_type="random"))
+        check_rows(
+            make_config(num_rollout=1, prompt_data=str(tmp_path / "rows.jsonl"), rm_type="random")
+        )
 
 
 def check_rows(config: Config) -> None:
@@ -94,7 +112,8 @@ def check_rows(config: Config) -> None:
         raise error
 
 
-# -- the package -----------------------------------------------------------------------------------------------------
+# -- the package
+# -----------------------------------------------------------------------------------------------------
 
 
 @with_package
@@ -158,7 +177,8 @@ def test_what_arguments_leave_open_is_drawn_once_per_row() -> None:
     assert random.getstate() == before, "it draws from nobody else's numbers"
 
 
-# -- NLTK's data -----------------------------------------------------------------------------------------------------
+# -- NLTK's data
+# -----------------------------------------------------------------------------------------------------
 
 
 @with_package
@@ -168,7 +188,10 @@ def test_which_checkers_need_data(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "words:keywords_specific_position": {"keyword": "keyword", "n": 1, "m": 1},
         "ratio:overlap": {"reference_text": "Say it again", "percentage": 50},
-        **{name: {"prompt_to_repeat": "Say it"} for name in ("repeat:repeat_change", "combination:repeat_prompt")},
+        **{
+            name: {"prompt_to_repeat": "Say it"}
+            for name in ("repeat:repeat_change", "combination:repeat_prompt")
+        },
         "repeat:repeat_span": {"prompt_to_repeat": "Say it again now", "n_start": 1, "n_end": 2},
     }
     lacking = set()
@@ -185,15 +208,21 @@ def test_which_checkers_need_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @with_package
 def test_missing_data_is_named_with_what_gets_it(words: Path) -> None:
-    with pytest.raises(UserError, match="the checkers of ratio:stop_words, words:start_verb need") as refused:
+    with pytest.raises(
+        UserError, match="the checkers of ratio:stop_words, words:start_verb need"
+    ) as refused:
         check_data(["words:start_verb", "ratio:stop_words", "count:numbers", "format:title_case"])
-    assert refused.value.fix.startswith("python -m nltk.downloader averaged_perceptron_tagger_eng stopwords, on each")
+    assert refused.value.fix.startswith(
+        "python -m nltk.downloader averaged_perceptron_tagger_eng stopwords, on each"
+    )
     with pytest.raises(UserError, match="need data"):
         follows_all("The end", [("words:start_verb", {})])
 
 
 @with_package
-def test_data_that_the_table_does_not_know_is_no_zero(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_the_table_does_not_know_is_no_zero(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(instructions.NEEDS_DATA, "ratio:stop_words", ())
     with pytest.raises(UserError, match="the checkers of ratio:stop_words need data") as refused:
         follows_all("The end", [("ratio:stop_words", {"percentage": 50})])
@@ -208,13 +237,18 @@ def test_data_that_is_here_is_used(words: Path) -> None:
     assert follows_all("One. Two are here.", two) == 1.0 and follows_all("One is here.", two) == 0.0
 
 
-# -- a run -----------------------------------------------------------------------------------------------------------
+# -- a run
+# -----------------------------------------------------------------------------------------------------------
 
 
 def config_for(rows: list[dict[str, Any]], folder: Path, **flags: Any) -> Any:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"input": "x", "metadata": metadata}) + "\n" for metadata in rows))
-    return make_config(**{"num_rollout": 1, "prompt_data": str(path), "rm_type": "ifbench", **flags})
+    path.write_text(
+        "".join(json.dumps({"input": "x", "metadata": metadata}) + "\n" for metadata in rows)
+    )
+    return make_config(
+        **{"num_rollout": 1, "prompt_data": str(path), "rm_type": "ifbench", **flags}
+    )
 
 
 @with_package
@@ -232,31 +266,59 @@ def test_rows_are_looked_at_before_a_launch(words: Path, row: dict[str, Any], sa
         check_rows(config_for([good, row], words))
     check_rows(config_for([good, {"rm_type": "random", **row}], words))
     check_rows(config_for([good, row], words, custom_rm_path="their.function"))
-    asked = {"rm_type": "random", "eval_prompt_data": ["set", str(words / "rows.jsonl")], "eval_interval": 1}
+    asked = {
+        "rm_type": "random",
+        "eval_prompt_data": ["set", str(words / "rows.jsonl")],
+        "eval_interval": 1,
+    }
     check_rows(config_for([good, row], words, **asked))
-    (words / "sets.yaml").write_text(f"datasets: [{{name: a, path: {words}/rows.jsonl, rm_type: ifbench}}]")
+    (words / "sets.yaml").write_text(
+        f"datasets: [{{name: a, path: {words}/rows.jsonl, rm_type: ifbench}}]"
+    )
     with pytest.raises(UserError, match=said):
         check_rows(
-            config_for([good, row], words, rm_type="random", eval_config=str(words / "sets.yaml"), eval_interval=1)
+            config_for(
+                [good, row],
+                words,
+                rm_type="random",
+                eval_config=str(words / "sets.yaml"),
+                eval_interval=1,
+            )
         )
 
 
 @with_package
-def test_samples_are_scored_in_processes_of_their_own(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_scored_in_processes_of_their_own(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = of("count:numbers", N=2)
 
     async def use() -> None:
-        pool = RewardPool(make_config(rollout_batch_size=1, num_rollout=1, rm_num_workers=1, rm_type="ifbench"))
+        pool = RewardPool(
+            make_config(rollout_batch_size=1, num_rollout=1, rm_num_workers=1, rm_type="ifbench")
+        )
         try:
             samples = [Sample(response=text, metadata=numbers) for text in ("1 2", "1 2 3")]
             assert await asyncio.gather(*map(pool.score, samples)) == [1.0, 0.0]
-            boxed = Sample(response=r"1 \boxed{2 3}", metadata={**numbers, "rm_type": "boxed_ifbench"})
+            boxed = Sample(
+                response=r"1 \boxed{2 3}", metadata={**numbers, "rm_type": "boxed_ifbench"}
+            )
             assert await pool.score(boxed) == 1.0
-            for metadata, said in ((of("words:start_verb"), "need data of NLTK"), ({}, "sample 7: .*no instructions")):
+            for metadata, said in (
+                (of("words:start_verb"), "need data of NLTK"),
+                ({}, "sample 7: .*no instructions"),
+            ):
                 with pytest.raises(UserError, match=said):
                     await pool.score(Sample(index=7, response="1", metadata=metadata))
-            assert len(pool._instructions.pids) == 1 and pool._grading.pids == [] and not any(pool.metrics().values())
-            monkeypatch.setattr("slime.rollout.rm_hub.ifbench.compute_ifbench_reward", lambda said, label, metadata: 3)
+            assert (
+                len(pool._instructions.pids) == 1
+                and pool._grading.pids == []
+                and not any(pool.metrics().values())
+            )
+            monkeypatch.setattr(
+                "slime.rollout.rm_hub.ifbench.compute_ifbench_reward",
+                lambda said, label, metadata: 3,
+            )
             assert await pool.score(samples[0]) == 3.0
         finally:
             await pool.close()

@@ -1,5 +1,6 @@
-"""What users' functions do wrong costs the sample that they did it on: each hook, each way of going wrong, in rollouts
-over HTTP on a fake engine. One rollout has all ways of one hook, one per group."""
+"""What users' functions do wrong costs the sample that they did it on: each hook, each way of going
+wrong, in rollouts over HTTP on a fake engine. One rollout has all ways of one hook, one per
+group."""
 
 from __future__ import annotations
 
@@ -129,15 +130,23 @@ CANCELS_ITSELF = {"cancels itself": Case(raises(asyncio.CancelledError()), "rais
 #: Of a sample's fields, for whatever returns samples.
 NONSENSE = {
     "a string": Case(gives("done"), "returned a str"),
-    "too many log-probs": Case(with_field("rollout_log_probs", lambda s: [0.0] * 99), "99 rollout_log_probs"),
+    "too many log-probs": Case(
+        with_field("rollout_log_probs", lambda s: [0.0] * 99), "99 rollout_log_probs"
+    ),
     "log-probs of NaN": Case(
         with_field("rollout_log_probs", lambda s: [NAN] * s.response_length),
         "rollout_log_probs that are not finite: nan",
     ),
-    "a mask of twos": Case(with_field("loss_mask", lambda s: [2] * s.response_length), "values other than 0 and 1"),
-    "a reward of NaN": Case(with_field("reward", lambda s: NAN), "returned nan (float) as the reward"),
+    "a mask of twos": Case(
+        with_field("loss_mask", lambda s: [2] * s.response_length), "values other than 0 and 1"
+    ),
+    "a reward of NaN": Case(
+        with_field("reward", lambda s: NAN), "returned nan (float) as the reward"
+    ),
     "a token below 0": Case(with_field("tokens", lambda s: [-7, *s.tokens[1:]]), "the token -7"),
-    "tokens of text": Case(with_field("tokens", lambda s: ["a", *s.tokens[1:]]), "'a' among its tokens"),
+    "tokens of text": Case(
+        with_field("tokens", lambda s: ["a", *s.tokens[1:]]), "'a' among its tokens"
+    ),
     "no length": Case(with_field("response_length", lambda s: None), "response_length"),
 }
 HANGS, ENDED = "--rollout-stall-timeout", "has not returned within"
@@ -177,7 +186,10 @@ TABLE: dict[str, dict[str, Case]] = {
         "swallows its cancellation": Case(swallows, ""),
     },
     "filter": RAISES
-    | {"None": Case(gives(None), "returned None"), "a string": Case(gives("False"), "returned the str 'False'")},
+    | {
+        "None": Case(gives(None), "returned None"),
+        "a string": Case(gives("False"), "returned the str 'False'"),
+    },
     "async filter": RAISES | {"awaits for ever": Case(awaits_for_ever, ENDED)},
     "blocking filter": {"polls for ever": Case(polls_for_ever, ENDED)},
 }
@@ -192,7 +204,8 @@ _kind = ""
 
 
 def _case(sample: Sample) -> Case | None:
-    """That of a sample: the first one of group i does the i-th thing wrong, whenever it is asked."""
+    """That of a sample: the first one of group i does the i-th thing wrong, whenever it is
+    asked."""
     cases = _CASES[_kind]
     assert sample.group_index is not None
     wrong = sample.index is not None and sample.index % 2 == 0 and sample.group_index < len(cases)
@@ -245,22 +258,34 @@ FUNCTION_OF = {
 
 
 class Outcome(NamedTuple):
-    """Of one rollout: its batch, the failures that were written down, by group, and what was logged."""
+    """Of one rollout: its batch, the failures that were written down, by group, and what was
+    logged."""
 
     output: RolloutFnTrainOutput
     failures: dict[int, list[dict[str, Any]]]
     log: str
 
 
-def rollout(folder: Path, source: DataSource | None = None, **flags: Any) -> tuple[RolloutFnTrainOutput, Path]:
+def rollout(
+    folder: Path, source: DataSource | None = None, **flags: Any
+) -> tuple[RolloutFnTrainOutput, Path]:
     """The batch, and the file of failures."""
-    given = {"num_rollout": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 8, "rm_type": "random"}
-    config = make_config(**{**given, "rollout_max_failed_fraction": 1.0, "output_dir": str(folder), **flags})
+    given = {
+        "num_rollout": 1,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 8,
+        "rm_type": "random",
+    }
+    config = make_config(
+        **{**given, "rollout_max_failed_fraction": 1.0, "output_dir": str(folder), **flags}
+    )
     run = create_run(config)
 
     async def main() -> RolloutFnTrainOutput:
         async with FakeEngine() as engine:
-            loop = RolloutLoop(config, FakeTokenizer(), SparingSource(2) if source is None else source, engine.url)
+            loop = RolloutLoop(
+                config, FakeTokenizer(), SparingSource(2) if source is None else source, engine.url
+            )
             loop.record_failure = Recorder(run.path, config).record_failure
             try:
                 return await asyncio.wait_for(loop.generate_batch(0), timeout=300)
@@ -286,15 +311,25 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         path = ME + FUNCTION_OF[hook] + ("_async" if "async" in kind else "")
         flags: dict[str, Any] = {FLAG_OF[hook]: (path,) if hook == "sample hook" else path}
         flags |= {"rm_type": None} if hook == "reward" else {}
-        # only users' functions that do nothing for so long are ended; all else has as long as a busy host needs
-        ends = any(word in kind for word in ("hanging", "swallowing", "blocking")) or kind == "async filter"
+        # only users' functions that do nothing for so long are ended; all else has as long as a
+        # busy host needs
+        ends = (
+            any(word in kind for word in ("hanging", "swallowing", "blocking"))
+            or kind == "async filter"
+        )
         limits = {"rollout_stall_timeout": 4.0 if ends else 60.0, "rm_timeout": 60.0}
         limits |= {"rm_timeout": 3.0} if ends and "reward" in kind else {}
         with pytest.MonkeyPatch.context() as patch:
-            for name, seconds in {"_LOOK_SECONDS": 0.05, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.5}.items():
+            for name, seconds in {
+                "_LOOK_SECONDS": 0.05,
+                "_LEAVE_SECONDS": 0.2,
+                "_BLOCKED_SECONDS": 0.5,
+            }.items():
                 patch.setattr(f"slime.user_code.calls.{name}", seconds)
             count = len(TABLE[kind]) + 2
-            output, file = rollout(tmp_path_factory.mktemp("run"), rollout_batch_size=count, **limits, **flags)
+            output, file = rollout(
+                tmp_path_factory.mktemp("run"), rollout_batch_size=count, **limits, **flags
+            )
         failures: dict[int, list[dict[str, Any]]] = {}
         for row in read_lines(file) if file.exists() else ():
             failures.setdefault(row["group"], []).append(row)
@@ -342,7 +377,11 @@ def test_nothing_else_is_lost(outcomes: Callable[[str], Outcome], kind: str) -> 
     assert output.metrics["rollout/num_failed_groups"] == sum(bool(case.said) for case in cases)
     assert output.metrics["rollout/num_failed_samples"] == sum(map(len, failures.values()))
     hung = sum(HANGS in row["error"] for rows in failures.values() for row in rows)
-    assert output.metrics["rollout/num_hung_samples"] == hung >= sum(case.said == HANGS for case in cases)
+    assert (
+        output.metrics["rollout/num_hung_samples"]
+        == hung
+        >= sum(case.said == HANGS for case in cases)
+    )
     timeouts = len(cases) if "reward" in kind and "hanging" in kind else 0
     assert output.metrics["rollout/reward_timeout"] == timeouts
     for sample in (sample for group in output.samples for sample in group.samples):
@@ -357,9 +396,14 @@ def test_forked_children_do_not_come_back(outcomes: Callable[[str], Outcome]) ->
 
 def test_what_fails_once_is_tried_again(tmp_path: Path) -> None:
     SEEN.clear()
-    output, file = rollout(tmp_path, rollout_batch_size=2, custom_generate_function_path=ME + "fails_once")
+    output, file = rollout(
+        tmp_path, rollout_batch_size=2, custom_generate_function_path=ME + "fails_once"
+    )
     assert [group.index for group in output.samples] == [0, 1] and output.metrics is not None
-    assert output.metrics["rollout/num_failed_groups"] == 0 and output.metrics["rollout/num_failed_samples"] == 1
+    assert (
+        output.metrics["rollout/num_failed_groups"] == 0
+        and output.metrics["rollout/num_failed_samples"] == 1
+    )
     [row] = read_lines(file)
     assert (row["index"], row["failed"], row["rollout_id"]) == (0, "generating", 0)
     assert "in fails_once" in row["traceback"] and "the sandbox did not come up" in row["traceback"]
@@ -377,22 +421,28 @@ async def always_fails(args: Any, sample: Sample, sampling_params: dict[str, Any
 
 
 def test_above_the_set_rate_the_run_stops(tmp_path: Path) -> None:
-    flags = {"rollout_max_failed_fraction": 0.5, "custom_generate_function_path": ME + "always_fails"}
+    flags = {
+        "rollout_max_failed_fraction": 0.5,
+        "custom_generate_function_path": ME + "always_fails",
+    }
     with pytest.raises(UserError, match="3 groups have failed in this rollout of 4") as caught:
         rollout(tmp_path, rollout_batch_size=4, **flags)
-    assert "the sandbox is gone" in caught.value.why and "in always_fails" in "".join(caught.value.__notes__)
+    assert "the sandbox is gone" in caught.value.why and "in always_fails" in "".join(
+        caught.value.__notes__
+    )
 
 
 class SparingSource(FakeSource):
-    """After its first draw it gives one group at a time: none is drawn that is not needed, so that each that can be is
-    chosen, in whichever order they finish."""
+    """After its first draw it gives one group at a time: none is drawn that is not needed, so that
+    each that can be is chosen, in whichever order they finish."""
 
     def get_samples(self, num_samples: int) -> Any:
         return super().get_samples(1 if self.drawn else num_samples)
 
 
 class OddSource(FakeSource):
-    """Raises at its first draw; later draws have a group that is none, one too small, one without indices."""
+    """Raises at its first draw; later draws have a group that is none, one too small, one without
+    indices."""
 
     draws = 0
 
@@ -412,7 +462,14 @@ def test_a_data_source_that_fails_is_asked_again(tmp_path: Path) -> None:
     source = OddSource(2)
     source.get_samples = prompts._telling_failures(source.get_samples, "OddSource.get_samples")  # type: ignore[method-assign]
     output, _ = rollout(tmp_path, source, rollout_batch_size=6, rollout_max_failed_fraction=0.9)
-    assert [group.index for group in output.samples] == [0, 1, 2, 3, 4, 5] and output.metrics is not None
+    assert [group.index for group in output.samples] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and output.metrics is not None
     assert output.metrics["rollout/num_failed_groups"] == 5
 
 
@@ -437,6 +494,8 @@ async def hangs_at_the_end_async(args: Any, groups: list[list[Sample]]) -> None:
 def test_tokens_that_the_model_does_not_have() -> None:
     sample = Sample(index=3, tokens=[1, 31], response_length=1)
     check_values(sample, "mine", 32, None)
-    with pytest.raises(UserError, match=r"mine returned a sample \(index 3\) with the token 31") as caught:
+    with pytest.raises(
+        UserError, match=r"mine returned a sample \(index 3\) with the token 31"
+    ) as caught:
         check_values(sample, "mine", 31, None)
     assert "the model has 31 tokens" in caught.value.what

@@ -1,5 +1,5 @@
-"""The journal: what was written is there again, whatever became of the file's end, and takes the place of what is
-drawn."""
+"""The journal: what was written is there again, whatever became of the file's end, and takes the
+place of what is drawn."""
 
 from __future__ import annotations
 
@@ -29,28 +29,40 @@ def folder(tmp_path: Path) -> Path:
 
 def test_samples_come_back_as_they_were(folder: Path) -> None:
     first = Journal(folder, "flags")
-    samples = generated(4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9)
+    samples = generated(
+        4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9
+    )
     note(first, Kind.FINISHED, 1, samples)
     samples[0].tokens.append(99)  # what happens to them afterwards is not what was judged
     first.close()
     again = Journal(folder, "flags")
     found = restored(again, 1, 4)
-    assert found == generated(4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9)
+    assert found == generated(
+        4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9
+    )
     assert found[0].status is SampleStatus.COMPLETED and found[0].token_spans[0].weight_version == 3
     assert again.metrics() == {"rollout/num_restored_groups": 1} and again.metrics() == {}
 
 
 def test_what_a_group_became_later_does_not_count_yet(folder: Path) -> None:
-    """Rollout 1 put it back as far as it was, rollout 3 ended it; whoever goes on with rollout 1 lives through both."""
+    """Rollout 1 put it back as far as it was, rollout 3 ended it; whoever goes on with rollout 1
+    lives through both."""
     journal = Journal(folder, "flags")
     note(journal, Kind.BEGUN, 1, generated(4, (7,)))
     note(journal, Kind.FINISHED, 3, generated(4))
     for each in (journal, Journal(folder, "flags")):
-        assert [len(restored(each, rollout_id, 4)[0].tokens) for rollout_id in range(5)] == [2, 3, 3, 4, 4]
+        assert [len(restored(each, rollout_id, 4)[0].tokens) for rollout_id in range(5)] == [
+            2,
+            3,
+            3,
+            4,
+            4,
+        ]
 
 
 def test_what_nobody_knows_the_weights_of_counts_for_its_own_rollout_alone(folder: Path) -> None:
-    """A generate function gave text without versions: an earlier rollout cannot know that its weights were there."""
+    """A generate function gave text without versions: an earlier rollout cannot know that its
+    weights were there."""
     journal = Journal(folder, "flags")
     unknown = generated(4)
     for sample in unknown:
@@ -60,7 +72,9 @@ def test_what_nobody_knows_the_weights_of_counts_for_its_own_rollout_alone(folde
 
     def comes(group: int, rollout_id: int, **versions: Any) -> bool:
         group_drawn = drawn(group)
-        found, _ = journal.restore(rollout_id, group_drawn, drawn_as(group_drawn), Versions(**versions))
+        found, _ = journal.restore(
+            rollout_id, group_drawn, drawn_as(group_drawn), Versions(**versions)
+        )
         return found != group_drawn
 
     assert [comes(4, rollout_id, newest=9) for rollout_id in (2, 3)] == [False, True]
@@ -84,7 +98,9 @@ def test_what_is_forgotten_is_generated_again(folder: Path) -> None:
         assert restored(each, 1, 5) == drawn(5) and restored(each, 2, 6) == generated(6)
 
 
-def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_data_and_other_flags_are_not_mixed_up(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = Journal(folder, "flags")
     note(journal, Kind.FINISHED, 1, generated(4))
     assert restored(journal, 1, 4, prompt="2+2=") == drawn(4, "2+2=")
@@ -101,9 +117,14 @@ def test_other_data_and_other_flags_are_not_mixed_up(folder: Path, caplog: pytes
     then=st.integers(0, 3),
 )
 def test_any_end_of_the_file_leaves_what_was_whole(
-    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int]], cut: int, flip: int | None, then: int
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[tuple[int, int]],
+    cut: int,
+    flip: int | None,
+    then: int,
 ) -> None:
-    """Cut off anywhere and a bit flipped anywhere, the records before that are found, and more can be written."""
+    """Cut off anywhere and a bit flipped anywhere, the records before that are found, and more can
+    be written."""
     folder = tmp_path_factory.mktemp("journal")
     journal, ends = Journal(folder, "flags"), []
     path = folder / "rollout_000002.log"
@@ -125,7 +146,9 @@ def test_any_end_of_the_file_leaves_what_was_whole(
     again.close()
     expected[then] = 3
     last = Journal(folder, "flags")
-    assert {g: restored(last, 2, g)[0].response_length for g in range(4)} == {g: expected.get(g, 0) for g in range(4)}
+    assert {g: restored(last, 2, g)[0].response_length for g in range(4)} == {
+        g: expected.get(g, 0) for g in range(4)
+    }
 
 
 def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: Path) -> None:
@@ -136,7 +159,9 @@ def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: 
         if rollout_id in (2, 4, 6):
             complete(root, rollout_id)
             journal.drop(oldest_needed(config))
-    assert sorted(path.name for path in folder.iterdir()) == [f"rollout_{k:06d}.log" for k in (4, 5, 6, 7)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"rollout_{k:06d}.log" for k in (4, 5, 6, 7)
+    ]
     assert restored(journal, 9, 3) == drawn(3) and restored(journal, 9, 4) == generated(4)
 
 
@@ -148,7 +173,10 @@ def test_the_one_checkpoint_that_is_kept_is_enough(tmp_path: Path, folder: Path)
         journal.drop(oldest_needed(config))
         complete(root, rollout_id)
         retain(root, 1)
-    assert sorted(path.name for path in folder.iterdir()) == ["rollout_000004.log", "rollout_000005.log"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rollout_000004.log",
+        "rollout_000005.log",
+    ]
 
 
 def test_what_cannot_be_revoked_is_not_found(small_disk: Path) -> None:
@@ -196,7 +224,9 @@ def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
         note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
     journal.drop(2)
     forced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda file: forced.append(os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: forced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
     journal.close()
     assert [Path(name).name for name in forced] == ["rollout_000002.log"]
 
@@ -217,7 +247,9 @@ def test_a_branch_that_was_left_drops_nothing_of_this_one(tmp_path: Path) -> Non
     assert oldest_needed(make_config(save=str(tmp_path), rollout_batch_size=1)) == 2
 
 
-def test_what_cannot_be_written_does_not_end_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_written_does_not_end_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = Journal(folder, "flags")
     note(journal, Kind.FINISHED, 1, generated(4))
     note(journal, Kind.FINISHED, 1, generated(5, metadata={"stream": (x for x in ())}))
@@ -248,7 +280,9 @@ def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text.count("the journal of rollout 2 ends here") == 1, "it is full, still"
     journal.drop(2)
     note(journal, Kind.FINISHED, 3, generated(300))
-    assert restored(Journal(small_disk / "journal", "flags"), 3, 300) == generated(300), "there is room again"
+    assert restored(Journal(small_disk / "journal", "flags"), 3, 300) == generated(300), (
+        "there is room again"
+    )
     journal.close()
 
 
@@ -259,7 +293,9 @@ def test_a_full_disk_keeps_what_was_whole(small_disk: Path) -> None:
     journal.close()
     again = Journal(small_disk / "journal", "flags")
     count = sum(restored(again, 1, group) != drawn(group) for group in range(100))
-    assert 1 <= count < 100 and restored(again, 1, count - 1) == generated(count - 1, tuple(range(500)))
+    assert 1 <= count < 100 and restored(again, 1, count - 1) == generated(
+        count - 1, tuple(range(500))
+    )
 
 
 def test_which_runs_have_one(tmp_path: Path) -> None:
@@ -267,7 +303,9 @@ def test_which_runs_have_one(tmp_path: Path) -> None:
     assert open_journal(make_config(**given), tmp_path) is None
     assert open_journal(make_config(**given, save="x", journal=False), tmp_path) is None
     kept = open_journal(make_config(**given, save="x"), tmp_path / "a")
-    assert kept is not None and not (tmp_path / "a").exists(), "nothing is written before there is something"
+    assert kept is not None and not (tmp_path / "a").exists(), (
+        "nothing is written before there is something"
+    )
 
 
 def test_what_samples_are_made_with(tmp_path: Path) -> None:
@@ -282,7 +320,9 @@ def test_what_samples_are_made_with(tmp_path: Path) -> None:
     assert module._made_with(make_config(**flags)) != base
 
 
-def test_what_cannot_be_read_is_generated_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_generated_again(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A class that has gone, and a file that is a folder."""
     journal = Journal(folder, "flags")
     note(journal, Kind.FINISHED, 1, generated(4, metadata={"x": Gone()}))
@@ -294,7 +334,10 @@ def test_what_cannot_be_read_is_generated_again(folder: Path, caplog: pytest.Log
         assert restored(again, 1, 4) == drawn(4) and restored(again, 1, 5) == generated(5)
     finally:
         globals()["Gone"] = kept
-    assert "cannot be read, it is generated again" in caplog.text and "the journal of rollout 9 is lost" in caplog.text
+    assert (
+        "cannot be read, it is generated again" in caplog.text
+        and "the journal of rollout 9 is lost" in caplog.text
+    )
 
 
 class Gone:

@@ -1,6 +1,8 @@
-"""The Triton kernels give what torch gives, and so do their gradients: on a GPU, or through triton's interpreter.
+"""The Triton kernels give what torch gives, and so do their gradients: on a GPU, or through
+triton's interpreter.
 
-triton comes with torch's CUDA builds and is no dependency of slime; without it there is nothing to run here.
+triton comes with torch's CUDA builds and is no dependency of slime; without it there is nothing to
+run here.
 """
 
 from __future__ import annotations
@@ -24,13 +26,24 @@ _SECONDS = 150.0
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    """What `kernel_cases` prints. A process of its own: triton reads the variable when it is first imported."""
+    """What `kernel_cases` prints. A process of its own: triton reads the variable when it is first
+    imported."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: it comes with torch's CUDA builds")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, kernel_cases.__file__], cwd=ROOT, env=env, capture_output=True, text=True, timeout=_SECONDS
+        [sys.executable, kernel_cases.__file__],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -50,4 +63,6 @@ def test_interpreted_kernels_equal_torch(name: str, interpreted: dict[str, Any])
 @pytest.mark.parametrize("name", kernel_cases.CASES)
 def test_kernels_equal_torch(name: str) -> None:
     torch.manual_seed(0)
-    assert kernel_cases.CASES[name](torch.device("cuda")) <= kernel_cases.tolerance(name, interpreted=False)
+    assert kernel_cases.CASES[name](torch.device("cuda")) <= kernel_cases.tolerance(
+        name, interpreted=False
+    )

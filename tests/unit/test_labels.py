@@ -34,7 +34,10 @@ JSON_NUMBERS = st.builds(
     st.sampled_from(["", "-"]),
     _INTEGERS,
     st.one_of(st.just(""), _DIGITS.map(".{}".format)),
-    st.one_of(st.just(""), st.builds("{}{}{}".format, st.sampled_from("eE"), st.sampled_from(["", "+", "-"]), _DIGITS)),
+    st.one_of(
+        st.just(""),
+        st.builds("{}{}{}".format, st.sampled_from("eE"), st.sampled_from(["", "+", "-"]), _DIGITS),
+    ),
 )
 #: What a file may hold as it stands.
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
@@ -60,12 +63,15 @@ def column(path: Path, values: Any) -> Path:
     return path
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
+# -- JSON
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(JSON_NUMBERS, st.sampled_from(["", " "]), st.sampled_from([None, "math", "f1"]))
 @HERE
-def test_any_number_of_json_is_its_own_text(tmp_path: Path, number: str, space: str, rm_type: str | None) -> None:
+def test_any_number_of_json_is_its_own_text(
+    tmp_path: Path, number: str, space: str, rm_type: str | None
+) -> None:
     row = f'{{"z": [0.5, {number}], "p": "q",{space}"y"{space}:{space}{number}{space}}}'
     for name, text in (("a.jsonl", row + "\n"), ("a.json", f"[{row}]"), ("b.json", row)):
         (tmp_path / name).write_text(text)
@@ -74,7 +80,9 @@ def test_any_number_of_json_is_its_own_text(tmp_path: Path, number: str, space: 
 
 @given(JSON_NUMBERS)
 @HERE
-def test_numbers_within_lists_and_dicts_print_as_written_and_count_as_numbers(tmp_path: Path, number: str) -> None:
+def test_numbers_within_lists_and_dicts_print_as_written_and_count_as_numbers(
+    tmp_path: Path, number: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"p": "q", "y": {{"a": [{number}, "{number}"]}}}}\n')
     found = label_of(tmp_path / "a.jsonl")["a"]
     assert str(found[0]) == number and found[1] == number
@@ -95,9 +103,10 @@ def test_text_stays_byte_for_byte(tmp_path: Path, text: str) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8", newline="")
         assert label_of(tmp_path / name, rm_type="f1") == text
     column(tmp_path / "a.parquet", [text])
-    assert [read_prompt(row, RowFormat("p", "y"), None).label for _, row in iter_rows(f"{tmp_path}/a.parquet")] == [
-        text
-    ]
+    assert [
+        read_prompt(row, RowFormat("p", "y"), None).label
+        for _, row in iter_rows(f"{tmp_path}/a.parquet")
+    ] == [text]
 
 
 @pytest.mark.parametrize(
@@ -110,20 +119,29 @@ def test_text_stays_byte_for_byte(tmp_path: Path, text: str) -> None:
         ("true", "true", True),
         ("null", None, None),
         ('"007"', "007", "007"),
-        ("[1, 2.50, 18446744073709551617]", [1, 2.5, 18446744073709551617], [1, 2.5, 18446744073709551617]),
+        (
+            "[1, 2.50, 18446744073709551617]",
+            [1, 2.5, 18446744073709551617],
+            [1, 2.5, 18446744073709551617],
+        ),
     ],
 )
 def test_raw_labels_are_python_numbers_with_all_digits_of_integers(
     tmp_path: Path, written: str, text: Any, raw: Any
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"p": "q", "y": {written}}}\n')
-    as_text, as_it_is = label_of(tmp_path / "a.jsonl"), label_of(tmp_path / "a.jsonl", raw_label=True)
+    as_text, as_it_is = (
+        label_of(tmp_path / "a.jsonl"),
+        label_of(tmp_path / "a.jsonl", raw_label=True),
+    )
     assert (as_text, type(as_text)) == (text, type(text))
     assert (as_it_is, type(as_it_is)) == (raw, type(raw))
 
 
 @pytest.mark.parametrize("number", ["1E400", "-1e999", "9" * 5000])
-def test_a_number_beyond_floats_is_text_and_refused_as_a_raw_label(tmp_path: Path, number: str) -> None:
+def test_a_number_beyond_floats_is_text_and_refused_as_a_raw_label(
+    tmp_path: Path, number: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"p": "q", "y": {number}}}\n')
     assert label_of(tmp_path / "a.jsonl", rm_type="math") == number
     with pytest.raises(RowProblem, match="no Python number holds"):
@@ -153,11 +171,13 @@ def test_a_prompt_that_is_a_number_is_refused(tmp_path: Path, prompt: str) -> No
         read_prompt(open_rows(str(tmp_path / "a.jsonl"))[0], RowFormat("p"), None)
 
 
-# -- CSV -------------------------------------------------------------------------------------------------------------
+# -- CSV
+# -------------------------------------------------------------------------------------------------------------
 
 
 @given(
-    st.lists(TEXTS.map(lambda text: text.replace("\0", "")), min_size=1, max_size=5), st.sampled_from(["csv", "tsv"])
+    st.lists(TEXTS.map(lambda text: text.replace("\0", "")), min_size=1, max_size=5),
+    st.sampled_from(["csv", "tsv"]),
 )
 @HERE
 def test_every_field_of_a_csv_file_is_its_text(tmp_path: Path, texts: list[str], kind: str) -> None:
@@ -168,13 +188,16 @@ def test_every_field_of_a_csv_file_is_its_text(tmp_path: Path, texts: list[str],
     assert labels_of(path) == texts
 
 
-@pytest.mark.parametrize("text", ["007", "1e5", "5.10", "NA", "nan", "None", "True", "12345678901234567890123"])
+@pytest.mark.parametrize(
+    "text", ["007", "1e5", "5.10", "NA", "nan", "None", "True", "12345678901234567890123"]
+)
 def test_fields_that_look_like_something_else_are_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(f"p,y\nq,{text}\n")
     assert label_of(tmp_path / "a.csv", rm_type="math") == text
 
 
-# -- columns ---------------------------------------------------------------------------------------------------------
+# -- columns
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +214,10 @@ def test_fields_that_look_like_something_else_are_text(tmp_path: Path, text: str
         (pa.array(["x", "y", "x"]).dictionary_encode(), ["x", "y", "x"]),
         (pa.array([0.1], pa.float32()).dictionary_encode(), ["0.1"]),
         (pa.array([datetime.date(2024, 1, 2)]), ["2024-01-02"]),
-        (pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5)], pa.timestamp("us")), ["2024-01-02 03:04:05"]),
+        (
+            pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5)], pa.timestamp("us")),
+            ["2024-01-02 03:04:05"],
+        ),
         (pa.array([1700000000123456789], pa.timestamp("ns")), ["2023-11-14 22:13:20.123456789"]),
         (pa.array([datetime.time(1, 2, 3)]), ["01:02:03"]),
         (pa.array([5], pa.duration("s")), ["0:00:05"]),
@@ -202,10 +228,15 @@ def test_fields_that_look_like_something_else_are_text(tmp_path: Path, text: str
     ],
     ids=lambda value: str(getattr(value, "type", "")),
 )
-def test_columns_of_parquet_and_arrow_files(tmp_path: Path, values: Any, expected: list[Any]) -> None:
+def test_columns_of_parquet_and_arrow_files(
+    tmp_path: Path, values: Any, expected: list[Any]
+) -> None:
     assert labels_of(column(tmp_path / "a.parquet", values)) == expected
     table = pa.table({"p": ["q"] * len(values), "y": values})
-    with pa.OSFile(f"{tmp_path}/b.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(f"{tmp_path}/b.arrow", "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
     assert labels_of(tmp_path / "b.arrow") == expected
 
@@ -225,11 +256,15 @@ def test_floats_of_columns_are_the_shortest_text_that_reads_as_the_same(number: 
 
 @pytest.mark.parametrize("rm_type", ["math", "boxed_math", "gpqa"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_no_label_of_a_reward_that_compares(tmp_path: Path, value: float, rm_type: str) -> None:
+def test_what_is_no_number_is_no_label_of_a_reward_that_compares(
+    tmp_path: Path, value: float, rm_type: str
+) -> None:
     path = column(tmp_path / "a.parquet", [value])
     with pytest.raises(RowProblem, match="that is no number"):
         label_of(path, rm_type=rm_type)
-    assert label_of(path, rm_type=rm_type, own_reward=True) == (None if math.isnan(value) else str(value))
+    assert label_of(path, rm_type=rm_type, own_reward=True) == (
+        None if math.isnan(value) else str(value)
+    )
 
 
 def test_rows_that_name_a_reward_that_compares_need_a_label_for_it(tmp_path: Path) -> None:
@@ -242,6 +277,8 @@ def test_rows_that_name_a_reward_that_compares_need_a_label_for_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("values", [[2], [2.0], [Decimal(2)]])
-def test_positions_of_choices_are_integers_whatever_their_column(tmp_path: Path, values: list[Any]) -> None:
+def test_positions_of_choices_are_integers_whatever_their_column(
+    tmp_path: Path, values: list[Any]
+) -> None:
     label = label_of(column(tmp_path / "a.parquet", values), rm_type="gpqa")
     assert (label, type(label)) == (2, int)

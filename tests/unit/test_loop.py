@@ -1,4 +1,5 @@
-"""The order of the loop's verbs when trainer ranks are lost: what was dropped is done again, and not more often."""
+"""The order of the loop's verbs when trainer ranks are lost: what was dropped is done again, and
+not more often."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Lost(Exception):
 
 
 class Session:
-    """Four rollouts, saved after each second one; ``dies`` names the moments at which trainers are lost, once each."""
+    """Four rollouts, saved after each second one; ``dies`` names the moments at which trainers are
+    lost, once each."""
 
     def __init__(self, dies: list[str], restarts: int = 9) -> None:
         self.dies, self.restarts = dies, restarts
@@ -79,7 +81,10 @@ class Session:
     [
         ([], "evaluate, train 0, train 1, train 2, train 3"),
         (["train 3"], "evaluate, train 0, train 1, train 2, begin again, train 2, train 3"),
-        (["train 1"], "evaluate, train 0, begin again, evaluate, train 0, train 1, train 2, train 3"),
+        (
+            ["train 1"],
+            "evaluate, train 0, begin again, evaluate, train 0, train 1, train 2, train 3",
+        ),
         (["evaluate"], "begin again, evaluate, train 0, train 1, train 2, train 3"),
         (["train 2", "begin again"], "evaluate, train 0, train 1, begin again, train 2, train 3"),
     ],

@@ -1,4 +1,5 @@
-"""No request, however malformed, makes a server of ours fail: neither a status of 500 nor the end of it."""
+"""No request, however malformed, makes a server of ours fail: neither a status of 500 nor the end
+of it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def served(build: Callable[[], Coroutine[Any, Any, web.Application]]) -> Iterato
     runners: list[web.AppRunner] = []
 
     async def begin() -> None:
-        runners.append(web.AppRunner(await build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0))
+        runners.append(
+            web.AppRunner(
+                await build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+            )
+        )
         await runners[0].setup()
         await web.SockSite(runners[0], listener).start()
 
@@ -53,13 +58,16 @@ def served(build: Callable[[], Coroutine[Any, Any, web.Application]]) -> Iterato
         thread.join(30)
 
 
-# -- the embedded engine ------------------------------------------------------------------------------------
+# -- the embedded engine
+# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
-    options = EngineOptions(str(model), dtype="float32", device="cpu", max_slots=4, max_context_len=64)
+    options = EngineOptions(
+        str(model), dtype="float32", device="cpu", max_slots=4, max_context_len=64
+    )
 
     async def build() -> web.Application:
         loading = asyncio.create_task(load(options, asyncio.get_running_loop(), asyncio.Event()))
@@ -73,19 +81,77 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 _MODULES = (generate_routes, control_routes, openai_routes)
 ROUTES = sorted({route.path.split("{")[0] for module in _MODULES for route in module.routes})
 FIELDS = [
-    *("input_ids", "text", "sampling_params", "stream", "rid", "return_logprob", "logprob_start_len", "n", "prompt"),
-    *("top_logprobs_num", "model", "messages", "tools", "tool_choice", "max_tokens", "temperature", "stop", "logprobs"),
-    *("seed", "mode", "tags", "timeout", "group_name", "rank_offset", "world_size", "backend", "names", "dtypes"),
-    *("shapes", "load_format", "segments", "serialized_named_tensors", "model_path", "weight_version", "new_version"),
-    *("name", "truncate_size", "action", "flush_cache", "abort_all_requests", "abort_all", "tokens", "echo", "suffix"),
-    *("master_address", "master_port", "add_special_tokens", "chat_template_kwargs", "stream_options"),
+    *(
+        "input_ids",
+        "text",
+        "sampling_params",
+        "stream",
+        "rid",
+        "return_logprob",
+        "logprob_start_len",
+        "n",
+        "prompt",
+    ),
+    *(
+        "top_logprobs_num",
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "logprobs",
+    ),
+    *(
+        "seed",
+        "mode",
+        "tags",
+        "timeout",
+        "group_name",
+        "rank_offset",
+        "world_size",
+        "backend",
+        "names",
+        "dtypes",
+    ),
+    *(
+        "shapes",
+        "load_format",
+        "segments",
+        "serialized_named_tensors",
+        "model_path",
+        "weight_version",
+        "new_version",
+    ),
+    *(
+        "name",
+        "truncate_size",
+        "action",
+        "flush_cache",
+        "abort_all_requests",
+        "abort_all",
+        "tokens",
+        "echo",
+        "suffix",
+    ),
+    *(
+        "master_address",
+        "master_port",
+        "add_special_tokens",
+        "chat_template_kwargs",
+        "stream_options",
+    ),
 ]
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
 
 
 def well(url: str) -> None:
     """It generates, also after requests that paused it or that released its memory."""
-    assert post(url, "/resume_memory_occupation")[0] == 200 and post(url, "/continue_generation")[0] == 200
+    assert (
+        post(url, "/resume_memory_occupation")[0] == 200
+        and post(url, "/continue_generation")[0] == 200
+    )
     assert status_of(url, Request("GET", "/health_generate", b"", {})) == 200
 
 
@@ -106,12 +172,30 @@ SEGMENTS = "/update_weights_from_tensor", "load_format", "shared_memory"
 @pytest.mark.parametrize(
     ("route", "body"),
     [
-        *(("/init_weights_update_group", {**JOINS, "world_size": size}) for size in (-1, 0, 1, 2**31, 2**63)),
-        *(("/init_weights_update_group", {**JOINS, "rank_offset": rank}) for rank in (-1, 0, 2, 2**63)),
-        *(("/init_weights_update_group", {**JOINS, "master_port": port}) for port in (-1, 0, 2**16, 2**63)),
-        *(("/init_weights_update_group", {**JOINS, "master_address": name}) for name in ("", "a\x00b", 7)),
-        *(("/init_weights_update_group", {**JOINS, "backend": name}) for name in ("carrier-pigeon", 7, {}, "mpi")),
-        *(("/update_weights_from_disk", {"model_path": name}) for name in ("x" * 5000, "/" + "y" * 300, "a\x00b", "")),
+        *(
+            ("/init_weights_update_group", {**JOINS, "world_size": size})
+            for size in (-1, 0, 1, 2**31, 2**63)
+        ),
+        *(
+            ("/init_weights_update_group", {**JOINS, "rank_offset": rank})
+            for rank in (-1, 0, 2, 2**63)
+        ),
+        *(
+            ("/init_weights_update_group", {**JOINS, "master_port": port})
+            for port in (-1, 0, 2**16, 2**63)
+        ),
+        *(
+            ("/init_weights_update_group", {**JOINS, "master_address": name})
+            for name in ("", "a\x00b", 7)
+        ),
+        *(
+            ("/init_weights_update_group", {**JOINS, "backend": name})
+            for name in ("carrier-pigeon", 7, {}, "mpi")
+        ),
+        *(
+            ("/update_weights_from_disk", {"model_path": name})
+            for name in ("x" * 5000, "/" + "y" * 300, "a\x00b", "")
+        ),
         *(
             ("/update_weights_from_tensor", {"load_format": "shared_memory", "segments": [segment]})
             for segment in (
@@ -131,9 +215,22 @@ def test_wrong_values_are_refused_at_once(engine: str, route: str, body: dict[st
     well(engine)
 
 
-# -- slime watch --------------------------------------------------------------------------------------------
+# -- slime watch
+# --------------------------------------------------------------------------------------------
 
-QUESTIONS = ["run", "names", "generation", "since", "rollout", "sort", "kind", "group", "dataset", "status", "prompt"]
+QUESTIONS = [
+    "run",
+    "names",
+    "generation",
+    "since",
+    "rollout",
+    "sort",
+    "kind",
+    "group",
+    "dataset",
+    "status",
+    "prompt",
+]
 QUESTIONS += ["search", "descending", "offset", "limit", "whole", "id", "runs", "token"]
 
 
@@ -150,12 +247,25 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         yield url, name
 
 
-PAGES = ["runs", "metrics", "phases", "engines", "timeline", "rollouts", "groups", "samples", "sample", "settings"]
+PAGES = [
+    "runs",
+    "metrics",
+    "phases",
+    "engines",
+    "timeline",
+    "rollouts",
+    "groups",
+    "samples",
+    "sample",
+    "settings",
+]
 
 
 @settings(max_examples=120, deadline=None)
 @given(request=requests([f"/api/{page}" for page in [*PAGES, "differences"]], QUESTIONS, {}))
-def test_no_malformed_question_is_an_error_of_the_page(watched: tuple[str, str], request: Request) -> None:
+def test_no_malformed_question_is_an_error_of_the_page(
+    watched: tuple[str, str], request: Request
+) -> None:
     url, name = watched
     asked = f"{request.path}{'&' if '?' in request.path else '?'}run={name}"
     for path in (request.path, asked):
@@ -170,10 +280,27 @@ def test_an_empty_filter_finds_nothing(watched: tuple[str, str], page: str) -> N
         assert status == (400 if field == "sort" else 200)
 
 
-# -- the endpoints of agents --------------------------------------------------------------------------------
+# -- the endpoints of agents
+# --------------------------------------------------------------------------------
 
-AGENT_ROUTES = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"]
-AGENT_FIELDS = ["model", "messages", "input", "system", "instructions", "tools", "tool_choice", "max_tokens", "stream"]
+AGENT_ROUTES = [
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+]
+AGENT_FIELDS = [
+    "model",
+    "messages",
+    "input",
+    "system",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "stream",
+]
 AGENT_FIELDS += [
     "stop",
     "stop_sequences",
@@ -184,10 +311,24 @@ AGENT_FIELDS += [
     "metadata",
     "previous_response_id",
 ]
-AGENT_FIELDS += ["max_output_tokens", "max_completion_tokens", "response_format", "stream_options", "role", "content"]
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "max_tokens": 4}
+AGENT_FIELDS += [
+    "max_output_tokens",
+    "max_completion_tokens",
+    "response_format",
+    "stream_options",
+    "role",
+    "content",
+]
+ASKED = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "input": "Hi",
+    "max_tokens": 4,
+}
 #: Messages and parts that are nearly right.
-NESTED = st.fixed_dictionaries({"role": ODD, "content": ODD}, optional={"tool_calls": ODD, "type": ODD, "id": ODD})
+NESTED = st.fixed_dictionaries(
+    {"role": ODD, "content": ODD}, optional={"tool_calls": ODD, "type": ODD, "id": ODD}
+)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -199,13 +340,18 @@ def test_no_malformed_request_is_an_error_of_an_agents_endpoint(
     batch: list[Request], nested: list[dict[str, Any]]
 ) -> None:
     messages = [
-        Request("POST", route, json.dumps({**ASKED, "messages": [one], "input": [one]}).encode(), {})
+        Request(
+            "POST", route, json.dumps({**ASKED, "messages": [one], "input": [one]}).encode(), {}
+        )
         for one in nested
         for route in AGENT_ROUTES[:4]
     ]
 
     async def agent(endpoint: AgentEndpoint) -> None:
-        url, key = endpoint.base_url.removesuffix("/v1"), {"Authorization": f"Bearer {endpoint.api_key}"}
+        url, key = (
+            endpoint.base_url.removesuffix("/v1"),
+            {"Authorization": f"Bearer {endpoint.api_key}"},
+        )
         for request in [*batch, *messages]:
             status = await asyncio.to_thread(status_of, url, request, key)
             assert status < 500, (request, status)

@@ -1,4 +1,5 @@
-"""The memory plan of a run: who holds what in which phase, refusals with remedies that hold, the table."""
+"""The memory plan of a run: who holds what in which phase, refusals with remedies that hold, the
+table."""
 
 from __future__ import annotations
 
@@ -60,13 +61,16 @@ def owned(phase: Phase, owner: str) -> dict[str, float]:
     return {use.what: use.nbytes for use in phase.uses if use.owner == owner}
 
 
-# -- who holds what ------------------------------------------------------------------------------------------------
+# -- who holds what
+# ------------------------------------------------------------------------------------------------
 
 
 def test_colocated_one_side_sleeps_while_the_other_works(folders: dict[str, Path]) -> None:
     plan = plan_of(folders[DENSE], colocate=True, sglang_mem_fraction_static=0.8)
     found = phases(plan)
-    assert {name for _, name in found} == {"generate", "train", "push"} and {d for d, _ in found} == {"GPU 0"}
+    assert {name for _, name in found} == {"generate", "train", "push"} and {
+        d for d, _ in found
+    } == {"GPU 0"}
     generate, train, push = (found["GPU 0", name] for name in ("generate", "train", "push"))
     assert owned(generate, "trainer").keys() == {"asleep (CUDA context, NCCL)"}
     assert owned(train, "engine").keys() == {"asleep (CUDA context and graphs)"}
@@ -97,11 +101,18 @@ def test_apart_each_gpu_has_its_own_phases(folders: dict[str, Path]) -> None:
 
 
 def test_pipeline_stages_differ(folders: dict[str, Path]) -> None:
-    plan = plan_of(folders[DENSE], actor_num_gpus_per_node=4, pipeline_model_parallel_size=2, rollout_num_gpus=1)
+    plan = plan_of(
+        folders[DENSE],
+        actor_num_gpus_per_node=4,
+        pipeline_model_parallel_size=2,
+        rollout_num_gpus=1,
+    )
     found = phases(plan)
     first, last = found["GPU 0-1", "train"], found["GPU 2-3", "train"]
     assert owned(first, "trainer")["activations"] == 2 * owned(last, "trainer")["activations"]
-    assert "blocks of logits" in owned(last, "trainer") and "blocks of logits" not in owned(first, "trainer")
+    assert "blocks of logits" in owned(last, "trainer") and "blocks of logits" not in owned(
+        first, "trainer"
+    )
 
 
 def test_the_reference_comes_to_the_gpu_for_its_log_probs_only(folders: dict[str, Path]) -> None:
@@ -121,8 +132,12 @@ def test_sft_and_one_half_alone(folders: dict[str, Path]) -> None:
 
 
 def test_states_of_mixed_precision_are_18_bytes_per_parameter(folders: dict[str, Path]) -> None:
-    states = owned(phases(plan_of(folders[DENSE], loss_type="sft_loss"))["GPU 0", "train"], "trainer")
-    parts = [states[name] for name in ("weights", "gradients", "master weights", "optimizer moments")]
+    states = owned(
+        phases(plan_of(folders[DENSE], loss_type="sft_loss"))["GPU 0", "train"], "trainer"
+    )
+    parts = [
+        states[name] for name in ("weights", "gradients", "master weights", "optimizer moments")
+    ]
     parameters = states["weights"] / 2
     assert [part / parameters for part in parts] == [2, 4, 4, 8]
     assert parameters == pytest.approx(4.02e9, rel=0.01)
@@ -134,7 +149,9 @@ def test_offloaded_states_are_in_host_memory(folders: dict[str, Path]) -> None:
     moments = owned(here.peak, "trainer")["optimizer moments"]
     assert there.host == moments and "optimizer moments" not in owned(there.peak, "trainer")
     everything = plan_of(folders[DENSE], loss_type="sft_loss", optimizer_cpu_offload=True)
-    assert everything.host == moments * 1.5 and "master weights" not in owned(everything.peak, "trainer")
+    assert everything.host == moments * 1.5 and "master weights" not in owned(
+        everything.peak, "trainer"
+    )
 
 
 def test_a_sequence_above_the_limit_is_a_micro_batch_of_its_own(folders: dict[str, Path]) -> None:
@@ -145,22 +162,31 @@ def test_a_sequence_above_the_limit_is_a_micro_batch_of_its_own(folders: dict[st
 
     assert tokens() == 8192
     assert tokens(rollout_max_context_len=16384) == 16384
-    assert tokens(rollout_max_context_len=16384, context_parallel_size=2, actor_num_gpus_per_node=2) == 8192
+    assert (
+        tokens(rollout_max_context_len=16384, context_parallel_size=2, actor_num_gpus_per_node=2)
+        == 8192
+    )
     assert tokens(max_tokens_per_gpu=5000) == 5120  # padded to a multiple of 128
-    assert tokens(use_dynamic_batch_size=False, max_tokens_per_gpu=None, micro_batch_size=4) == 4 * 4096
+    assert (
+        tokens(use_dynamic_batch_size=False, max_tokens_per_gpu=None, micro_batch_size=4)
+        == 4 * 4096
+    )
 
 
 def test_ranges() -> None:
     assert ranges([3]) == "3" and ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_the_largest_parts_and_what_shrinks_them(
     folders: dict[str, Path],
 ) -> None:
-    config = config_of(folders[DENSE], colocate=True, max_tokens_per_gpu=32768, tensor_model_parallel_size=1)
+    config = config_of(
+        folders[DENSE], colocate=True, max_tokens_per_gpu=32768, tensor_model_parallel_size=1
+    )
     with pytest.raises(UserError) as refused:
         check_memory(config, gpu(80))
     text = str(refused.value)
@@ -179,7 +205,9 @@ def test_each_phase_that_does_not_fit_gets_its_own_advice(folders: dict[str, Pat
     assert re.search(r"--recompute-activations.*: train \d+\.\d GB", text)
 
 
-def test_those_who_know_better_are_warned(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_those_who_know_better_are_warned(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(folders[DENSE], colocate=True, memory_plan="warn")
     with caplog.at_level(logging.WARNING, "slime"):
         check_memory(config, gpu(40))
@@ -188,12 +216,17 @@ def test_those_who_know_better_are_warned(folders: dict[str, Path], caplog: pyte
 
 def test_too_small_a_kv_cache_is_refused(folders: dict[str, Path]) -> None:
     config = config_of(
-        folders[DENSE], rollout_num_gpus=1, sglang_mem_fraction_static=0.105, offload_optimizer_states=True
+        folders[DENSE],
+        rollout_num_gpus=1,
+        sglang_mem_fraction_static=0.105,
+        offload_optimizer_states=True,
     )
     plan = MemoryPlan.of(config, gpu(80))
     assert plan.starved and not plan.fits
     text = str(refuse(dataclasses.replace(plan, phases=())))
-    assert "less than one sequence of 4,096" in text and "--sglang-mem-fraction-static 0.105 →" in text
+    assert (
+        "less than one sequence of 4,096" in text and "--sglang-mem-fraction-static 0.105 →" in text
+    )
     assert "147 kB" in text
 
 
@@ -235,7 +268,13 @@ def flags_of(text: str) -> dict[str, Any] | None:
 )
 @settings(max_examples=15)
 def test_remedies_do_what_they_say(
-    model: str, size: int, colocate: bool, tokens: int, tensor: int, fraction: float, folders: dict[str, Path]
+    model: str,
+    size: int,
+    colocate: bool,
+    tokens: int,
+    tensor: int,
+    fraction: float,
+    folders: dict[str, Path],
 ) -> None:
     """Each remedy, given as flags, leads to the plan that was promised."""
     flags: dict[str, Any] = {
@@ -255,14 +294,23 @@ def test_remedies_do_what_they_say(
                 assert total == pytest.approx(promised, rel=0.01), text
 
 
-# -- how it is shown -------------------------------------------------------------------------------------------------
+# -- how it is shown
+# -------------------------------------------------------------------------------------------------
 
 
 def test_table_and_summary(folders: dict[str, Path]) -> None:
     plan = plan_of(folders[MOE], 141, actor_num_gpus_per_node=8, colocate=True, expert_model_parallel_size=8,
                    expert_tensor_parallel_size=1, recompute_activations=True)  # fmt: skip
     text = table(plan)
-    assert text.splitlines()[1].split() == ["devices", "phase", "of", "what", "GB", "total", "limit"]
+    assert text.splitlines()[1].split() == [
+        "devices",
+        "phase",
+        "of",
+        "what",
+        "GB",
+        "total",
+        "limit",
+    ]
     assert "GPU 0-7" in text and "KV cache (" in text and "activations of uneven experts" in text
     assert "!" not in text and plan.fits
     for phase in plan.phases:
@@ -280,15 +328,24 @@ def test_what_sglang_chooses_itself_is_never_too_much(size: int, folders: dict[s
 
 
 def test_assumptions_are_told(folders: dict[str, Path]) -> None:
-    text = table(plan_of(folders[DENSE], rollout_max_context_len=None, rollout_max_response_len=1000))
-    assert "sequences of 2024 tokens are assumed" in text and "mem-fraction-static is left to the engine" in text
+    text = table(
+        plan_of(folders[DENSE], rollout_max_context_len=None, rollout_max_response_len=1000)
+    )
+    assert (
+        "sequences of 2024 tokens are assumed" in text
+        and "mem-fraction-static is left to the engine" in text
+    )
 
 
 def test_what_was_measured_is_compared_with_the_plan(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = plan_of(folders[DENSE], 141, colocate=True, use_kl_loss=True, kl_loss_coef=0.1)
-    tensors = {what: size for what, size in owned(phases(plan)["GPU 0", "train"], "trainer").items() if what != CONTEXT}
+    tensors = {
+        what: size
+        for what, size in owned(phases(plan)["GPU 0", "train"], "trainer").items()
+        if what != CONTEXT
+    }
     planned, metric = sum(tensors.values()) / 1e9, "perf/forward_backward_peak_memory_gb"
     measured = Measured(plan)
     with caplog.at_level(logging.INFO, "slime"):
@@ -309,7 +366,11 @@ def test_what_was_measured_is_compared_with_the_plan(
 
 @pytest.mark.parametrize(
     ("flags", "compared"),
-    [({}, 1), ({"offload_optimizer_states": True}, 0), ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0)],
+    [
+        ({}, 1),
+        ({"offload_optimizer_states": True}, 0),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0),
+    ],
 )
 def test_memory_of_training_is_compared_once_the_moments_exist(
     flags: dict[str, Any], compared: int, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
@@ -322,7 +383,8 @@ def test_memory_of_training_is_compared_once_the_moments_exist(
         caplog.clear()
 
 
-# -- what there is ---------------------------------------------------------------------------------------------------
+# -- what there is
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +409,9 @@ def test_a_size_that_no_gpu_has_is_refused() -> None:
         device_memory(make_config(hf_checkpoint="m", gpu_memory_gb=0))
 
 
-def test_host_memory_respects_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_respects_the_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit, used = tmp_path / "max", tmp_path / "current"
     monkeypatch.setattr(host, "_CGROUPS", ((limit, used),))
     whole = host.host_memory()
@@ -363,7 +427,9 @@ def test_without_gpus_the_host_is_planned_for_and_never_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLIME_NUM_GPUS", "0")
-    config = config_of(folders[DENSE], rollout_engine="embedded", actor_num_gpus_per_node=2, colocate=True)
+    config = config_of(
+        folders[DENSE], rollout_engine="embedded", actor_num_gpus_per_node=2, colocate=True
+    )
     plan = MemoryPlan.of(config, DeviceMemory(20e9, "free on this host", on_gpu=False))
     [phase] = plan.phases
     assert phase.devices == "host" and not plan.fits

@@ -1,4 +1,5 @@
-"""Formulas of the memory plan against the real thing: parameters of every family at every layout, saved tensors."""
+"""Formulas of the memory plan against the real thing: parameters of every family at every layout,
+saved tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +37,13 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def layout_of(world: int, flags: dict[str, Any], name: str) -> Layout:
-    return Layout.of(trainer_config(actor_num_gpus_per_node=world, rollout_batch_size=8, **flags), spec_of(name))
+    return Layout.of(
+        trainer_config(actor_num_gpus_per_node=world, rollout_batch_size=8, **flags), spec_of(name)
+    )
 
 
-# -- parameters ------------------------------------------------------------------------------------------------------
+# -- parameters
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,14 +52,24 @@ def layout_of(world: int, flags: dict[str, Any], name: str) -> Layout:
         pytest.param(1, {}, [*FAMILIES], id="one rank"),
         pytest.param(2, TP2 | SP, [*FAMILIES], id="TP2+SP"),
         pytest.param(2, PP2, [*FAMILIES], id="PP2"),
-        pytest.param(2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}, [*FAMILIES], id="PP2 virtual"),
+        pytest.param(
+            2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}, [*FAMILIES], id="PP2 virtual"
+        ),
         pytest.param(2, EP2, MOE, id="EP2"),
         pytest.param(4, TP2 | EP2, MOE, id="TP2 x EP2", marks=pytest.mark.full),
         pytest.param(4, TP2 | PP2, [*FAMILIES], id="TP2 x PP2", marks=pytest.mark.full),
-        pytest.param(4, {**TP2, "expert_model_parallel_size": 2}, MOE, id="TP2 x EP2 x ETP2", marks=pytest.mark.full),
+        pytest.param(
+            4,
+            {**TP2, "expert_model_parallel_size": 2},
+            MOE,
+            id="TP2 x EP2 x ETP2",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_parameters_are_those_of_the_modules(world: int, flags: dict[str, Any], names: list[str], ranks: Pools) -> None:
+def test_parameters_are_those_of_the_modules(
+    world: int, flags: dict[str, Any], names: list[str], ranks: Pools
+) -> None:
     for rank, counted in enumerate(ranks.run(world, count_parameters, names, flags)):
         for name in names:
             layout = layout_of(world, flags, name)
@@ -88,7 +102,15 @@ def test_all_ranks_together_hold_the_model(
 ) -> None:
     if pipeline * virtual > 4:
         virtual = 1
-    layout = Layout(tensor * pipeline * expert * expert_tensor, tensor, pipeline, virtual, 1, expert, expert_tensor)
+    layout = Layout(
+        tensor * pipeline * expert * expert_tensor,
+        tensor,
+        pipeline,
+        virtual,
+        1,
+        expert,
+        expert_tensor,
+    )
     spec = spec_of(name).padded(tensor)
     times = {"none": 1, "tensor": tensor, "expert": expert * expert_tensor}
     held = [p for stage in range(pipeline) for p in rank_parameters(spec, layout, stage)]
@@ -103,23 +125,34 @@ def test_frozen_parameters_have_no_gradient_and_no_states() -> None:
         config = make_config(hf_checkpoint="m", bf16=True, **flags)
         return TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stages[0]
 
-    everything, only_experts = stage(), stage(only_train_params_name_list=(r"experts\.linear_fc[12]",))
+    everything, only_experts = (
+        stage(),
+        stage(only_train_params_name_list=(r"experts\.linear_fc[12]",)),
+    )
     experts = sum(p.numel for p in everything.parameters if p.is_expert)
     assert only_experts.trained == experts > 0 and only_experts.weights == everything.weights
     assert only_experts.gradients == 4 * experts and only_experts.moments == 8 * experts
-    assert stage(freeze_params_name_list=(r"experts\.linear_fc[12]",)).trained == everything.trained - experts
+    assert (
+        stage(freeze_params_name_list=(r"experts\.linear_fc[12]",)).trained
+        == everything.trained - experts
+    )
 
 
 @pytest.mark.parametrize("chosen", ["experts", "linears"])
 def test_rounded_weights_are_there_twice(chosen: str) -> None:
-    """All Linear layers of the decoder, or its routed experts; norms, routers, embedding and output layer once."""
+    """All Linear layers of the decoder, or its routed experts; norms, routers, embedding and output
+    layer once."""
     spec = spec_of(MOE[0])
     plain, rounded = (
         TrainerSettings.of(trainer_config(bf16=True, **flags), spec, on_gpu=False).stages[0]
         for flags in ({}, {"fake_quantisation": chosen})
     )
     of_experts = sum(p.numel for p in plain.parameters if p.is_expert)
-    linears = [p.numel for p in plain.parameters if p.parameter.rule.columns and ".layers." in p.parameter.name]
+    linears = [
+        p.numel
+        for p in plain.parameters
+        if p.parameter.rule.columns and ".layers." in p.parameter.name
+    ]
     routers = sum(p.numel for p in plain.parameters if "router.weight" in p.parameter.name)
     entries = of_experts if chosen == "experts" else sum(linears) - routers
     assert rounded.training() == plain.training() | {"quantised weights": 2.0 * entries}
@@ -127,11 +160,15 @@ def test_rounded_weights_are_there_twice(chosen: str) -> None:
     flags = {"fake_quantisation": "experts"} if chosen == "experts" else {}
     config = trainer_config(bf16=True, measure_quantisation=True, **flags)
     measured = TrainerSettings.of(config, spec, on_gpu=False).stages[0]
-    assert measured.scoring() == plain.scoring() | {"quantised weights": 2.0 * (sum(linears) - routers)}
+    assert measured.scoring() == plain.scoring() | {
+        "quantised weights": 2.0 * (sum(linears) - routers)
+    }
     assert measured.training() == (rounded if flags else plain).training()
 
 
-def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> None:
+def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> (
+    None
+):
     flags = {"actor_num_gpus_per_node": 8, "rollout_batch_size": 8, **TP2, **EP2}
     config = make_config(hf_checkpoint="m", bf16=True, **flags)
     stage = TrainerSettings.of(config, spec_of("qwen3_moe"), on_gpu=True).stages[0]
@@ -146,7 +183,8 @@ def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_
     assert whole.stages[0].owned == dense + experts
 
 
-# -- activations -----------------------------------------------------------------------------------------------------
+# -- activations
+# -----------------------------------------------------------------------------------------------------
 
 LENGTHS = [256, 256]  # equal, so that attention needs no padding
 
@@ -156,11 +194,16 @@ ON_CPU = Kernels(4, fused=False)
 TOLERANCE, WITH_RECOMPUTE = 0.02, 0.1
 
 
-def expected_bytes(name: str, layout: Layout, recompute: Recompute, tokens: int, kernels: Kernels = ON_CPU) -> float:
-    """By the formulas, and what is kept outside of the layers: angles, final norm, rows that predict."""
+def expected_bytes(
+    name: str, layout: Layout, recompute: Recompute, tokens: int, kernels: Kernels = ON_CPU
+) -> float:
+    """By the formulas, and what is kept outside of the layers: angles, final norm, rows that
+    predict."""
     spec = spec_of(name)
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    outside = spec.hidden_size * kernels.element * share + kernels.norm(spec.hidden_size * share, share)
+    outside = spec.hidden_size * kernels.element * share + kernels.norm(
+        spec.hidden_size * share, share
+    )
     outside += (spec.hidden_size + spec.rotary_dim) * kernels.element + 2 * 4
     return (saved_by_stage(spec, layout, 0, kernels, recompute).kept + outside) * tokens
 
@@ -201,8 +244,12 @@ def test_saved_tensors_in_half_precision_with_what_the_kernels_of_a_gpu_keep(
     measured = ranks.run(world, saved_bytes, names, {"bf16": True, **flags}, lengths, True)
     for name in names:
         layout = layout_of(world, flags, name)
-        expected = expected_bytes(name, layout, Recompute(), sum(lengths) // layout.context, Kernels(2, fused=True))
-        assert sum(sizes[name] for sizes in measured) / world == pytest.approx(expected, rel=TOLERANCE), name
+        expected = expected_bytes(
+            name, layout, Recompute(), sum(lengths) // layout.context, Kernels(2, fused=True)
+        )
+        assert sum(sizes[name] for sizes in measured) / world == pytest.approx(
+            expected, rel=TOLERANCE
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -220,7 +267,13 @@ def test_saved_tensors_in_half_precision_with_what_the_kernels_of_a_gpu_keep(
 )
 def test_recomputation_keeps_what_the_formulas_say(flags: dict[str, Any], ranks: Pools) -> None:
     modules = flags.get("recompute_modules", ())
-    names = ["deepseek_v3"] if "mla_up_proj" in modules else ["qwen3_moe"] if "moe" in modules else ["qwen3"]
+    names = (
+        ["deepseek_v3"]
+        if "mla_up_proj" in modules
+        else ["qwen3_moe"]
+        if "moe" in modules
+        else ["qwen3"]
+    )
     [measured] = ranks.run(1, saved_bytes, names, flags, LENGTHS)
     for name in names:
         recompute = Recompute.of(trainer_config(**flags))
@@ -233,14 +286,21 @@ def test_a_gpu_keeps_less_and_repeated_keys_and_values_more() -> None:
     spec = spec_of("qwen3_moe")
     on_gpu, repeated, elsewhere = (
         saved_by_layer(spec, Layout(), 0, kernels, Recompute()).total
-        for kernels in (Kernels(4, fused=True), Kernels(4, fused=True, grouped=False), Kernels(4, fused=False))
+        for kernels in (
+            Kernels(4, fused=True),
+            Kernels(4, fused=True, grouped=False),
+            Kernels(4, fused=False),
+        )
     )
     assert on_gpu < repeated < elsewhere
-    assert repeated - on_gpu == 4 * 2 * (4 - 2) * 24  # two of four query heads have no key and value of their own
+    assert (
+        repeated - on_gpu == 4 * 2 * (4 - 2) * 24
+    )  # two of four query heads have no key and value of their own
 
 
-#: Peaks of torch's allocator in a step's forward and backward passes with all states there, in GB, on an H200:
-#: shape of benchmarks/gpu/trainer.py, tokens of a rank's micro-batch, flags, by flash-attn-4, peak.
+#: Peaks of torch's allocator in a step's forward and backward passes with all states there, in GB,
+#: on an H200: shape of benchmarks/gpu/trainer.py, tokens of a rank's micro-batch, flags, by
+#: flash-attn-4, peak.
 MEASURED: list[tuple[str, int, dict[str, Any], bool, float]] = [
     ("qwen3-0.6b", 16384, {}, True, 33.0),
     ("qwen3-0.6b", 8192, {}, True, 22.1),
@@ -258,9 +318,16 @@ MEASURED: list[tuple[str, int, dict[str, Any], bool, float]] = [
 
 @pytest.mark.parametrize(("shape", "tokens", "flags", "flash4", "peak"), MEASURED)
 def test_the_plan_is_not_below_what_was_measured_and_little_above(
-    shape: str, tokens: int, flags: dict[str, Any], flash4: bool, peak: float, monkeypatch: pytest.MonkeyPatch
+    shape: str,
+    tokens: int,
+    flags: dict[str, Any],
+    flash4: bool,
+    peak: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "_torch_version", lambda: (2, 11))  # whose own attention wants keys repeated
+    monkeypatch.setattr(
+        trainer, "_torch_version", lambda: (2, 11)
+    )  # whose own attention wants keys repeated
     config = make_config(
         hf_checkpoint="m", bf16=True, loss_type="sft_loss", rollout_batch_size=8, use_dynamic_batch_size=True,
         max_tokens_per_gpu=tokens, rollout_max_context_len=2048, **flags,
@@ -281,7 +348,9 @@ def test_who_takes_grouped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> N
         return TrainerSettings.of(config, spec_of(name), on_gpu=True, flash4=flash4).grouped
 
     assert takes((2, 11)) and not takes((2, 11), flash4=False) and takes((2, 13), flash4=False)
-    assert not takes((2, 11), deterministic_mode=True) and not takes((2, 11), attention_backend="flash")
+    assert not takes((2, 11), deterministic_mode=True) and not takes(
+        (2, 11), attention_backend="flash"
+    )
     assert takes((2, 11), "deepseek_v3", flash4=False)  # each of its heads has its own
 
 
@@ -292,7 +361,11 @@ def test_on_gpus_no_weight_has_a_gradient_beside_the_buffer_but_the_embedding_at
             rollout_max_context_len=1024, **flags,
         )  # fmt: skip
         spec = family_of(SHAPES["qwen3-4b"]).model_spec(SHAPES["qwen3-4b"])
-        return TrainerSettings.of(config, spec, on_gpu=True).stages[0].training()["temporaries of a layer"]
+        return (
+            TrainerSettings.of(config, spec, on_gpu=True)
+            .stages[0]
+            .training()["temporaries of a layer"]
+        )
 
     embedding = 151936 * 2560 * 2
     assert temporaries() < 0.15 * embedding  # by then the activations are gone
@@ -300,7 +373,8 @@ def test_on_gpus_no_weight_has_a_gradient_beside_the_buffer_but_the_embedding_at
     assert temporaries(recompute_activations=True) == pytest.approx(embedding - kept, rel=0.01)
 
 
-# -- engine ----------------------------------------------------------------------------------------------------------
+# -- engine
+# ----------------------------------------------------------------------------------------------------------
 
 
 def engine(model: str, **flags: Any) -> EngineSettings:
@@ -311,10 +385,19 @@ def engine(model: str, **flags: Any) -> EngineSettings:
 
 def test_kv_cache_per_token() -> None:
     assert engine("Qwen/Qwen3-4B").kv_per_token == 2 * 8 * 128 * 36 * 2
-    assert engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=4).kv_per_token == 2 * 2 * 128 * 36 * 2
-    assert engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=16).kv_per_token == 2 * 128 * 36 * 2  # heads repeated
-    assert engine("deepseek-ai/DeepSeek-V3", rollout_num_gpus_per_engine=8).kv_per_token == (512 + 64) * 61 * 2
-    assert engine("Qwen/Qwen3-4B", sglang_kv_cache_dtype="fp8_e5m2").kv_per_token == 2 * 8 * 128 * 36
+    assert (
+        engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=4).kv_per_token == 2 * 2 * 128 * 36 * 2
+    )
+    assert (
+        engine("Qwen/Qwen3-4B", rollout_num_gpus_per_engine=16).kv_per_token == 2 * 128 * 36 * 2
+    )  # heads repeated
+    assert (
+        engine("deepseek-ai/DeepSeek-V3", rollout_num_gpus_per_engine=8).kv_per_token
+        == (512 + 64) * 61 * 2
+    )
+    assert (
+        engine("Qwen/Qwen3-4B", sglang_kv_cache_dtype="fp8_e5m2").kv_per_token == 2 * 8 * 128 * 36
+    )
 
 
 def test_engine_weights_are_divided() -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from slime.config import Config, parse_args
 from slime.errors import UserError
 from slime.memory.hardware import DeviceMemory
-from slime.memory.micro_batches import LARGEST_ON_CPU, LARGEST_ON_GPU, SMALLEST, packing_line, with_token_limit
+from slime.memory.micro_batches import (
+    LARGEST_ON_CPU,
+    LARGEST_ON_GPU,
+    SMALLEST,
+    packing_line,
+    with_token_limit,
+)
 from slime.memory.plan import MemoryPlan
 from tests.support.hf_configs import PUBLISHED
 
@@ -34,8 +40,18 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(folder: Path, *words: str) -> Config:
-    flags = ["--prompt-data", "p.jsonl", "--num-rollout", "1", "--rollout-batch-size", "4", "--rollout-max-prompt-len"]
-    return parse_args(["--hf-checkpoint", str(folder), *flags, "256", "--rollout-max-response-len", "512", *words])
+    flags = [
+        "--prompt-data",
+        "p.jsonl",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "4",
+        "--rollout-max-prompt-len",
+    ]
+    return parse_args(
+        ["--hf-checkpoint", str(folder), *flags, "256", "--rollout-max-response-len", "512", *words]
+    )
 
 
 @given(
@@ -50,9 +66,15 @@ def test_the_limit_fits_and_grows_with_memory(
     device = DeviceMemory(gigabytes * 1e9, "a test", on_gpu=on_gpu)
     chosen = with_token_limit(config, device)
     tokens = chosen.train.max_tokens_per_gpu
-    assert tokens is not None and SMALLEST <= tokens <= (LARGEST_ON_GPU if on_gpu else LARGEST_ON_CPU)
+    assert tokens is not None and SMALLEST <= tokens <= (
+        LARGEST_ON_GPU if on_gpu else LARGEST_ON_CPU
+    )
     assert tokens & (tokens - 1) == 0, "a power of two"
-    phases = [one for one in MemoryPlan.of(chosen, device).phases if one.name in ("train", "log-probs", "all")]
+    phases = [
+        one
+        for one in MemoryPlan.of(chosen, device).phases
+        if one.name in ("train", "log-probs", "all")
+    ]
     assert tokens == SMALLEST or all(one.total <= device.nbytes for one in phases)
     more = DeviceMemory(2 * device.nbytes, "a test", on_gpu=on_gpu)
     assert (with_token_limit(config, more).train.max_tokens_per_gpu or 0) >= tokens
@@ -73,18 +95,30 @@ def test_the_limit_fits_and_grows_with_memory(
         ("--micro-batch-size 1 --use-dynamic-batch-size", True, LARGEST_ON_CPU),
     ],
 )
-def test_what_turns_packing_off(folders: dict[str, Path], words: str, dynamic: bool, tokens: int | None) -> None:
+def test_what_turns_packing_off(
+    folders: dict[str, Path], words: str, dynamic: bool, tokens: int | None
+) -> None:
     config = with_token_limit(
-        config_of(folders["HuggingFaceTB/SmolLM2-135M"], *words.split()), DeviceMemory(64e9, "a test", on_gpu=False)
+        config_of(folders["HuggingFaceTB/SmolLM2-135M"], *words.split()),
+        DeviceMemory(64e9, "a test", on_gpu=False),
     )
-    assert (config.train.use_dynamic_batch_size, config.train.max_tokens_per_gpu) == (dynamic, tokens)
+    assert (config.train.use_dynamic_batch_size, config.train.max_tokens_per_gpu) == (
+        dynamic,
+        tokens,
+    )
     assert ("not packed" in packing_line(config)) is not dynamic
 
 
 @pytest.mark.parametrize(
-    "words", ["--micro-batch-size 1 --max-tokens-per-gpu 4096", "--micro-batch-size 2 --use-dynamic-batch-size"]
+    "words",
+    [
+        "--micro-batch-size 1 --max-tokens-per-gpu 4096",
+        "--micro-batch-size 2 --use-dynamic-batch-size",
+    ],
 )
-def test_a_flag_that_the_other_makes_useless_is_refused(folders: dict[str, Path], words: str) -> None:
+def test_a_flag_that_the_other_makes_useless_is_refused(
+    folders: dict[str, Path], words: str
+) -> None:
     with pytest.raises(UserError, match="has no effect"):
         config_of(folders["HuggingFaceTB/SmolLM2-135M"], *words.split())
 

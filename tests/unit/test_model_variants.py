@@ -1,8 +1,9 @@
-"""Every field of a config.json is honoured, without effect, or refused by name; none is silently computed otherwise.
+"""Every field of a config.json is honoured, without effect, or refused by name; none is silently
+computed otherwise.
 
-The oracle is transformers: each field that its config classes know is set to other values in a tiny model. If the
-family's spec does not change, transformers' log-probs may not change either; if it does, trainer and embedded engine
-compute what transformers computes.
+The oracle is transformers: each field that its config classes know is set to other values in a tiny
+model. If the family's spec does not change, transformers' log-probs may not change either; if it
+does, trainer and embedded engine compute what transformers computes.
 """
 
 from __future__ import annotations
@@ -54,24 +55,48 @@ BASE: dict[str, dict[str, Any]] = {
     "qwen3": {**SHAPE, "head_dim": 16},
     "qwen3_moe": {**SHAPE, **EXPERTS, "head_dim": 16, "num_experts": 4},
     "glm4": {**SHAPE, "head_dim": 8},
-    "glm4_moe": {**SHAPE, **SIGMOID, "head_dim": 8, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
+    "glm4_moe": {
+        **SHAPE,
+        **SIGMOID,
+        "head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
     "deepseek_v3": {
         **{**SHAPE, **SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16},
-        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 4, "topk_group": 2},
+        **{
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     },
 }
 THETA = {"rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {key: value for key, value in DENSE_YARN.items() if key != "rope_theta"}
-#: Values to try, where another one than the class's default is not telling enough. Each is a set of changes.
+#: Values to try, where another one than the class's default is not telling enough. Each is a set of
+#: changes.
 VALUES: dict[str, list[dict[str, Any]]] = {
     "rope_parameters": [
         {"rope_parameters": THETA | change}
         for change in (
             *(LINEAR, LLAMA3, YARN, {**YARN, "attention_factor": 0.7}, {**YARN, "truncate": False}),
-            *({**YARN, "beta_fast": 4.0, "beta_slow": 2.0}, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}),
-            *({**YARN, "original_max_position_embeddings": None}, {**LINEAR, "mscale_all_dim": 0.9}),
-            *({"rope_theta": 50.0}, {"rope_type": "dynamic", "factor": 2.0}, {"partial_rotary_factor": 0.25}),
+            *(
+                {**YARN, "beta_fast": 4.0, "beta_slow": 2.0},
+                {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+            ),
+            *(
+                {**YARN, "original_max_position_embeddings": None},
+                {**LINEAR, "mscale_all_dim": 0.9},
+            ),
+            *(
+                {"rope_theta": 50.0},
+                {"rope_type": "dynamic", "factor": 2.0},
+                {"partial_rotary_factor": 0.25},
+            ),
             {"rope_type": "default", "factor": 3.0},
         )
     ],
@@ -84,7 +109,10 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     ],
     "original_max_position_embeddings": [
         {"original_max_position_embeddings": 16},
-        {"original_max_position_embeddings": 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        },
         {"original_max_position_embeddings": 16, "rope_parameters": {**THETA, **YARN}},
     ],
     "rope_theta": [{"rope_theta": 77.0}, {"rope_theta": None}],
@@ -94,7 +122,11 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"partial_rotary_factor": 1.0},
         {"partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
     ],
-    "hidden_act": [{"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"hidden_act": "gelu_pytorch_tanh"}],
+    "hidden_act": [
+        {"hidden_act": "gelu"},
+        {"hidden_act": "relu"},
+        {"hidden_act": "gelu_pytorch_tanh"},
+    ],
     "sliding_window": [
         {"sliding_window": window, "use_sliding_window": on, "max_window_layers": first}
         for window in (3, 64, 4096, None)
@@ -102,7 +134,11 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     ],
     "layer_types": [
         {"layer_types": kinds, "sliding_window": 5, "use_sliding_window": on}
-        for kinds in (["full_attention"] * 2, ["full_attention", "sliding_attention"], ["full_attention"])
+        for kinds in (
+            ["full_attention"] * 2,
+            ["full_attention", "sliding_attention"],
+            ["full_attention"],
+        )
         for on in (True, False)
     ],
     "num_key_value_heads": [{"num_key_value_heads": heads} for heads in (1, 4, None)],
@@ -111,8 +147,14 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "mlp_only_layers": [{"mlp_only_layers": [1]}],
     "decoder_sparse_step": [{"decoder_sparse_step": 2}],
     "q_lora_rank": [{"q_lora_rank": None}, {"q_lora_rank": 8}],
-    "num_experts_per_tok": [{"num_experts_per_tok": 3}, {"num_experts_per_tok": 1, "norm_topk_prob": False}],
-    "n_group": [{"n_group": 2, "topk_group": 1}, {"n_group": 4, "topk_group": 3, "num_experts_per_tok": 5}],
+    "num_experts_per_tok": [
+        {"num_experts_per_tok": 3},
+        {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    ],
+    "n_group": [
+        {"n_group": 2, "topk_group": 1},
+        {"n_group": 4, "topk_group": 3, "num_experts_per_tok": 5},
+    ],
     "topk_group": [{"topk_group": 1}],
     "norm_topk_prob": [{"norm_topk_prob": False}],
     "hidden_size": [{"hidden_size": 48}],
@@ -122,10 +164,23 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "rms_norm_eps": [{"rms_norm_eps": 0.1}],
     "vocab_size": [{"vocab_size": VOCAB + 1}],
 }
-#: Fields that every family reads with the same code: the trainer runs on them in some families only.
+#: Fields that every family reads with the same code: the trainer runs on them in some families
+#: only.
 SHARED = {
-    *("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings", "max_position_embeddings"),
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+    ),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("hidden_act", "rms_norm_eps", "vocab_size", "moe_intermediate_size"),
 }
 COMPUTE_SHARED = ("llama", "glm4", "deepseek_v3")
@@ -145,7 +200,10 @@ SUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3}),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2}),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
+    ),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
 ]
 
@@ -163,8 +221,11 @@ def own_fields(family: str) -> set[str]:
 
 @functools.cache
 def all_fields() -> list[str]:
-    """Those of every family, since a class keeps what it does not know, and its module may read it; and old names."""
-    names = set(VALUES).union(*map(own_fields, BASE), {"rope_theta", "scoring_func", "topk_method", "moe_layer_freq"})
+    """Those of every family, since a class keeps what it does not know, and its module may read it;
+    and old names."""
+    names = set(VALUES).union(
+        *map(own_fields, BASE), {"rope_theta", "scoring_func", "topk_method", "moe_layer_freq"}
+    )
     return sorted(names)
 
 
@@ -184,7 +245,11 @@ def changes_of(field: str, family: str) -> list[dict[str, Any]]:
 
 
 def changed(family: str, change: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": family, "architectures": [_architecture(family)], **copy.deepcopy({**BASE[family], **change})}
+    return {
+        "model_type": family,
+        "architectures": [_architecture(family)],
+        **copy.deepcopy({**BASE[family], **change}),
+    }
 
 
 def _architecture(family: str) -> str:
@@ -236,8 +301,8 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def check(family: str, change: dict[str, Any], directory: Path, compute: bool = True) -> str:
-    """What becomes of a change: "refused"; "same", as without it; "computed", by trainer and engine as by transformers;
-    or "meaningless", to transformers.
+    """What becomes of a change: "refused"; "same", as without it; "computed", by trainer and engine
+    as by transformers; or "meaningless", to transformers.
 
     Args:
         compute: False compares specs alone.
@@ -254,7 +319,9 @@ def check(family: str, change: dict[str, Any], directory: Path, compute: bool = 
     except Exception:
         return "meaningless"
     if spec == before:
-        assert worst(unchanged, theirs) == 0, f"{family}: {change} changes transformers' numbers alone"
+        assert worst(unchanged, theirs) == 0, (
+            f"{family}: {change} changes transformers' numbers alone"
+        )
         return "same"
     if not compute:
         return "computed"
@@ -305,7 +372,11 @@ def test_no_field_is_silently_computed_otherwise(family: str, shared: bool, tmp_
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(list(BASE)), st.lists(st.sampled_from(all_fields()), min_size=2, max_size=4), st.integers(0))
+@given(
+    st.sampled_from(list(BASE)),
+    st.lists(st.sampled_from(all_fields()), min_size=2, max_size=4),
+    st.integers(0),
+)
 def test_no_combination_of_fields_is_ignored(family: str, fields: list[str], number: int) -> None:
     change: dict[str, Any] = {}
     for field in fields:
@@ -322,22 +393,36 @@ def test_variants_that_are_supported(family: str, change: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
-        ("mistral", {"sliding_window": 63}, "sliding_window to 63(.|\n)*2 of 2 layers see 63 tokens(.|\n)*up to 64"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "1 of 2 layers see 8"),
+        (
+            "mistral",
+            {"sliding_window": 63},
+            "sliding_window to 63(.|\n)*2 of 2 layers see 63 tokens(.|\n)*up to 64",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "1 of 2 layers see 8",
+        ),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50"),
     ],
 )
-def test_what_is_refused_is_told_with_its_numbers(family: str, change: dict[str, Any], said: str) -> None:
+def test_what_is_refused_is_told_with_its_numbers(
+    family: str, change: dict[str, Any], said: str
+) -> None:
     config = changed(family, change)
     with pytest.raises(UserError, match=said):
         family_of(config).model_spec(config)
 
 
-@pytest.mark.parametrize("field", ["final_logit_softcapping", "residual_multiplier", "alibi", "no_rope_layers"])
+@pytest.mark.parametrize(
+    "field", ["final_logit_softcapping", "residual_multiplier", "alibi", "no_rope_layers"]
+)
 def test_leftovers_that_change_nothing_are_accepted(field: str) -> None:
-    for value in {"residual_multiplier": (None, 1.0), "no_rope_layers": (None, [])}.get(field, (None, 0)):
+    for value in {"residual_multiplier": (None, 1.0), "no_rope_layers": (None, [])}.get(
+        field, (None, 0)
+    ):
         config = changed("llama", {field: value})
         assert family_of(config).model_spec(config) == base_of("llama")[0]

@@ -1,4 +1,5 @@
-"""`make mutation`: what is mutated and what is not, which mutations are drawn, and what counts as noticed."""
+"""`make mutation`: what is mutated and what is not, which mutations are drawn, and what counts as
+noticed."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ def test_what_is_mutated() -> None:
         ("x: int | None = y", set()),
         ("x = 'a' + y", set()),
         ("x = y is None", {"x = (y is not None)"}),
-        ("x = y / (z + 1e-8)", {"x = (y * (z + 1e-8))", "x = (y)", "x = y / ((z - 1e-8))", "x = y / ((z))"}),
+        (
+            "x = y / (z + 1e-8)",
+            {"x = (y * (z + 1e-8))", "x = (y)", "x = y / ((z - 1e-8))", "x = y / ((z))"},
+        ),
     ],
 )
 def test_kinds_of_mutations(line: str, changed: set[str]) -> None:
@@ -104,14 +108,17 @@ def test_enough_is_drawn_everywhere() -> None:
         assert sum(mutation.part == part.name for mutation in drawn) == part.budget
 
 
-# -- a project -------------------------------------------------------------------------------------------------------
+# -- a project
+# -------------------------------------------------------------------------------------------------------
 
 PROJECT = {
     "slime/__init__.py": "",
-    "slime/schedule.py": "import time\n\n\ndef first(x):\n    return x + 1\n\n\ndef second(x):\n    return x * 2\n\n\n"
+    "slime/schedule.py": "import time\n\n\ndef first(x):\n    return x + 1\n\n\ndef second(x):\n    return x * "
+    "2\n\n\n"
     "def third(n):\n    while n > 0:\n        time.sleep(0.01)\n        n -= 1\n    return n\n",
     "tests/unit/test_schedule.py": "from slime import schedule\n\n\ndef test_fails_anyway():\n"
-    "    assert schedule.first(1) == 3\n\n\ndef test_first():\n    assert schedule.first(1) == 2\n\n\n"
+    "    assert schedule.first(1) == 3\n\n\ndef test_first():\n    assert schedule.first(1) == "
+    "2\n\n\n"
     "def test_third():\n    assert schedule.third(2) == 0\n",
 }
 TABLE = """
@@ -160,11 +167,15 @@ def test_a_table_that_is_out_of_date_is_refused(project: Path) -> None:
     assert [mutation.line for mutation in cases.named] == [5, 9, 15] and len(cases.equivalent) == 1
     path = project / "slime/schedule.py"
     path.write_text(path.read_text().replace("x + 1", "1 + x").replace("n > 0", "n >= 1"))
-    with pytest.raises(StaleTable, match=r"first goes back(.|\n)*has its text 0 times(.|\n)*no such mutation"):
+    with pytest.raises(
+        StaleTable, match=r"first goes back(.|\n)*has its text 0 times(.|\n)*no such mutation"
+    ):
         read_cases(project)
 
 
-def test_the_draw_leaves_out_what_is_listed_and_does_not_move_with_the_code_around_it(project: Path) -> None:
+def test_the_draw_leaves_out_what_is_listed_and_does_not_move_with_the_code_around_it(
+    project: Path,
+) -> None:
     def drawn() -> list[tuple[str, str]]:
         text = (project / "slime/schedule.py").read_text()
         return [mutation.lines(text) for mutation in draw(project, read_cases(project), 1)]
@@ -176,20 +187,28 @@ def test_the_draw_leaves_out_what_is_listed_and_does_not_move_with_the_code_arou
     assert drawn() == before
 
 
-def outcomes(project: Path, only: str, most: float, grace: float) -> tuple[dict[str, tuple[str, str]], str]:
+def outcomes(
+    project: Path, only: str, most: float, grace: float
+) -> tuple[dict[str, tuple[str, str]], str]:
     """(Name → (outcome, test), what was printed), by a process of its own: it forks."""
     code = (
-        "import sys; sys.path.insert(0, '.')\nfrom pathlib import Path\nfrom tools import mutation_test as tool\n"
+        "import sys; sys.path.insert(0, '.')\nfrom pathlib import Path\nfrom tools import "
+        "mutation_test as tool\n"
         f"tool._LIBRARIES, tool.MOST_SECONDS, tool.GRACE_SECONDS = ('pytest',), {most}, {grace}\n"
-        f"sys.exit(tool.main(['--named', '--only', '{only}', '--json', 'results.json'], Path.cwd().resolve()))\n"
+        f"sys.exit(tool.main(['--named', '--only', '{only}', '--json', 'results.json'], "
+        "Path.cwd().resolve()))\n"
     )
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True
+    )
     assert (project / "slime/schedule.py").read_text() == PROJECT["slime/schedule.py"], (
         "the working tree stays as it is"
     )
     rows = json.loads((project / "results.json").read_text())
-    assert done.returncode == int(any(row["outcome"] == "survived" for row in rows)), done.stdout + done.stderr
+    assert done.returncode == int(any(row["outcome"] == "survived" for row in rows)), (
+        done.stdout + done.stderr
+    )
     return {row["name"]: (row["outcome"], row["test"]) for row in rows}, done.stdout
 
 
@@ -197,7 +216,10 @@ def test_what_is_noticed_and_what_is_not(project: Path) -> None:
     """A test that fails anyway notices nothing, and what was found out is known again."""
     noticed = {"first goes back": ("killed", "tests/unit/test_schedule.py::test_first")}
     found, said = outcomes(project, "[fs][ie]*", 60.0, 60.0)
-    assert found == {**noticed, "second is never called": ("survived", "")} and "test_fails_anyway" in said
+    assert (
+        found == {**noticed, "second is never called": ("survived", "")}
+        and "test_fails_anyway" in said
+    )
     found, said = outcomes(project, "first*", 60.0, 60.0)
     assert found == noticed and "test_fails_anyway" not in said
     rows = (project / mutation_test.RESULTS).read_text().splitlines()
@@ -206,7 +228,9 @@ def test_what_is_noticed_and_what_is_not(project: Path) -> None:
 
 def test_a_test_that_hangs_notices(project: Path) -> None:
     path = project / "tests/unit/test_schedule.py"
-    path.write_text("from slime import schedule\ndef test_third():\n    assert schedule.third(2) == 0\n")
+    path.write_text(
+        "from slime import schedule\ndef test_third():\n    assert schedule.third(2) == 0\n"
+    )
     found, _ = outcomes(project, "third*", 1.0, 4.0)
     assert found["third never ends"][0] == "timed out"
 

@@ -1,7 +1,8 @@
-"""Asynchronous training selects nothing by length: answers that take long are trained on like any others.
+"""Asynchronous training selects nothing by length: answers that take long are trained on like any
+others.
 
-The loop, the collector and the ages of samples are the real ones; engine, data and trainer are fakes on one event loop,
-where an answer takes the square of its length in turns.
+The loop, the collector and the ages of samples are the real ones; engine, data and trainer are
+fakes on one event loop, where an answer takes the square of its length in turns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TARGET, GROUP_SIZE, ROLLOUTS, MOST_TOKENS = 4, 2, 6, 24
 class SlowWhereLong(FakeClient):
     """An answer takes the square of its length."""
 
-    async def _answer(self, number: int, input_ids: list[int], params: dict[str, Any]) -> GenerateResult:
+    async def _answer(
+        self, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> GenerateResult:
         tokens, _ = answer(input_ids, params.get("sampling_seed", 0), params["max_new_tokens"])
         self.turns = [len(tokens) ** 2]
         return await super()._answer(number, input_ids, params)
@@ -140,7 +143,9 @@ def in_lock_step() -> list[list[tuple[int, int]]]:
     most=st.none() | st.integers(2, 5),
     train_turns=st.sampled_from([0, 50, 2000]),
 )
-def test_what_is_trained_on_is_that_of_lock_step(ahead: int, interval: int, most: int | None, train_turns: int) -> None:
+def test_what_is_trained_on_is_that_of_lock_step(
+    ahead: int, interval: int, most: int | None, train_turns: int
+) -> None:
     """Rollout by rollout: every sample that was drawn, once, whatever time it took."""
     flags = {"async_buffer_size": ahead, "update_weights_interval": interval, "max_staleness": most}
     session = Session(train_turns=train_turns, **flags)
@@ -160,7 +165,11 @@ def test_the_fake_has_a_choice_to_offer() -> None:
 
 
 @settings(max_examples=10)
-@given(ahead=st.integers(0, 3), draw_size=st.integers(TARGET + 1, 3 * TARGET), most=st.none() | st.integers(1, 3))
+@given(
+    ahead=st.integers(0, 3),
+    draw_size=st.integers(TARGET + 1, 3 * TARGET),
+    most=st.none() | st.integers(1, 3),
+)
 def test_with_over_sampling_the_long_ones_come_later_and_are_not_lost(
     ahead: int, draw_size: int, most: int | None
 ) -> None:

@@ -1,4 +1,5 @@
-"""A run in a notebook is one output that is updated, with a stand-in of IPython's display and in a real kernel."""
+"""A run in a notebook is one output that is updated, with a stand-in of IPython's display and in a
+real kernel."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_nothing_new_is_no_update(kernel: FakeIPython) -> None:
     assert kernel.updates == 1
 
 
-@pytest.mark.parametrize("fake", [None, FakeIPython(has_kernel=False)], ids=["no IPython", "a shell"])
+@pytest.mark.parametrize(
+    "fake", [None, FakeIPython(has_kernel=False)], ids=["no IPython", "a shell"]
+)
 def test_elsewhere_lines_are_printed(
     fake: FakeIPython | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +120,9 @@ OF_A_KERNEL = {"TERM": "xterm-color", "FORCE_COLOR": "1", "PAGER": "cat", "GIT_P
         (io.StringIO(), {"FORCE_COLOR": "1"}, False),
     ],
 )
-def test_what_can_move_its_cursor(stream: io.StringIO, environ: dict[str, str], expected: bool) -> None:
+def test_what_can_move_its_cursor(
+    stream: io.StringIO, environ: dict[str, str], expected: bool
+) -> None:
     assert can_move_cursor(stream, environ) is expected
 
 

@@ -27,7 +27,9 @@ def restored_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(level)
 
 
-def test_lines_carry_role_and_short_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_carry_role_and_short_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging("trainer 0", "INFO", tmp_path / "logs")
     get_logger("slime.weights.sync").info("version %d pushed", 7)
     get_logger("slime.weights.sync").debug("not shown")
@@ -37,7 +39,9 @@ def test_lines_carry_role_and_short_name(tmp_path: Path, capsys: pytest.CaptureF
     assert "trainer 0  weights.sync: version 7 pushed" in capsys.readouterr().err
 
 
-def test_setting_up_again_replaces_handlers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_setting_up_again_replaces_handlers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging("driver")
     setup_logging("driver")
     get_logger("rewards").warning("once")
@@ -58,10 +62,14 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_observe_imports_no_heavy_library() -> None:
     code = (
         "import sys, pkgutil, importlib, slime.observe\n"
-        "for m in pkgutil.walk_packages(slime.observe.__path__, 'slime.observe.'): importlib.import_module(m.name)\n"
-        "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'wandb', 'tensorflow') if m in sys.modules])\n"
+        "for m in pkgutil.walk_packages(slime.observe.__path__, 'slime.observe.'): "
+        "importlib.import_module(m.name)\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'wandb', 'tensorflow') if "
+        "m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -71,8 +79,13 @@ def test_what_is_told_waits_for_whoever_has_a_terminal(capsys: pytest.CaptureFix
     for rollout in range(3):
         tell(logger, "%d prompts are left out", 7, once="left out")
         tell(logger, "of each rollout: %d", rollout)
-    assert untold() == ["7 prompts are left out", *(f"of each rollout: {rollout}" for rollout in range(3))]
+    assert untold() == [
+        "7 prompts are left out",
+        *(f"of each rollout: {rollout}" for rollout in range(3)),
+    ]
     assert not untold() and capsys.readouterr().err.count("7 prompts are left out") == 1
     setup_logging("rollout")
     tell(logger, "100 %", once="left out")
-    assert untold() == ["100 %"], "another run says it again, and text without arguments is no format"
+    assert untold() == ["100 %"], (
+        "another run says it again, and text without arguments is no format"
+    )

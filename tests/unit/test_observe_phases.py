@@ -20,7 +20,10 @@ def test_phases_nest_and_add_up() -> None:
     assert metrics["perf/train_time"] >= metrics["perf/log_probs_time"] >= 0
     assert [(e.name, e.depth) for e in events] == [("log_probs", 1), ("log_probs", 1), ("train", 0)]
     outer = events[-1]
-    assert all(outer.start <= e.start and e.start + e.duration <= outer.start + outer.duration for e in events)
+    assert all(
+        outer.start <= e.start and e.start + e.duration <= outer.start + outer.duration
+        for e in events
+    )
     assert before <= outer.start <= now()
     assert changes == ["train", "log_probs", "train", "log_probs", "train", None]
     assert timer.pop_metrics() == {} and timer.pop_events() == []

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from slime.config import make_config
 from slime.files import dump_line, json_safe, read_lines, write_atomically
-from slime.observe.recorder import Recorder, TokenTexts, run_lengths, sample_record, segments, spread
+from slime.observe.recorder import (
+    Recorder,
+    TokenTexts,
+    run_lengths,
+    sample_record,
+    segments,
+    spread,
+)
 from slime.observe.trace import span
 from slime.samples.batch import TrainedTokens
 from slime.samples.types import Group, Sample
@@ -27,8 +34,12 @@ def decode(ids: list[int]) -> str:
 
 
 def two_turns(index: int = 0) -> Sample:
-    sample = Sample(group_index=0, index=index, prompt="2+2?", tokens=[20, 21], label="4", reward=1.0)
-    sample.append(tokens=[0, 1], log_probs=[-1.0, -3.0], text="ab", meta_info={"weight_version": "3"})
+    sample = Sample(
+        group_index=0, index=index, prompt="2+2?", tokens=[20, 21], label="4", reward=1.0
+    )
+    sample.append(
+        tokens=[0, 1], log_probs=[-1.0, -3.0], text="ab", meta_info={"weight_version": "3"}
+    )
     sample.append(tokens=[2], trainable=False, text="c")
     finish = {"finish_reason": {"type": "stop"}, "weight_version": "4"}
     sample.append(tokens=[3, 4], log_probs=[-2.0, -2.0], text="de", meta_info=finish)
@@ -45,7 +56,11 @@ def test_run_lengths_are_lossless_and_short(mask: list[int]) -> None:
 def test_one_line_holds_what_a_reader_wants_to_know() -> None:
     record = sample_record(two_turns(), decode)
     assert record["prompt"] == "2+2?" and record["response"] == "abcde" and record["label"] == "4"
-    assert (record["prompt_length"], record["response_length"], record["trained_tokens"]) == (2, 5, 4)
+    assert (record["prompt_length"], record["response_length"], record["trained_tokens"]) == (
+        2,
+        5,
+        4,
+    )
     assert record["loss_mask"] == [[1, 2], [0, 1], [1, 2]]
     assert record["log_probs"] == {"mean": -2.0, "min": -3.0}
     assert record["status"] == "completed" and record["weight_versions"] == ["4"]
@@ -76,7 +91,9 @@ anything = st.recursive(
     | st.text(st.characters(codec=None))
     | st.binary()
     | st.sampled_from([object(), {1}, (1, 2), Path("/x")]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -84,7 +101,9 @@ anything = st.recursive(
 @settings(max_examples=150)
 @given(anything)
 def test_any_metadata_becomes_json_that_reads_back(value: Any) -> None:
-    sample = Sample(prompt="p", metadata={"user": value}, label=value, reward={"score": 1.0, "extra": value})
+    sample = Sample(
+        prompt="p", metadata={"user": value}, label=value, reward={"score": 1.0, "extra": value}
+    )
     line = dump_line(sample_record(sample))
     assert line.count(b"\n") == 1
     assert json.loads(line)["metadata"].keys() == {"user"}
@@ -100,7 +119,13 @@ def test_long_texts_are_cut_and_say_so() -> None:
 
 def groups(count: int, size: int) -> list[Group]:
     return [
-        Group(g, [[Sample(group_index=g, index=g * size + i, prompt="p", response="r")] for i in range(size)])
+        Group(
+            g,
+            [
+                [Sample(group_index=g, index=g * size + i, prompt="p", response="r")]
+                for i in range(size)
+            ],
+        )
         for g in range(count)
     ]
 
@@ -134,13 +159,27 @@ def test_rollouts_and_traces_are_written(recorder: Recorder, tmp_path: Path) -> 
 
 def with_tokens(index: int, tokens: list[int], response: int) -> Sample:
     return Sample(
-        group_index=0, index=index, tokens=tokens, response_length=response, rollout_log_probs=[0.0] * response
+        group_index=0,
+        index=index,
+        tokens=tokens,
+        response_length=response,
+        rollout_log_probs=[0.0] * response,
     )
 
 
-def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(recorder: Recorder, tmp_path: Path) -> None:
-    siblings = [with_tokens(7, [1, 2, 3], 2), with_tokens(7, [4, 5, 3], 2)]  # of one execution, and as long
-    samples = [with_tokens(5, [1, 2, 3], 2), with_tokens(6, [1, 2], 0), *siblings, with_tokens(7, [4, 5], 1)]
+def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    siblings = [
+        with_tokens(7, [1, 2, 3], 2),
+        with_tokens(7, [4, 5, 3], 2),
+    ]  # of one execution, and as long
+    samples = [
+        with_tokens(5, [1, 2, 3], 2),
+        with_tokens(6, [1, 2], 0),
+        *siblings,
+        with_tokens(7, [4, 5], 1),
+    ]
     drawn = [Group(0, [[sample] for sample in samples])]
     assert recorder.token_keys(drawn) == {(5, 3, 2), (7, 2, 1)}
     folder = tmp_path / "r" / "samples" / "rl"
@@ -148,7 +187,9 @@ def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(recorder: Rec
     recorder.record_training(3, [])
     assert [path.name for path in folder.iterdir()] == ["rollout_000003.jsonl"]
     half, other = np.array([0.5, 0.5], "float32"), np.array([0.12345, np.nan], "float32")
-    recorder.record_training(3, [TrainedTokens((7, 2, 1), other[:1]), TrainedTokens((5, 3, 2), half, other)])
+    recorder.record_training(
+        3, [TrainedTokens((7, 2, 1), other[:1]), TrainedTokens((5, 3, 2), half, other)]
+    )
     rows = read_lines(folder / "trained_000003.jsonl")
     assert rows[0] == {"index": 5, "total_length": 3, "response_length": 2, "advantages": 0.5,
                        "log_prob_diffs": [0.1235, None]}  # fmt: skip
@@ -157,7 +198,9 @@ def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(recorder: Rec
     assert [path.name for path in folder.iterdir()] == ["rollout_000003.jsonl"]
 
 
-def test_no_more_tokens_are_asked_for_than_are_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_tokens_are_asked_for_than_are_recorded(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.observe.recorder.MAX_TOKENS", 3)
     drawn = [Group(i, [[with_tokens(i, [0] * 4, length)]]) for i, length in enumerate((2, 2, 1))]
     assert recorder.token_keys(drawn) == {(0, 4, 2), (2, 4, 1)}
@@ -166,14 +209,20 @@ def test_no_more_tokens_are_asked_for_than_are_recorded(recorder: Recorder, monk
     assert [row["index"] for row in rows if row.get("tokens")] == [0, 2]
 
 
-def test_evaluations_before_and_after_training_are_kept_apart(recorder: Recorder, tmp_path: Path) -> None:
+def test_evaluations_before_and_after_training_are_kept_apart(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     data = {"aime": {"rewards": [1.0], "truncated": [0], "samples": groups(1, 1)[0].samples}}
     first = recorder.evaluation_name(0)
     recorder.record_rollout(0, groups(1, 1))  # while the first one goes on
     recorder.record_evaluation(first, 0, data)
     recorder.record_evaluation(recorder.evaluation_name(0), 0, data)
     folder = tmp_path / "r" / "samples" / "rl"
-    assert sorted(p.name for p in folder.iterdir()) == ["eval_000000.jsonl", "eval_start.jsonl", "rollout_000000.jsonl"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "eval_000000.jsonl",
+        "eval_start.jsonl",
+        "rollout_000000.jsonl",
+    ]
     assert read_lines(folder / "eval_start.jsonl")[0]["dataset"] == "aime"
 
 
@@ -203,12 +252,19 @@ def test_tokens_are_kept_one_by_one_until_the_file_has_enough(
     monkeypatch.setattr("slime.observe.recorder.MAX_TOKENS", 5)
     drawn = groups(1, 3)
     for (sample,) in drawn[0].executions:
-        sample.tokens, sample.response_length, sample.rollout_log_probs = [7, 1, 2, 3], 3, [-0.12345, -1.0, math.nan]
+        sample.tokens, sample.response_length, sample.rollout_log_probs = (
+            [7, 1, 2, 3],
+            3,
+            [-0.12345, -1.0, math.nan],
+        )
     drawn[0].executions[2][0].tokens = [7, 1, 2]
     drawn[0].executions[2][0].response_length = 2
     drawn[0].executions[2][0].rollout_log_probs = None
     recorder.record_rollout(0, drawn)
-    kept = [row.get("tokens") for row in read_lines(tmp_path / "r" / "samples" / "rl" / "rollout_000000.jsonl")]
+    kept = [
+        row.get("tokens")
+        for row in read_lines(tmp_path / "r" / "samples" / "rl" / "rollout_000000.jsonl")
+    ]
     texts = [decode([token]) for token in (1, 2, 3)]
     assert (
         kept

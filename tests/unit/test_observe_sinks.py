@@ -1,4 +1,5 @@
-"""Metrics reach every sink, survive crashes and resumes, and stay readable while the run goes on."""
+"""Metrics reach every sink, survive crashes and resumes, and stay readable while the run goes
+on."""
 
 from __future__ import annotations
 
@@ -45,7 +46,13 @@ def no_forced_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_for(directory: Path, **flags: Any) -> Config:
-    defaults = {"run_name": "run", "rollout_batch_size": 4, "num_rollout": 4, "prompt_data": "d", "hf_checkpoint": "m"}
+    defaults = {
+        "run_name": "run",
+        "rollout_batch_size": 4,
+        "num_rollout": 4,
+        "prompt_data": "d",
+        "hf_checkpoint": "m",
+    }
     return make_config(output_dir=str(directory), **{**defaults, **flags})
 
 
@@ -79,7 +86,8 @@ def test_one_object_per_step_with_step_time_and_stage(tmp_path: Path) -> None:
 
 
 def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the step without its evaluation: 1 s for a rollout, 2 s for generation to end, 3 s for another; of 12."""
+    """Of the step without its evaluation: 1 s for a rollout, 2 s for generation to end, 3 s for
+    another; of 12."""
     seconds = 0.0
     for asks in (sinks_module, phases_module):
         monkeypatch.setattr(asks, "now", lambda: seconds)
@@ -99,19 +107,30 @@ def test_the_trainers_share_of_waiting(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_every_second_of_a_step_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a part says what it has worked, the rest of what the driver waited for it is told apart."""
+    """Where a part says what it has worked, the rest of what the driver waited for it is told
+    apart."""
     seconds = 0.0
     for asks in (sinks_module, phases_module):
         monkeypatch.setattr(asks, "now", lambda: seconds)
     run = create_run(config := config_for(tmp_path))
-    worked = {"rollout": 4.0, "data_preprocess": 0.5, "train": 2.75, "actor_train": 2.5, "update_weights": 0.25}
+    worked = {
+        "rollout": 4.0,
+        "data_preprocess": 0.5,
+        "train": 2.75,
+        "actor_train": 2.5,
+        "update_weights": 0.25,
+    }
     with Sinks(config, run, quiet()) as sinks:
         for name, took in {"rollout": 6, "train": 3, "update_weights": 2}.items():
             with sinks.phase(name):
                 seconds += took
-        sinks.log(1, {"train/loss": 1.0, **{f"perf/{name}_time": value for name, value in worked.items()}})
+        sinks.log(
+            1, {"train/loss": 1.0, **{f"perf/{name}_time": value for name, value in worked.items()}}
+        )
     [row] = rows_of(run)
-    assert row["perf/step_time"] == 11.0 and row["perf/handover_time"] == 11.0 - 4.0 - 0.5 - 2.5 - 0.25
+    assert (
+        row["perf/step_time"] == 11.0 and row["perf/handover_time"] == 11.0 - 4.0 - 0.5 - 2.5 - 0.25
+    )
     assert sum(phase_seconds(row).values()) == row["perf/step_time"]
 
 
@@ -175,10 +194,17 @@ def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     assert [json.loads(line)["train/loss"] for line in lost.read_text().splitlines()] == [4.0]
     curves = EventAccumulator(str(run.tensorboard))
     curves.Reload()
-    assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [
+        (0, 1.0),
+        (1, 2.0),
+        (2, 3.0),
+        (3, 30.0),
+    ]
 
 
-def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_there(tmp_path: Path) -> None:
+def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_there(
+    tmp_path: Path,
+) -> None:
     config = config_for(tmp_path)
     run = create_run(config)
     with Sinks(config, run, quiet()) as sinks:
@@ -188,11 +214,15 @@ def test_a_step_whose_process_was_killed_behind_its_checkpoint_is_logged_from_th
         run = create_run(config, resuming=True)
         with Sinks(config, run, quiet()) as sinks:
             sinks.begin(2, 4, saved={"train/loss": 2.0})
-    assert [(row["step"], row["train/loss"]) for row in rows_of(run) if "train/loss" in row] == [(1, 1.0), (2, 2.0)]
+    assert [(row["step"], row["train/loss"]) for row in rows_of(run) if "train/loss" in row] == [
+        (1, 1.0),
+        (2, 2.0),
+    ]
 
 
 def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path) -> None:
-    """In every sink, and for whoever goes on; times of phases stay with the step that is under way."""
+    """In every sink, and for whoever goes on; times of phases stay with the step that is under
+    way."""
     config, console = config_for(tmp_path), quiet()
     run = create_run(config)
     with Sinks(config, run, console) as sinks:
@@ -207,7 +237,9 @@ def test_an_evaluation_that_was_beside_later_steps_is_of_its_own(tmp_path: Path)
     assert [row["step"] for row in logged] == [1, 2, 1, 3]
     assert not any("train" in name for name in logged[2]) and "perf/train_time" in logged[3]
     assert logged[3]["alarm/nonfinite"] == 1.0 and "alarm/nonfinite" not in logged[2]
-    assert any(line.startswith("run  step 1/4  held-out: a 0.750, b nan") for line in shown(console))
+    assert any(
+        line.startswith("run  step 1/4  held-out: a 0.750, b nan") for line in shown(console)
+    )
     merged = rows_by_stage(logged)[""]
     assert [(row["step"], row.get("eval/a"), row["train/loss"]) for row in merged] == [
         (1, 0.75, 1.0), (2, None, 1.0), (3, None, 1.0),
@@ -268,7 +300,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     sink.close()
 
 
-def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = create_run(config_for(tmp_path))
 
     def full(*args: Any) -> None:
@@ -288,7 +322,10 @@ def test_tensorboard_reads_every_scalar_without_torch(tmp_path: Path) -> None:
             curves = EventAccumulator(str(run.tensorboard))
             curves.Reload()
             assert len(curves.Scalars("train/loss")) == step, "grows while the run goes on"
-    assert [(e.step, e.value) for e in curves.Scalars("rollout/raw_reward")] == [(1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in curves.Scalars("rollout/raw_reward")] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
 
 
 def test_tensorboard_can_be_turned_off_and_named(tmp_path: Path) -> None:
@@ -302,7 +339,9 @@ def test_tensorboard_can_be_turned_off_and_named(tmp_path: Path) -> None:
     assert list((run.tensorboard / "math" / "one").iterdir())
 
 
-def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp_path: Path) -> None:
+def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(
+    tmp_path: Path,
+) -> None:
     config = config_for(tmp_path, run_name="a")
     run = create_run(config)
     sinks = Sinks(config, run, quiet())
@@ -319,10 +358,14 @@ def test_a_run_that_is_closed_early_is_stopped_and_one_that_raises_is_failed(tmp
     assert run.state() == "failed"
 
 
-def test_wandb_offline_run_continues_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_run_continues_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the wandb extra is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = config_for(tmp_path, use_wandb=True, wandb_mode="offline", use_tensorboard=False, wandb_group="g")
+    config = config_for(
+        tmp_path, use_wandb=True, wandb_mode="offline", use_tensorboard=False, wandb_group="g"
+    )
     run = create_run(config)
     for resuming in (False, True):
         with Sinks(config, run, quiet()) as sinks:
@@ -330,11 +373,15 @@ def test_wandb_offline_run_continues_under_one_id(tmp_path: Path, monkeypatch: p
     folders = list((run.path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     kept_id = (run.path / ".wandb-id").read_text()
-    assert all(f"-{kept_id}" in folder.name for folder in folders), "both parts of the run have one id"
+    assert all(f"-{kept_id}" in folder.name for folder in folders), (
+        "both parts of the run have one id"
+    )
     assert all(list(folder.glob("*.wandb")) for folder in folders)
 
 
-def test_use_wandb_without_wandb_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_wandb_without_wandb_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = config_for(tmp_path, use_wandb=True)
     with pytest.raises(UserError, match="needs the package wandb") as error:
@@ -342,7 +389,8 @@ def test_use_wandb_without_wandb_says_how_to_get_it(tmp_path: Path, monkeypatch:
     assert "slime-rl[wandb]" in error.value.fix
 
 
-# -- console ---------------------------------------------------------------------------------------------
+# -- console
+# ---------------------------------------------------------------------------------------------
 
 STEP = {
     "rollout/raw_reward": 0.625,
@@ -379,11 +427,25 @@ def test_plain_line_per_step_when_not_a_terminal() -> None:
     console = quiet()
     sink = ConsoleSink("demo/grpo", 60, console)
     sink.begin(0, 60, 12.0)
-    sink.log(12, {**STEP, "eval/arithmetic": 0.71, "eval/arithmetic-pass@4": 0.9, "perf/evaluate_time": 20.0})
+    sink.log(
+        12,
+        {
+            **STEP,
+            "eval/arithmetic": 0.71,
+            "eval/arithmetic-pass@4": 0.9,
+            "perf/evaluate_time": 20.0,
+        },
+    )
     sink.close()
     ready, line, evaluation = shown(console)
     assert "demo/grpo  ready after 12.0 s" in ready
-    for part in ("demo/grpo  step 12/60", "reward 0.625", "length 11.2", "1,240 tok/s", "3.4 s, 62 % generate"):
+    for part in (
+        "demo/grpo  step 12/60",
+        "reward 0.625",
+        "length 11.2",
+        "1,240 tok/s",
+        "3.4 s, 62 % generate",
+    ):
         assert part in line, line
     assert evaluation == "demo/grpo  step 12/60  held-out: arithmetic 0.710  20.0 s"
     assert not any("pass@4" in text or "\x1b" in text for text in shown(console))
@@ -406,7 +468,12 @@ def test_parts_of_a_step_are_no_more_than_the_step() -> None:
     for step, metrics in recorded():
         if step:
             assert sum(phase_seconds(metrics).values()) <= metrics["perf/step_time"]
-    first = {"perf/launch_time": 10.2, "perf/evaluate_time": 26.7, "perf/eval_time": 26.6, "perf/step_time": 17.6}
+    first = {
+        "perf/launch_time": 10.2,
+        "perf/evaluate_time": 26.7,
+        "perf/eval_time": 26.6,
+        "perf/step_time": 17.6,
+    }
     assert phase_seconds({**first, "perf/rollout_time": 17.0}) == {"rollout": 17.0}
 
 
@@ -457,7 +524,11 @@ def test_a_late_evaluation_stands_in_the_row_of_its_step() -> None:
     for step in (11, 12, 13):
         sink.log(step, STEP)
     sink.log(12, {"eval/arithmetic": 0.71})
-    rows = [line.split() for line in rendered(sink).splitlines() if line.strip()[:2] in ("11", "12", "13")]
+    rows = [
+        line.split()
+        for line in rendered(sink).splitlines()
+        if line.strip()[:2] in ("11", "12", "13")
+    ]
     assert ["0.710" in row for row in rows] == [False, True, False]
     sink.log(3, {"eval/arithmetic": 0.6})  # which is not shown any more
     assert "arithmetic 0.600 (first 0.710)" in rendered(sink)
@@ -470,18 +541,36 @@ def test_the_live_table_of_a_recorded_run(width: int) -> None:
         sink.log(step, metrics)
     text = rendered(sink, width)
     titles = next(line for line in text.splitlines() if "entropy" in line)
-    assert titles.split() == ["step", "reward", "held-out", "entropy", "length", "Δ", "log-prob", "tok/s", "time"]
+    assert titles.split() == [
+        "step",
+        "reward",
+        "held-out",
+        "entropy",
+        "length",
+        "Δ",
+        "log-prob",
+        "tok/s",
+        "time",
+    ]
     last = next(line for line in text.splitlines() if line.strip().startswith("40 "))
     assert last.split()[:4] == ["40", "0.941", "0.897", "0.162"]
     assert "0.457 → 0.941" in text and "▁" in text and "…" not in text
-    assert len([line for line in text.splitlines() if line.strip()[:2].isdigit()]) == 8, "the last steps"
+    assert len([line for line in text.splitlines() if line.strip()[:2].isdigit()]) == 8, (
+        "the last steps"
+    )
 
 
 def test_a_supervised_stage_shows_its_loss() -> None:
     console = quiet()
     sink = ConsoleSink("x", 2, console, supervised=True)
     sink.log(
-        1, {"train/loss": 2.4, "train/grad_norm": 1.5, "rollout/raw_reward": 0.0, "perf/actor_train_tok_per_s": 9.0}
+        1,
+        {
+            "train/loss": 2.4,
+            "train/grad_norm": 1.5,
+            "rollout/raw_reward": 0.0,
+            "perf/actor_train_tok_per_s": 9.0,
+        },
     )
     assert shown(console) == ["x  step 1/2  loss 2.4000  grad norm 1.500  9 tok/s"]
     assert "reward" not in rendered(sink)
@@ -490,7 +579,10 @@ def test_a_supervised_stage_shows_its_loss() -> None:
 def test_a_long_phase_says_in_a_plain_log_how_far_it_is() -> None:
     console, now = quiet(), 0.0
     sink = ConsoleSink("x", 9, console, clock=lambda: now)
-    for phase in ("evaluate", "rollout"):  # the evaluation before training is step 0, as in its own line
+    for phase in (
+        "evaluate",
+        "rollout",
+    ):  # the evaluation before training is step 0, as in its own line
         sink.phase_changed(phase)
         started = now
         while now < started + 1000.0:
@@ -499,7 +591,14 @@ def test_a_long_phase_says_in_a_plain_log_how_far_it_is() -> None:
     lines = shown(console)
     assert lines[0] == "x  step 0/9  evaluating 3/100 prompts, 7 tokens, 30.0 s"
     assert lines[1] == "x  step 0/9  evaluating 6/100 prompts, 7 tokens, 1:00"
-    assert [line.rsplit(", ", 1)[1] for line in lines] == ["30.0 s", "1:00", "2:00", "4:00", "8:00", "13:00"] * 2
+    assert [line.rsplit(", ", 1)[1] for line in lines] == [
+        "30.0 s",
+        "1:00",
+        "2:00",
+        "4:00",
+        "8:00",
+        "13:00",
+    ] * 2
     assert "step 1/9  generating 3/100" in lines[6]
     for phase in ("train", "evaluate"):
         sink.phase_changed(phase)
@@ -510,7 +609,9 @@ def test_a_long_phase_says_in_a_plain_log_how_far_it_is() -> None:
     sink.phase_changed("evaluate")
     now += 31.0
     sink.progress({"done": 1, "target": 2})
-    assert "step 1/9  evaluating 1/2" in shown(console)[-1], "of the weights that a checkpoint brought"
+    assert "step 1/9  evaluating 1/2" in shown(console)[-1], (
+        "of the weights that a checkpoint brought"
+    )
 
 
 def test_what_has_no_counters_prints_nothing() -> None:
@@ -522,7 +623,12 @@ def test_what_has_no_counters_prints_nothing() -> None:
     assert shown(console) == []
 
 
-ALARM = Alarm("No group teaches anything", "all rewards of a prompt are [equal]", "harder prompts", "no_contrast")
+ALARM = Alarm(
+    "No group teaches anything",
+    "all rewards of a prompt are [equal]",
+    "harder prompts",
+    "no_contrast",
+)
 
 
 def test_an_alarm_is_told_when_it_comes_and_stays_in_the_table_until_it_goes() -> None:
@@ -535,7 +641,10 @@ def test_an_alarm_is_told_when_it_comes_and_stays_in_the_table_until_it_goes() -
         "    try: harder prompts",
     ]
     sink.log(4, STEP)
-    assert "step 3  warning: No group teaches anything: all rewards of a prompt are [equal]" in rendered(sink)
+    assert (
+        "step 3  warning: No group teaches anything: all rewards of a prompt are [equal]"
+        in rendered(sink)
+    )
     sink.log(5, {**STEP, "alarm/no_contrast": 1.0, "alarm/truncation": 0.0})
     assert "step 3  warning: " in rendered(sink)
     sink.log(6, {**STEP, "alarm/no_contrast": 0.0})
@@ -557,7 +666,13 @@ def test_an_alarm_is_told_when_it_comes_and_stays_in_the_table_until_it_goes() -
 
 @pytest.mark.parametrize(
     ("values", "arrow"),
-    [([0.5] * 3, ""), ([0.5] * 4, "→"), ([0.1, 0.2, 0.3, 0.4], "↑"), ([1, 1, 0, 0], "↓"), ([0, 1] * 5, "→")],
+    [
+        ([0.5] * 3, ""),
+        ([0.5] * 4, "→"),
+        ([0.1, 0.2, 0.3, 0.4], "↑"),
+        ([1, 1, 0, 0], "↓"),
+        ([0, 1] * 5, "→"),
+    ],
 )
 def test_trend(values: list[float], arrow: str) -> None:
     assert trend(values) == arrow
@@ -595,14 +710,20 @@ def test_times_are_split_without_counting_twice() -> None:
 
 def test_column_preferences_and_scores() -> None:
     assert column_values({"rollout/rewards": 1.0})["reward"] == "1.000"
-    dashes = {"eval/aime-2024": 0.5, "eval/aime-2024-truncated_ratio": 0.1, "eval/aime-2024-pass@8": 0.7}
-    assert eval_scores(dashes) == {"aime-2024": 0.5}
-    assert eval_scores({"eval/a": 1.0, "eval/a/response_len/mean": 3.0, "eval/a-pass@2": 1.0, "train/loss": 1.0}) == {
-        "a": 1.0
+    dashes = {
+        "eval/aime-2024": 0.5,
+        "eval/aime-2024-truncated_ratio": 0.1,
+        "eval/aime-2024-pass@8": 0.7,
     }
+    assert eval_scores(dashes) == {"aime-2024": 0.5}
+    assert eval_scores(
+        {"eval/a": 1.0, "eval/a/response_len/mean": 3.0, "eval/a-pass@2": 1.0, "train/loss": 1.0}
+    ) == {"a": 1.0}
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.034, "0.03 s"), (12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.034, "0.03 s"), (12.34, "12.3 s"), (163, "2:43"), (3763, "1:02:43")]
+)
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

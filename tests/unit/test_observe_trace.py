@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.observe.chrome_trace import TraceSpan, add_phases, assign_rows, chrome_trace, sample_spans, write_trace
+from slime.observe.chrome_trace import (
+    TraceSpan,
+    add_phases,
+    assign_rows,
+    chrome_trace,
+    sample_spans,
+    write_trace,
+)
 from slime.observe.phases import PhaseEvent
 from slime.observe.trace import engine_phases, event, record_engine_timings, set_tracing, span
 from slime.samples.types import Sample
@@ -34,7 +41,18 @@ def test_format_of_the_events() -> None:
         opened.set(reward=1.0)
     assert sample.trace is not None and sample.trace["version"] == 1
     start, end = sample.trace["events"]
-    keys = {"type", "name", "ts", "trace_id", "sample_id", "group_id", "attempt", "span_id", "parent_span_id", "attrs"}
+    keys = {
+        "type",
+        "name",
+        "ts",
+        "trace_id",
+        "sample_id",
+        "group_id",
+        "attempt",
+        "span_id",
+        "parent_span_id",
+        "attrs",
+    }
     assert set(start) == set(end) == keys
     assert (start["type"], end["type"]) == ("span_start", "span_end")
     assert start["trace_id"] == sample.trace["trace_id"] and start["span_id"] == end["span_id"]
@@ -74,7 +92,9 @@ def test_spans_nest_in_concurrent_tasks() -> None:
         )
         assert sample.trace is not None
         (point,) = [e for e in sample.trace["events"] if e["type"] == "event"]
-        reward_id = next(e["span_id"] for e in sample.trace["events"] if e["name"] == "reward_model")
+        reward_id = next(
+            e["span_id"] for e in sample.trace["events"] if e["name"] == "reward_model"
+        )
         assert point["parent_span_id"] == reward_id, "threads keep the open span too"
 
 
@@ -82,7 +102,9 @@ def test_an_exception_is_recorded_and_goes_on() -> None:
     sample = Sample()
     with pytest.raises(TimeoutError), span(sample, "generate"):
         raise TimeoutError
-    assert sample.trace is not None and sample.trace["events"][-1]["attrs"] == {"error": "TimeoutError"}
+    assert sample.trace is not None and sample.trace["events"][-1]["attrs"] == {
+        "error": "TimeoutError"
+    }
     with span(sample, "generate"):
         pass
     assert names_and_parents(sample)[-1] == ("generate", None), "the failed span is no longer open"
@@ -134,10 +156,13 @@ def test_engine_phases() -> None:
     assert engine_phases(META) == [("queue", 0.5), ("prefill", 0.5), ("decode", 1.0)]
     assert engine_phases({}) == []
     assert engine_phases({"e2e_latency": 1.0}) == [("queue", 0.0), ("decode", 1.0)]
-    assert sum(s for _, s in engine_phases({**META, "decode_throughput": 0.1})) == 2.0, "never more than it took"
+    assert sum(s for _, s in engine_phases({**META, "decode_throughput": 0.1})) == 2.0, (
+        "never more than it took"
+    )
 
 
-# -- Chrome trace ----------------------------------------------------------------------------------------
+# -- Chrome trace
+# ----------------------------------------------------------------------------------------
 
 
 def check_format(trace: dict[str, Any]) -> None:
@@ -145,7 +170,12 @@ def check_format(trace: dict[str, Any]) -> None:
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for e in trace["traceEvents"]:
         assert e["ph"] in {"M", "X", "C", "i"}
-        assert isinstance(e["pid"], int) and isinstance(e["tid"], int) and isinstance(e["ts"], int) and e["name"]
+        assert (
+            isinstance(e["pid"], int)
+            and isinstance(e["tid"], int)
+            and isinstance(e["ts"], int)
+            and e["name"]
+        )
         if e["ph"] == "X":
             assert isinstance(e["dur"], int) and e["dur"] >= 0
             lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
@@ -180,15 +210,32 @@ def test_written_trace_has_lanes_for_driver_engine_and_samples(tmp_path: Path) -
     add_phases(path, [PhaseEvent("rollout", 1000.0, 2.0, 0), PhaseEvent("train", 1002.0, 1.0, 0)])
     trace = json.loads(path.read_text())
     check_format(trace)
-    process_names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    process_names = {
+        e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
     assert process_names == {1: "driver", 2: "engine", 3: "samples"}
-    lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 3}
-    assert lanes == {"group 0 · sample 0", "group 0 · sample 1", "group 1 · sample 2", "group 1 · sample 3"}
-    phases = [(e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    lanes = {
+        e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name" and e["pid"] == 3
+    }
+    assert lanes == {
+        "group 0 · sample 0",
+        "group 0 · sample 1",
+        "group 1 · sample 2",
+        "group 1 · sample 3",
+    }
+    phases = [
+        (e["name"], e["ts"], e["dur"])
+        for e in trace["traceEvents"]
+        if e["ph"] == "X" and e["pid"] == 1
+    ]
     assert phases == [("rollout", 1_000_000_000, 2_000_000), ("train", 1_002_000_000, 1_000_000)]
     prompts = [e["args"]["prompt"] for e in trace["traceEvents"] if e["name"] == "generate"]
     assert all(len(prompt) < 300 for prompt in prompts), "long texts are cut"
-    assert sorted(p.name for p in path.parent.iterdir()) == ["rollout_000012.json"], "no temporary file is left"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["rollout_000012.json"], (
+        "no temporary file is left"
+    )
 
 
 def test_add_phases_makes_the_file_when_there_is_none(tmp_path: Path) -> None:
@@ -215,7 +262,10 @@ def test_an_unfinished_span_ends_with_what_was_seen_last() -> None:
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=25))
 def test_rows_always_nest(pairs: list[tuple[int, int]]) -> None:
-    spans = [TraceSpan("s", start, start + length, str(i), None, 0) for i, (start, length) in enumerate(pairs)]
+    spans = [
+        TraceSpan("s", start, start + length, str(i), None, 0)
+        for i, (start, length) in enumerate(pairs)
+    ]
     spans.sort(key=lambda s: (s.start, -s.end))
     rows = assign_rows(spans)
     for row in set(rows):

@@ -1,4 +1,5 @@
-"""Data sets, sources, loss masks, evaluation sets and tensors under the paths of earlier versions, without a run."""
+"""Data sets, sources, loss masks, evaluation sets and tensors under the paths of earlier versions,
+without a run."""
 
 from __future__ import annotations
 
@@ -38,29 +39,44 @@ def test_a_data_set_in_both_orders(data: str) -> None:
     dataset.shuffle(0)
     config = make_config(num_rollout=1, prompt_data=data, rollout_shuffle=True, rollout_seed=7)
     drawn = [group[0].prompt for group in make_source(config, TOKENIZER).get_samples(6)]
-    assert [dataset[i].prompt for i in range(len(dataset))] == drawn != [s.prompt for s in dataset.origin_samples]
+    assert (
+        [dataset[i].prompt for i in range(len(dataset))]
+        == drawn
+        != [s.prompt for s in dataset.origin_samples]
+    )
     with pytest.raises(UserError, match="images or other media"):
-        old("utils.data").Dataset(data, TOKENIZER, multimodal_keys={"image": "x"}, prompt_key="input")
+        old("utils.data").Dataset(
+            data, TOKENIZER, multimodal_keys={"image": "x"}, prompt_key="input"
+        )
 
 
 def test_rows_and_long_prompts(data: str) -> None:
     assert list(old("utils.data").read_file(f"{data}@[1:3]")) == ROWS[1:3]
     samples = [Sample(prompt="p1"), Sample(prompt="p1" * 50)]
     keep = old("utils.data").filter_long_prompt
-    assert keep(samples, TOKENIZER, None, 10) == samples[:1] and keep(samples, TOKENIZER, None, None) == samples
+    assert (
+        keep(samples, TOKENIZER, None, 10) == samples[:1]
+        and keep(samples, TOKENIZER, None, None) == samples
+    )
     chat = [Sample(prompt=[{"role": "user", "content": "p1" * 50}])]
     assert keep(chat, TOKENIZER, None, 10) == chat
 
 
 def test_tools_of_rows_are_read_where_their_column_is_named(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    path, build = write_jsonl(tmp_path / "t.jsonl", [{"input": "p1", "tools": tools}]), old("utils.data").Dataset
+    path, build = (
+        write_jsonl(tmp_path / "t.jsonl", [{"input": "p1", "tools": tools}]),
+        old("utils.data").Dataset,
+    )
     assert build(path, TOKENIZER, prompt_key="input")[0].metadata == {}
-    assert build(path, TOKENIZER, prompt_key="input", tool_key="tools")[0].metadata == {"tools": tools}
+    assert build(path, TOKENIZER, prompt_key="input", tool_key="tools")[0].metadata == {
+        "tools": tools
+    }
 
 
 def curriculum() -> type:
-    """As plugins write it: hard prompts late, groups built by hand, finished ones looked at when they come back."""
+    """As plugins write it: hard prompts late, groups built by hand, finished ones looked at when
+    they come back."""
 
     class Curriculum(old("rollout.data_source").RolloutDataSourceWithBuffer):  # type: ignore[misc]
         def __init__(self, args: Any) -> None:
@@ -73,7 +89,8 @@ def curriculum() -> type:
             while len(groups) < num_samples:
                 prompt = easy[self.sample_offset % len(easy)]
                 group = [
-                    Sample(prompt=prompt.prompt, label=prompt.label) for _ in range(self.args.n_samples_per_prompt)
+                    Sample(prompt=prompt.prompt, label=prompt.label)
+                    for _ in range(self.args.n_samples_per_prompt)
                 ]
                 for sample in group:
                     sample.index, sample.group_index = self.sample_index, self.sample_group_index
@@ -89,7 +106,12 @@ def curriculum() -> type:
 
 def test_a_source_that_draws_by_itself_resumes(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Curriculum", curriculum())
-    flags = {"num_rollout": 1, "prompt_data": data, "n_samples_per_prompt": 2, "label_key": "answer"}
+    flags = {
+        "num_rollout": 1,
+        "prompt_data": data,
+        "n_samples_per_prompt": 2,
+        "label_key": "answer",
+    }
     config = make_config(data_source_path=f"{__name__}.Curriculum", **flags)
     source: Any = make_source(config, TOKENIZER)
     groups = source.get_samples(4)
@@ -109,7 +131,9 @@ def test_a_source_that_draws_by_itself_resumes(data: str, monkeypatch: pytest.Mo
     assert again.state_dict()["low"] == 5
 
 
-def test_a_data_set_that_was_looked_at_before_is_in_the_order_of_the_epoch_that_is_resumed(data: str) -> None:
+def test_a_data_set_that_was_looked_at_before_is_in_the_order_of_the_epoch_that_is_resumed(
+    data: str,
+) -> None:
     config = make_config(
         data_source_path="slime.rollout.data_source.RolloutDataSource",
         **{"num_rollout": 1, "prompt_data": data, "rollout_shuffle": True},
@@ -119,11 +143,17 @@ def test_a_data_set_that_was_looked_at_before_is_in_the_order_of_the_epoch_that_
     again: Any = make_source(config, TOKENIZER)
     before = [sample.prompt for sample in again.dataset.samples]
     again.load_state_dict(source.state_dict())
-    assert [sample.prompt for sample in again.dataset.samples] == [s.prompt for s in source.dataset.samples] != before
+    assert (
+        [sample.prompt for sample in again.dataset.samples]
+        == [s.prompt for s in source.dataset.samples]
+        != before
+    )
 
 
 def test_a_source_from_a_few_attributes(data: str) -> None:
-    contextvars.Context().run(check_a_source_from_a_few_attributes, data)  # in which no run has built one
+    contextvars.Context().run(
+        check_a_source_from_a_few_attributes, data
+    )  # in which no run has built one
 
 
 def check_a_source_from_a_few_attributes(data: str) -> None:
@@ -149,14 +179,22 @@ def test_loss_masks_of_conversations() -> None:
     ]
     tokens, mask = generator.get_loss_mask(messages)
     texts = generator.get_text_from_loss_mask(tokens, mask)
-    assert len(tokens) == len(mask) and ["p2" in texts[0], "p4" in texts[1], len(texts)] == [True, True, 2]
+    assert len(tokens) == len(mask) and ["p2" in texts[0], "p4" in texts[1], len(texts)] == [
+        True,
+        True,
+        2,
+    ]
     assert generator.get_response_lengths([mask, [0, 0]]) == [len(mask) - mask.index(1), 0]
 
 
 def test_evaluation_sets() -> None:
     module = old("utils.eval_config")
-    entries = module.ensure_dataset_list({"a": {"path": "a.jsonl", "temperature": 0.5}, "b": {"path": "b.jsonl"}})
-    a, b = module.build_eval_dataset_configs(Namespace(eval_top_p=0.9), entries, {"n_samples_per_eval_prompt": 4})
+    entries = module.ensure_dataset_list(
+        {"a": {"path": "a.jsonl", "temperature": 0.5}, "b": {"path": "b.jsonl"}}
+    )
+    a, b = module.build_eval_dataset_configs(
+        Namespace(eval_top_p=0.9), entries, {"n_samples_per_eval_prompt": 4}
+    )
     assert (a.name, a.temperature, a.top_p, a.n_samples_per_eval_prompt) == ("a", 0.5, 0.9, 4)
     assert b.temperature == 1.0 and a.sampling_params()["temperature"] == 0.5
     alone = module.EvalDatasetConfig("c", "c.jsonl", rm_type="math", stop=None)
@@ -165,7 +203,8 @@ def test_evaluation_sets() -> None:
         module.ensure_dataset_list([{"path": "a.jsonl"}])
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------
+# -- tensors
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_losses_agree_with_the_formulas() -> None:
@@ -186,14 +225,19 @@ def test_losses_agree_with_the_formulas() -> None:
     gspo = ppo.compute_gspo_kl(*split, split[0], masks)
     torch.testing.assert_close(gspo, torch.tensor([0.15, 0.15, 0.0]), atol=1e-6, rtol=0)
     args = Namespace(opsm_delta=0.1)
-    mask, taken = ppo.compute_opsm_mask(args, *split, [torch.tensor([-1.0, -1.0]), torch.tensor([1.0])], masks)
+    mask, taken = ppo.compute_opsm_mask(
+        args, *split, [torch.tensor([-1.0, -1.0]), torch.tensor([1.0])], masks
+    )
     assert mask.tolist() == [0.0, 0.0, 1.0] and float(taken) == 1.0
 
 
 def test_advantages_agree_with_the_formulas() -> None:
     ppo = old("utils.ppo_utils")
     kl, masks = [torch.tensor([0.5, 0.0]), torch.zeros(1)], [torch.ones(2), torch.ones(1)]
-    assert [t.tolist() for t in ppo.get_grpo_returns(torch.tensor([2.0, 3.0]), kl)] == [[2.0, 2.0], [3.0]]
+    assert [t.tolist() for t in ppo.get_grpo_returns(torch.tensor([2.0, 3.0]), kl)] == [
+        [2.0, 2.0],
+        [3.0],
+    ]
     returns = ppo.get_reinforce_plus_plus_returns([1.0, 1.0], kl, masks, [2, 1], [4, 2], 0.1, 0.5)
     torch.testing.assert_close(returns, [torch.tensor([0.45, 1.0]), torch.tensor([1.0])])
     baseline = ppo.get_reinforce_plus_plus_baseline_advantages([1.0, 1.0], kl, masks, 0.1)
@@ -209,7 +253,9 @@ def test_advantages_agree_with_the_formulas() -> None:
         torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(returns, expected + values, atol=1e-4, rtol=1e-4)
     one = ppo.get_advantages_and_returns(400, 300, values[0], rewards[0], gamma, lambd)
-    many = ppo.get_advantages_and_returns_batch([400], [300], [values[0]], [rewards[0]], gamma, lambd)
+    many = ppo.get_advantages_and_returns_batch(
+        [400], [300], [values[0]], [rewards[0]], gamma, lambd
+    )
     torch.testing.assert_close(one[0], many[0][0])
 
 
@@ -222,5 +268,7 @@ def test_a_schedule_places_each_sample_once() -> None:
     )
     assert sorted(shards[0] + shards[1]) == list(range(6)) and sizes == [2, 2] and len(counts) == 2
     for shard, bins in zip(shards, micro_batches):
-        assert sorted(i for bin_ in bins for i in bin_) == list(range(len(shard))) and len(bins) == sum(counts)
+        assert sorted(i for bin_ in bins for i in bin_) == list(range(len(shard))) and len(
+            bins
+        ) == sum(counts)
         assert all(sum(lengths[shard[i]] for i in bin_) <= 10 for bin_ in bins)

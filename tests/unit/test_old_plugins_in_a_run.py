@@ -1,5 +1,6 @@
-"""Plugins written for the reference system in a rollout over HTTP on a fake engine: what they replace is called, what
-they import works with an ``args`` of a few attributes, in threads of their own and outside of a run."""
+"""Plugins written for the reference system in a rollout over HTTP on a fake engine: what they
+replace is called, what they import works with an ``args`` of a few attributes, in threads of their
+own and outside of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def in_a_loop(test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], **flags
     async def main() -> Any:
         config = make_config(**{**FLAGS, **flags})
         async with FakeEngine() as engine:
-            loop = RolloutLoop(config, FakeTokenizer(), FakeSource(config.rollout.n_samples_per_prompt), engine.url)
+            loop = RolloutLoop(
+                config, FakeTokenizer(), FakeSource(config.rollout.n_samples_per_prompt), engine.url
+            )
             try:
                 return await asyncio.wait_for(test(loop, engine), timeout=120)
             finally:
@@ -47,7 +50,9 @@ def in_a_loop(test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], **flags
 
 def batch(**flags: Any) -> list[Sample]:
     async def test(loop: RolloutLoop, engine: FakeEngine) -> list[Sample]:
-        return [sample for group in (await loop.generate_batch(0)).samples for sample in group.samples]
+        return [
+            sample for group in (await loop.generate_batch(0)).samples for sample in group.samples
+        ]
 
     return in_a_loop(test, **flags)
 
@@ -61,7 +66,8 @@ def nothing_seen() -> None:
     seen.clear()
 
 
-# -- names that plugins replace ----------------------------------------------------------------------------------------
+# -- names that plugins replace
+# ----------------------------------------------------------------------------------------
 
 
 async def answers_seven(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -95,7 +101,9 @@ def test_what_wraps_the_whole_way_of_a_sample_or_group(
     """It calls ours, which does not call it again; ours calls what replaces its parts."""
     flags = {"group_rm": True, "custom_rm_path": f"{__name__}:rewards_of_group"} if group_rm else {}
     monkeypatch.setattr("slime.rollout.sglang_rollout.generate", answers_seven)
-    monkeypatch.setattr(f"slime.rollout.sglang_rollout.{name}", wrapping(name, lambda result: seen.append(name)))
+    monkeypatch.setattr(
+        f"slime.rollout.sglang_rollout.{name}", wrapping(name, lambda result: seen.append(name))
+    )
     samples = batch(**flags)
     assert seen.count(name) == (6 if name == "generate_and_rm" else 3)
     assert all(sample.tokens[-1] == 7 and sample.reward is not None for sample in samples)
@@ -147,15 +155,20 @@ def test_graders(monkeypatch: pytest.MonkeyPatch, rm_type: str, name: str) -> No
     async def remote(args: Any, sample: Sample) -> float:
         return 3.0
 
-    monkeypatch.setattr(f"slime.rollout.rm_hub.{name}", remote if rm_type == "remote_rm" else grader)
+    monkeypatch.setattr(
+        f"slime.rollout.rm_hub.{name}", remote if rm_type == "remote_rm" else grader
+    )
     flags = {"rm_url": "http://nobody", "rm_type": rm_type}
     assert [sample.reward for sample in batch(**flags)] == [3.0] * 6
 
 
 @pytest.mark.parametrize(
-    ("rm_type", "name"), [("remote_rm", "rm_hub.remote_rm"), ("dapo", "rm_hub.async_rm"), ("f1", "rm_hub.f1_score")]
+    ("rm_type", "name"),
+    [("remote_rm", "rm_hub.remote_rm"), ("dapo", "rm_hub.async_rm"), ("f1", "rm_hub.f1_score")],
 )
-def test_a_grader_that_hangs_scores_zero_in_time(monkeypatch: pytest.MonkeyPatch, rm_type: str, name: str) -> None:
+def test_a_grader_that_hangs_scores_zero_in_time(
+    monkeypatch: pytest.MonkeyPatch, rm_type: str, name: str
+) -> None:
     async def hangs(*args: Any) -> float:
         return await asyncio.Future()
 
@@ -164,10 +177,14 @@ def test_a_grader_that_hangs_scores_zero_in_time(monkeypatch: pytest.MonkeyPatch
     assert [sample.reward for sample in batch(**flags)] == [0.0] * 6
 
 
-def test_a_group_of_which_one_hangs_in_its_reward_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_which_one_hangs_in_its_reward_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is accepted by then and has not failed itself; those behind it have not come so far."""
 
-    async def unscored(args: Any, group: list[Sample], params: dict[str, Any], **kwargs: Any) -> list[Sample]:
+    async def unscored(
+        args: Any, group: list[Sample], params: dict[str, Any], **kwargs: Any
+    ) -> list[Sample]:
         return [await answers_seven(args, sample, params) for sample in group]
 
     monkeypatch.setattr("slime.rollout.sglang_rollout.generate_and_rm_group", unscored)
@@ -188,7 +205,9 @@ async def hangs_on_group_1(args: Any, sample: Sample, **kwargs: Any) -> float:
 def test_generate_rollout_and_eval_rollout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours = old("rollout.sglang_rollout").generate_rollout
 
-    def with_a_metric(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    def with_a_metric(
+        args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    ) -> Any:
         output = ours(args, rollout_id, data_source, evaluation)
         output.metrics["rollout/seen"] = float(rollout_id)
         return output
@@ -229,21 +248,27 @@ def test_pop_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
     build = old("rollout.data_source").RolloutDataSourceWithBuffer
-    source = contextvars.Context().run(build, Namespace(rollout_global_dataset=False))  # in which no run has built one
+    source = contextvars.Context().run(
+        build, Namespace(rollout_global_dataset=False)
+    )  # in which no run has built one
     source.add_samples([[Sample(index=0)], [Sample(index=1)]])
     monkeypatch.setattr("slime.rollout.data_source.pop_first", pop_last)
     assert source.get_samples(1)[0][0].index == 1
 
 
-# -- in a run ----------------------------------------------------------------------------------------------------------
+# -- in a run
+# ----------------------------------------------------------------------------------------------------------
 
 
 def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """A rollout function as the reference's examples write them: tasks of the shared state, filter, abort."""
+    """A rollout function as the reference's examples write them: tasks of the shared state, filter,
+    abort."""
     return old("utils.async_utils").run(own_rollout_async(args, rollout_id, data_source))
 
 
-def own_rollout_elsewhere(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+def own_rollout_elsewhere(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     """The same on an event loop of the plugin's own."""
     return asyncio.run(own_rollout_async(args, rollout_id, data_source))
 
@@ -255,12 +280,16 @@ async def own_rollout_async(args: Any, rollout_id: int, data_source: Any) -> Any
     while len(kept) < args.rollout_batch_size:
         while state.remaining_batch_size < args.rollout_batch_size:
             state.submit_generate_tasks(data_source.get_samples(args.rollout_batch_size))
-        done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
+        done, state.pendings = await asyncio.wait(
+            state.pendings, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in done:
             group = task.result()
             verdict = base.call_dynamic_filter(odd_groups_only, args, group)
             if base.should_drop_dynamic_filter_output(
-                verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=args.rollout_batch_size
+                verdict,
+                remaining_batch_size=state.remaining_batch_size,
+                target_data_size=args.rollout_batch_size,
             ):
                 gatherer.on_dynamic_filter_drop(verdict.reason)
                 state.remaining_batch_size -= 1
@@ -284,13 +313,18 @@ def test_a_rollout_loop_of_the_plugins_own(function: str) -> None:
         for rollout_id in range(2):
             output = await loop.generate_batch(rollout_id)
             assert [group.index % 2 for group in output.samples] == [1, 1, 1]
-            assert output.metrics is not None and output.metrics["rollout/dynamic_filter/drop_even"] >= 2
+            assert (
+                output.metrics is not None
+                and output.metrics["rollout/dynamic_filter/drop_even"] >= 2
+            )
         assert [entry[2] for entry in seen] == [1, 2] and loop.args.rollouts_so_far == 2
 
     in_a_loop(test, rollout_function_path=f"{__name__}:{function}")
 
 
-async def drawn_by_a_function(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+async def drawn_by_a_function(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> Any:
     hub = old("rollout.sglang_rollout")
     hub.GenerateState(args).sampling_params["max_new_tokens"] = 3
     output, aborted = await hub.generate_rollout_async(args, rollout_id, data_source.get_samples)
@@ -304,14 +338,19 @@ def test_the_built_in_rollout_with_a_function_that_draws() -> None:
 
 
 def from_a_thread(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """As fully asynchronous workers do: a thread with an event loop of its own, which knows ``args`` alone."""
+    """As fully asynchronous workers do: a thread with an event loop of its own, which knows
+    ``args`` alone."""
     groups: list[Any] = []
 
     async def work() -> None:
         hub = old("rollout.sglang_rollout")
         params = hub.GenerateState(args).sampling_params.copy()
         for group in data_source.get_samples(args.rollout_batch_size):
-            groups.append(await hub.generate_and_rm_group(args, group, sampling_params=params, evaluation=False))
+            groups.append(
+                await hub.generate_and_rm_group(
+                    args, group, sampling_params=params, evaluation=False
+                )
+            )
 
     thread = threading.Thread(target=lambda: asyncio.run(work()))
     thread.start()
@@ -328,7 +367,9 @@ async def few_attributes(args: Any, sample: Sample, sampling_params: dict[str, A
     hub, few = old("rollout.sglang_rollout"), Namespace(reward_key="score")
     sample = await hub.generate(few, sample, sampling_params)
     sample.response, sample.label = "Answer: 4", "4"
-    seen.append(await old("rollout.rm_hub").async_rm(Namespace(rm_type="dapo", reward_key="score"), sample))
+    seen.append(
+        await old("rollout.rm_hub").async_rm(Namespace(rm_type="dapo", reward_key="score"), sample)
+    )
     trial = Sample(index=100, tokens=[3, 7])
     trial = await hub.generate_and_rm(few, trial, {**sampling_params, "max_new_tokens": 2})
     assert trial.response_length <= 2 and trial.reward in (0.0, 1.0)  # the run's --rm-type
@@ -348,7 +389,9 @@ def test_args_with_a_few_attributes() -> None:
     ],
 )
 def test_the_reference_systems_rollouts_as_flag_values(path: str) -> None:
-    assert [sample.tokens for sample in batch(rollout_function_path=path)] == [sample.tokens for sample in batch()]
+    assert [sample.tokens for sample in batch(rollout_function_path=path)] == [
+        sample.tokens for sample in batch()
+    ]
 
 
 def test_one_evaluation_set(tmp_path: Path) -> None:
@@ -368,7 +411,8 @@ def test_one_evaluation_set(tmp_path: Path) -> None:
     in_a_loop(test, eval_prompt_data=pairs)
 
 
-# -- outside of a run --------------------------------------------------------------------------------------------------
+# -- outside of a run
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rewards_outside_of_a_run() -> None:
@@ -379,9 +423,14 @@ def test_rewards_outside_of_a_run() -> None:
     args = Namespace(custom_rm_path=f"{__name__}:rewards_of_group")
     assert asyncio.run(hub.batched_async_rm(args, [sample, sample])) == [2.0, 2.0]
     math = old("rollout.rm_hub.math_utils")
-    assert math.grade_answer_verl(r"so \boxed{\frac12}", "0.5") and not math.grade_answer_verl("1/2", "0.5")
+    assert math.grade_answer_verl(r"so \boxed{\frac12}", "0.5") and not math.grade_answer_verl(
+        "1/2", "0.5"
+    )
     assert math.grade_answer_sympy("2x", "x+x") and not math.grade_answer_sympy(None, "x")
-    assert old("rollout.rm_hub.deepscaler").get_deepscaler_rule_based_reward(r"</think> \boxed{4}", 4) == 1
+    assert (
+        old("rollout.rm_hub.deepscaler").get_deepscaler_rule_based_reward(r"</think> \boxed{4}", 4)
+        == 1
+    )
 
 
 def test_text_graders() -> None:
@@ -399,12 +448,18 @@ def test_http_and_coroutines_outside_of_a_run() -> None:
         async with FakeEngine() as engine:
             http = old("utils.http_utils")
             http.init_http_client(Namespace())
-            body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
+            body = {
+                "input_ids": [1, 2],
+                "sampling_params": {"max_new_tokens": 2},
+                "return_logprob": True,
+            }
             answer = await http.post(f"{engine.url}/generate", body, max_retries=1)
             assert len(answer["meta_info"]["output_token_logprobs"]) <= 2
 
     old("utils.async_utils").run(test())
-    assert old("rollout.sglang_rollout").GenerateState(Namespace()).tokenizer is None, "no model is named"
+    assert old("rollout.sglang_rollout").GenerateState(Namespace()).tokenizer is None, (
+        "no model is named"
+    )
 
 
 def test_singletons_and_ports() -> None:
@@ -424,7 +479,9 @@ def test_the_fully_asynchronous_rollout_needs_one_that_is() -> None:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     warnings = make_config(**FLAGS, rollout_function_path=path).warnings
     assert ["which --rollout-function-path asks for" in warning for warning in warnings] == [True]
-    assert not make_config(**FLAGS, rollout_function_path=path, entry="train_async", rollout_num_gpus=1).warnings
+    assert not make_config(
+        **FLAGS, rollout_function_path=path, entry="train_async", rollout_num_gpus=1
+    ).warnings
 
 
 def test_a_teachers_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,12 +490,18 @@ def test_a_teachers_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
         seen.append((url, payload["input_ids"], payload["sampling_params"]["max_new_tokens"]))
-        return {"meta_info": {"input_token_logprobs": [[None, 5], [-1.0, 6], [-2.0, 7], [-3.0, 8]][:answered]}}
+        return {
+            "meta_info": {
+                "input_token_logprobs": [[None, 5], [-1.0, 6], [-2.0, 7], [-3.0, 8]][:answered]
+            }
+        }
 
     monkeypatch.setattr("slime.compat.distillation.post", post)
     args, answered = Namespace(rm_url="http://teacher/generate"), 4
     assert asyncio.run(module.reward_func(args, sample)) == 0.0
-    assert sample.teacher_log_probs == [-2.0, -3.0] and seen == [("http://teacher/generate", [5, 6, 7, 8], 0)]
+    assert sample.teacher_log_probs == [-2.0, -3.0] and seen == [
+        ("http://teacher/generate", [5, 6, 7, 8], 0)
+    ]
     assert module.post_process_rewards(args, [sample]) == ([0.0], [0.0])
     answered = 3
     with pytest.raises(UserError, match="gave 3 log-probs for 4 tokens"):

@@ -1,4 +1,5 @@
-"""How old samples may be: a rollout that would be too old begins after a push, and each one is trained on, in order."""
+"""How old samples may be: a rollout that would be too old begins after a push, and each one is
+trained on, in order."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ from slime.run.schedule import Ages, Schedule
 
 @dataclass
 class Session:
-    """A run on nothing but its schedule: a rollout is its number and the weights that it began with.
+    """A run on nothing but its schedule: a rollout is its number and the weights that it began
+    with.
 
     Attributes:
         ages_seen: of each rollout, at the time when it is trained on.
-        begun_by, asked_by: rollouts that had been begun when each one's training began; when it was waited for.
+        begun_by, asked_by: rollouts that had been begun when each one's training began; when it was
+            waited for.
     """
 
     config: Config
@@ -83,8 +86,14 @@ class Session:
     def stop_if_asked(self) -> None: ...
 
 
-def config_of(ahead: int, interval: int, most: int | None, count: int, evaluate: int | None, flight: bool) -> Config:
-    flags: dict[str, Any] = {"async_buffer_size": ahead, "update_weights_interval": interval, "max_staleness": most}
+def config_of(
+    ahead: int, interval: int, most: int | None, count: int, evaluate: int | None, flight: bool
+) -> Config:
+    flags: dict[str, Any] = {
+        "async_buffer_size": ahead,
+        "update_weights_interval": interval,
+        "max_staleness": most,
+    }
     if evaluate is not None:
         flags |= {"eval_prompt_data": ("held_out", "data.jsonl"), "eval_interval": evaluate}
     if flight and ahead:
@@ -103,10 +112,18 @@ def config_of(ahead: int, interval: int, most: int | None, count: int, evaluate:
     flight=st.booleans(),
 )
 def test_each_rollout_is_trained_on_once_in_order_and_in_time(
-    ahead: int, interval: int, most: int | None, count: int, first: int, evaluate: int | None, flight: bool
+    ahead: int,
+    interval: int,
+    most: int | None,
+    count: int,
+    first: int,
+    evaluate: int | None,
+    flight: bool,
 ) -> None:
     if most is not None and most < interval - 1:
-        with pytest.raises(UserError, match=f"--max-staleness {most} is too little for --update-weights-interval"):
+        with pytest.raises(
+            UserError, match=f"--max-staleness {most} is too little for --update-weights-interval"
+        ):
             config_of(ahead, interval, most, count, evaluate, flight)
         return
     config = config_of(ahead, interval, most, count, evaluate, flight)
@@ -123,13 +140,17 @@ def test_each_rollout_is_trained_on_once_in_order_and_in_time(
     if most is None:
         assert session.begun_by == unpaced
         at_once = min(len(rollouts), max(1, ahead))
-        assert session.asked_by == [at_once, *(max(i + 1, unpaced[i - 1]) for i in range(1, len(rollouts)))]
+        assert session.asked_by == [
+            at_once,
+            *(max(i + 1, unpaced[i - 1]) for i in range(1, len(rollouts))),
+        ]
 
 
 @pytest.mark.parametrize("flight", [False, True])
 def test_pacing_leaves_as_many_ahead_as_the_bound_allows(flight: bool) -> None:
-    """Four may be ahead, one is: with a push after each rollout that is as far as samples of the weights before go.
-    What was held back begins with the push, and does not wait until the one before it is generated."""
+    """Four may be ahead, one is: with a push after each rollout that is as far as samples of the
+    weights before go. What was held back begins with the push, and does not wait until the one
+    before it is generated."""
     session: Any = Session(config_of(4, 1, 1, 6, None, flight))
     train_on(session)
     assert session.begun_by == [2, 3, 4, 5, 6, 6] and session.ages_seen == [0, 1, 1, 1, 1, 1]
@@ -140,7 +161,10 @@ def test_what_a_launch_says_of_the_bound() -> None:
     assert make_config(rollout_batch_size=4, entry="train_async").sync.paced == ""
     assert make_config(rollout_batch_size=4, entry="train_async", max_staleness=1).sync.paced == ""
     paced = make_config(rollout_batch_size=4, async_buffer_size=4, max_staleness=2).sync
-    assert paced.staleness == 2 and "--async-buffer-size 4 allows for, by which it would be 4" in paced.paced
+    assert (
+        paced.staleness == 2
+        and "--async-buffer-size 4 allows for, by which it would be 4" in paced.paced
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +174,12 @@ def test_what_a_launch_says_of_the_bound() -> None:
         ({"max_staleness": 0}, {1: 0, 2: 1, 3: 2}, 2, 3),
         ({"max_staleness": 1}, {1: 0, 2: 1, 3: 2}, 2, 2),
         ({"max_staleness": 9}, {1: 0, 2: 1, 3: 2}, 2, 1),
-        ({"max_staleness": 3, "update_weights_interval": 2}, {5: 8, 6: 10}, 11, 5),  # a resumed run: 4 was pushed at 6
+        (
+            {"max_staleness": 3, "update_weights_interval": 2},
+            {5: 8, 6: 10},
+            11,
+            5,
+        ),  # a resumed run: 4 was pushed at 6
     ],
 )
 def test_the_oldest_weights_that_a_rollout_may_have(
@@ -163,20 +192,30 @@ def test_the_oldest_weights_that_a_rollout_may_have(
 
 
 def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None:
-    """The third weights are of the second step, then the run began again behind the first: what the third ones have
-    finished for the rollout behind the second step is as young as what the fifth would make."""
+    """The third weights are of the second step, then the run began again behind the first: what the
+    third ones have finished for the rollout behind the second step is as young as what the fifth
+    would make."""
     ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
     for version, trained in {1: 0, 2: 1, 3: 2, 4: 1, 5: 2}.items():
         ages.pushed(version, trained)
     assert ages.versions(3)[:4] == (3, 5, {4}, set())
     assert ages.versions(3).allowed == "weights 3 and newer, without 4 of other steps"
-    assert ages.versions(2)[:4] == (2, 5, set(), set()) and ages.versions(4)[:4] == (5, 5, set(), set())
+    assert ages.versions(2)[:4] == (2, 5, set(), set()) and ages.versions(4)[:4] == (
+        5,
+        5,
+        set(),
+        set(),
+    )
     assert ages.versions(3).stale_among([3, 5]) is None
-    assert ages.versions(3).stale_among([5, 4, 3]) == 4 and ages.versions(3).stale_among([2, 4]) == 2
+    assert (
+        ages.versions(3).stale_among([5, 4, 3]) == 4 and ages.versions(3).stale_among([2, 4]) == 2
+    )
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.integers(0, 3), st.integers(0, 8))
-def test_weights_are_stale_by_the_steps_that_they_are_of(trained: list[int], most: int, rollout_id: int) -> None:
+def test_weights_are_stale_by_the_steps_that_they_are_of(
+    trained: list[int], most: int, rollout_id: int
+) -> None:
     """Whatever checkpoints the run has gone back to between its pushes."""
     ages = Ages(make_config(rollout_batch_size=1, max_staleness=most))
     for number, step in enumerate(trained):
@@ -186,7 +225,9 @@ def test_weights_are_stale_by_the_steps_that_they_are_of(trained: list[int], mos
         assert (versions.stale_among([number + 1]) is not None) == (abs(rollout_id - step) > most)
     ahead = {number + 1 for number, step in enumerate(trained) if step > trained[-1]}
     assert versions.newest == len(trained) and versions.ahead == ahead
-    assert versions.stale_among([len(trained)]) is None, "what engines have is not refused: `may_start` sees to it"
+    assert versions.stale_among([len(trained)]) is None, (
+        "what engines have is not refused: `may_start` sees to it"
+    )
 
 
 def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
@@ -216,26 +257,45 @@ def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
     ages = Ages(make_config(rollout_batch_size=1, **flags))
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
-    assert ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2).get("rollout/staleness/num_too_old") == expected
+    assert (
+        ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2).get("rollout/staleness/num_too_old")
+        == expected
+    )
 
 
 def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
-    assert "may be older, and are counted" in Ages(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
-    said = {name: Ages(make_config(max_staleness=2, stale_samples=name)).of_put_back for name in ("requeue", "drop")}
+    assert (
+        "may be older, and are counted"
+        in Ages(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
+    )
+    said = {
+        name: Ages(make_config(max_staleness=2, stale_samples=name)).of_put_back
+        for name in ("requeue", "drop")
+    }
     assert said["requeue"].startswith("are generated anew when they are older than 2")
     assert said["drop"].startswith("are passed over when they are older than 2")
 
 
 def test_no_sample_is_younger_than_its_training() -> None:
-    """A run that began again has groups that were sampled with weights that it has not reached yet."""
+    """A run that began again has groups that were sampled with weights that it has not reached
+    yet."""
     ages = Ages(make_config(rollout_batch_size=1))
-    for version, trained in ((1, 0), (2, 1), (3, 2), (4, 0)):  # the last one at the checkpoint that was loaded again
+    for version, trained in (
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (4, 0),
+    ):  # the last one at the checkpoint that was loaded again
         ages.pushed(version, trained)
-    assert ages.metrics({(3,): 1}, trained=0) == {"rollout/staleness/mean": 2.0, "rollout/staleness/max": 2.0}
+    assert ages.metrics({(3,): 1}, trained=0) == {
+        "rollout/staleness/mean": 2.0,
+        "rollout/staleness/max": 2.0,
+    }
 
 
 def test_a_sample_of_two_lives_is_as_old_as_its_oldest_token() -> None:
-    """The second weights are of this step and the third of the one behind it, although they are newer."""
+    """The second weights are of this step and the third of the one behind it, although they are
+    newer."""
     ages = Ages(make_config(rollout_batch_size=1))
     for version, trained in ((1, 0), (2, 1), (3, 3), (4, 1)):
         ages.pushed(version, trained)
@@ -245,7 +305,8 @@ def test_a_sample_of_two_lives_is_as_old_as_its_oldest_token() -> None:
 
 
 def test_ages_over_a_resume_between_two_pushes() -> None:
-    """Saved after rollout 2; the journal has samples of versions 3 and 4, which were pushed behind that checkpoint."""
+    """Saved after rollout 2; the journal has samples of versions 3 and 4, which were pushed behind
+    that checkpoint."""
     first = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
     first.pushed(1, trained=0)
     first.pushed(2, trained=2)
@@ -253,7 +314,10 @@ def test_ages_over_a_resume_between_two_pushes() -> None:
     second.remember(first.recent_pushes())
     second.pushed(5, trained=3)
     assert [second.trained_when(version) for version in range(1, 6)] == [0, 2, 4, 6, 3]
-    assert second.metrics({(3,): 1}, trained=4) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}
+    assert second.metrics({(3,): 1}, trained=4) == {
+        "rollout/staleness/mean": 0.0,
+        "rollout/staleness/max": 0.0,
+    }
     assert second.recent_pushes() == {1: 0, 2: 2, 3: 4, 4: 6, 5: 3}
     for version in range(6, 200):
         second.pushed(version, trained=version)

@@ -52,7 +52,9 @@ def test_every_invariant(problem: tuple[list[int], list[int], list[int], Packing
     assert sorted(placed) == list(range(len(lengths))), "every sample exactly once"
     for rank, plans in enumerate(schedule.steps):
         local = [i for plan in plans for batch in plan.micro_batches for i in batch]
-        assert local == list(range(len(schedule.shards[rank]))), "shards lie in the order they are trained"
+        assert local == list(range(len(schedule.shards[rank]))), (
+            "shards lie in the order they are trained"
+        )
 
     step_of: dict[int, int] = {}
     for number, step in enumerate(steps):
@@ -71,7 +73,9 @@ def test_every_invariant(problem: tuple[list[int], list[int], list[int], Packing
             else:
                 assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= rules.max_tokens
     cap = rules.max_tokens
-    assert schedule.oversize == [i for i, length in enumerate(lengths) if cap is not None and length > cap]
+    assert schedule.oversize == [
+        i for i, length in enumerate(lengths) if cap is not None and length > cap
+    ]
 
 
 @given(packing_problems())
@@ -82,7 +86,9 @@ def test_steps_are_filled_evenly_and_none_is_needlessly_small(problem) -> None:
     assert sum(sizes) == len(set(ids)), "a remainder is spread, not dropped"
     assert max(sizes) - min(sizes) <= 1
     if len(sizes) > 1:
-        assert min(sizes) * 3 >= rules.global_batch_size * 2 - 3, "the nearest whole number of steps"
+        assert min(sizes) * 3 >= rules.global_batch_size * 2 - 3, (
+            "the nearest whole number of steps"
+        )
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(60, 200))
@@ -91,7 +97,9 @@ def test_balanced_ranks_differ_by_less_than_the_largest_micro_batch(lengths, ran
     rules = PackingRules(len(lengths), data_parallel_size=ranks, max_tokens=cap, balance=True)
     schedule = plan_steps(lengths, list(range(len(lengths))), lengths, rules)
     loads = [sum(lengths[i] for i in shard) for shard in schedule.shards]
-    largest = max(sum(lengths[i] for i in batch) for rank in batches_of(schedule)[0] for batch in rank)
+    largest = max(
+        sum(lengths[i] for i in batch) for rank in batches_of(schedule)[0] for batch in rank
+    )
     assert max(loads) - min(loads) <= largest
 
 
@@ -110,12 +118,20 @@ def test_costs_replace_tokens_as_what_is_balanced() -> None:
     rules = PackingRules(7, data_parallel_size=2, max_tokens=8, balance=True)
     schedule = plan_steps(lengths, list(range(7)), lengths, rules, costs=[n * n for n in lengths])
     long_rank = next(shard for shard in schedule.shards if 0 in shard)
-    assert sum(lengths[i] ** 2 for i in long_rank) == 16, "the long sample is as much work as all the others"
+    assert sum(lengths[i] ** 2 for i in long_rank) == 16, (
+        "the long sample is as much work as all the others"
+    )
 
 
 @pytest.mark.parametrize(
     ("executions", "batch", "sizes"),
-    [(256, 256, [256]), (255, 128, [128, 127]), (129, 128, [129]), (3, 8, [3]), (193, 128, [97, 96])],
+    [
+        (256, 256, [256]),
+        (255, 128, [128, 127]),
+        (129, 128, [129]),
+        (3, 8, [3]),
+        (193, 128, [97, 96]),
+    ],
 )
 def test_step_sizes(executions: int, batch: int, sizes: list[int]) -> None:
     assert [len(step) for step in split_steps(list(range(executions)), batch)] == sizes

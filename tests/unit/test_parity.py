@@ -1,7 +1,9 @@
-"""The parity table: every model family at every parallel layout gives the numbers of a single process.
+"""The parity table: every model family at every parallel layout gives the numbers of a single
+process.
 
-Compared are per-token log-probs and entropies, the loss, every gradient tensor relative to its largest entry, and the
-weights after two plain SGD steps that move them by more than one per cent. All in float32, over gloo.
+Compared are per-token log-probs and entropies, the loss, every gradient tensor relative to its
+largest entry, and the weights after two plain SGD steps that move them by more than one per cent.
+All in float32, over gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from tests.support.trainer_ranks import Pools, make_batch, shard
 
 @dataclass(frozen=True)
 class Layout:
-    """Flags, the processes they need, and the data-parallel size that comes out; ``rare`` ones are in the full run."""
+    """Flags, the processes they need, and the data-parallel size that comes out; ``rare`` ones are
+    in the full run."""
 
     ranks: int
     data_parallel: int = 1
@@ -69,8 +72,8 @@ VARIANTS = ["llama, biases"]
 
 
 def _cases() -> Iterator[Any]:
-    """One family at all layouts, all families at one, and latent attention at context parallelism besides; the other
-    pairs belong to ``make test-full``."""
+    """One family at all layouts, all families at one, and latent attention at context parallelism
+    besides; the other pairs belong to ``make test-full``."""
     for family in FAMILIES:
         for layout in LAYOUTS:
             if "EP2" in layout and family not in MOE:
@@ -84,7 +87,9 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.nn.Module]]:
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, torch.nn.Module]]:
     made = {}
     for family in [*FAMILIES, *VARIANTS]:
         directory = tmp_path_factory.mktemp("model")
@@ -98,7 +103,9 @@ def singles() -> dict[str, dict[str, Any]]:
     return {}
 
 
-def single_process(family: str, singles: dict[str, Any], ranks: Pools, checkpoints: dict[str, Any]) -> dict[str, Any]:
+def single_process(
+    family: str, singles: dict[str, Any], ranks: Pools, checkpoints: dict[str, Any]
+) -> dict[str, Any]:
     if family not in singles:
         flags = {"hf_checkpoint": str(checkpoints[family][0])}
         singles[family] = ranks.run(1, parity_job, flags, [make_batch(MICRO_BATCHES)])[0]
@@ -127,7 +134,9 @@ def test_layout_gives_the_numbers_of_one_process(
                 assert worst(result[kind][name], value) <= TOLERANCE, (kind, name)
         if not result["log_probs"]:
             continue
-        for index, log_probs, entropies in zip(result["samples"], result["log_probs"], result["entropies"]):
+        for index, log_probs, entropies in zip(
+            result["samples"], result["log_probs"], result["entropies"]
+        ):
             seen.add(index)
             assert (log_probs - by_sample[index][0]).abs().max() <= TOLERANCE
             assert (entropies - by_sample[index][1]).abs().max() <= TOLERANCE
@@ -144,7 +153,9 @@ def test_one_process_gives_the_log_probs_of_transformers(
 ) -> None:
     single = single_process(family, singles, ranks, checkpoints)
     model, batch = checkpoints[family][1], make_batch(MICRO_BATCHES)
-    for tokens, response, log_probs in zip(batch.tokens, batch.response_lengths, single["log_probs"]):
+    for tokens, response, log_probs in zip(
+        batch.tokens, batch.response_lengths, single["log_probs"]
+    ):
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :-1].float() / TEMPERATURE
         expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][-response:]
@@ -152,11 +163,15 @@ def test_one_process_gives_the_log_probs_of_transformers(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_weights_moved(family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]) -> None:
+def test_the_weights_moved(
+    family: str, ranks: Pools, checkpoints: dict[str, Any], singles: dict[str, Any]
+) -> None:
     """Otherwise the table would prove little."""
     single = single_process(family, singles, ranks, checkpoints)
     before = checkpoints[family][1].state_dict()
-    change = sum(((single["weights"][n] - before[n]).norm() ** 2) for n in single["weights"] if n in before)
+    change = sum(
+        ((single["weights"][n] - before[n]).norm() ** 2) for n in single["weights"] if n in before
+    )
     total = sum(before[n].norm() ** 2 for n in single["weights"] if n in before)
     assert (change / total) ** 0.5 > 0.01
 

@@ -1,4 +1,5 @@
-"""Patterns of paths: what is filled in is found again, whatever the format; what cannot be is refused by name."""
+"""Patterns of paths: what is filled in is found again, whatever the format; what cannot be is
+refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +12,23 @@ from hypothesis import strategies as st
 from slime.errors import UserError
 from slime.paths import Evaluation, check, fill, fixed_folder, found, literal
 
-FORMATS = ["", ":d", ":04d", ":+d", ":,", ":_d", ":*>6d", ":<4d", "!s:>5", "!r", ":x", ":#06X", ":o", ":012b", ":.0f"]
+FORMATS = [
+    "",
+    ":d",
+    ":04d",
+    ":+d",
+    ":,",
+    ":_d",
+    ":*>6d",
+    ":<4d",
+    "!s:>5",
+    "!r",
+    ":x",
+    ":#06X",
+    ":o",
+    ":012b",
+    ":.0f",
+]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -34,7 +51,9 @@ def test_what_was_written_is_found_again(
 @settings(max_examples=50)
 def test_no_two_rollouts_share_a_path(number: int, form: str) -> None:
     pattern = "{rollout_id" + form + "}"
-    assert fill(pattern, number) != fill(pattern, number + 1) != fill(pattern, Evaluation(number + 1))
+    assert (
+        fill(pattern, number) != fill(pattern, number + 1) != fill(pattern, Evaluation(number + 1))
+    )
 
 
 def test_a_path_without_the_rollout_is_found_without_a_number(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Pictures of the documentation: made from what is recorded, small, and without anything from elsewhere."""
+"""Pictures of the documentation: made from what is recorded, small, and without anything from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -40,18 +41,26 @@ while True:
 
 def test_a_conversation_is_held_in_a_terminal() -> None:
     command = [sys.executable, "-c", CHAT]
-    assert make_pictures.held(command, ["2+3", "'a' * 3"]) == "loading …\n\n> 2+3\n5\n\n> 'a' * 3\naaa"
+    assert (
+        make_pictures.held(command, ["2+3", "'a' * 3"]) == "loading …\n\n> 2+3\n5\n\n> 'a' * 3\naaa"
+    )
     with pytest.raises(SystemExit, match=r"ended too early; it had shown:(.|\n)*ZeroDivisionError"):
         make_pictures.held(command, ["1/0", "2+3"])
 
 
-def test_all_pictures_are_made_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pictures_are_made_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(make_pictures, "IMAGES", tmp_path)
     monkeypatch.setattr(make_pictures, "held", lambda command, questions: f"talks to {command[4]}")
-    monkeypatch.setattr(make_pictures, "report_png", lambda run, picture: picture.write_text(str(run)))
+    monkeypatch.setattr(
+        make_pictures, "report_png", lambda run, picture: picture.write_text(str(run))
+    )
     assert make_pictures.main(["all", "outputs/demo"]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"console.svg", "chat.svg", "report.png"}
-    assert "$ slime chat outputs/demo talks to outputs/demo" in words((tmp_path / "chat.svg").read_text())
+    assert "$ slime chat outputs/demo talks to outputs/demo" in words(
+        (tmp_path / "chat.svg").read_text()
+    )
     assert (tmp_path / "report.png").read_text() == "outputs/demo"
     with pytest.raises(SystemExit):
         make_pictures.main(["all"])

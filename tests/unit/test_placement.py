@@ -30,7 +30,12 @@ from tests.support.processes import is_running, wait_until
 
 
 def plan(**flags: object) -> PlacementPlan:
-    base = {"hf_checkpoint": "model", "prompt_data": "data.jsonl", "rollout_batch_size": 8, "num_rollout": 1}
+    base = {
+        "hf_checkpoint": "model",
+        "prompt_data": "data.jsonl",
+        "rollout_batch_size": 8,
+        "num_rollout": 1,
+    }
     return PlacementPlan.of(make_config(**{**base, **flags}))
 
 
@@ -41,7 +46,9 @@ def plan(**flags: object) -> PlacementPlan:
     size=st.integers(1, 4),
     share=st.booleans(),
 )
-def test_formulas_of_the_faq(nodes: int, per_node: int, engines: int, size: int, share: bool) -> None:
+def test_formulas_of_the_faq(
+    nodes: int, per_node: int, engines: int, size: int, share: bool
+) -> None:
     train, rollout = nodes * per_node, engines * size
     got = plan(
         actor_num_nodes=nodes,
@@ -101,7 +108,9 @@ def test_ranks_that_found_different_checkpoints_are_refused() -> None:
     group = Trainers.__new__(Trainers)  # no actors: that would need Ray
     with pytest.raises(UserError, match="different rollouts: 0, 6"):
         group.agreed_start([TrainerStart(6), TrainerStart(0), TrainerStart(6)])
-    assert group.agreed_start([TrainerStart(6, reports=False), TrainerStart(6)]).start_rollout_id == 6
+    assert (
+        group.agreed_start([TrainerStart(6, reports=False), TrainerStart(6)]).start_rollout_id == 6
+    )
     assert group._reporting_rank == 1
 
 
@@ -122,8 +131,10 @@ def test_server_process_starts_and_stops_with_its_children(tmp_path: Path) -> No
     child_file = tmp_path / "child"
     body = (
         "import subprocess, http.server\n"
-        f"child = subprocess.Popen(['sleep', '600']); open({str(child_file)!r}, 'w').write(str(child.pid))\n"
-        f"http.server.HTTPServer(('127.0.0.1', {port.port}), http.server.SimpleHTTPRequestHandler).serve_forever()\n"
+        f"child = subprocess.Popen(['sleep', '600']); open({str(child_file)!r}, "
+        "'w').write(str(child.pid))\n"
+        f"http.server.HTTPServer(('127.0.0.1', {port.port}), "
+        "http.server.SimpleHTTPRequestHandler).serve_forever()\n"
     )
     process = server(tmp_path, body, port.port)
     process.start()
@@ -139,8 +150,11 @@ def test_server_process_starts_and_stops_with_its_children(tmp_path: Path) -> No
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
 
-def test_no_proxy_stands_between_our_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for the poll of a server that starts, nor for what its own clients ask of the run's hosts."""
+def test_no_proxy_stands_between_our_own_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the poll of a server that starts, nor for what its own clients ask of the run's
+    hosts."""
     with socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))  # and never listens
         for name in PROXIES:
@@ -150,14 +164,20 @@ def test_no_proxy_stands_between_our_own_processes(tmp_path: Path, monkeypatch: 
         port = reserve_port("127.0.0.1")
         said = tmp_path / "said"
         body = (
-            "import http.server, os, urllib.request\nfrom http.server import SimpleHTTPRequestHandler as Handler\n"
-            "past = [host for host in ('intranet', '127.0.0.1', '10.0.0.7') if urllib.request.proxy_bypass(host)]\n"
+            "import http.server, os, urllib.request\nfrom http.server import "
+            "SimpleHTTPRequestHandler as Handler\n"
+            "past = [host for host in ('intranet', '127.0.0.1', '10.0.0.7') if "
+            "urllib.request.proxy_bypass(host)]\n"
             f"open({str(said)!r}, 'w').write(' '.join(past) + ' ' + os.environ['NO_PROXY'])\n"
             f"http.server.HTTPServer(('127.0.0.1', {port.port}), Handler).serve_forever()\n"
         )
         spec = LaunchSpec([sys.executable, "-c", body], {}, "/", 20.0)
         process = ServerProcess(
-            "server", spec, f"http://127.0.0.1:{port.port}", tmp_path / "server.log", hosts=["10.0.0.7"]
+            "server",
+            spec,
+            f"http://127.0.0.1:{port.port}",
+            tmp_path / "server.log",
+            hosts=["10.0.0.7"],
         )
         process.start()
         try:
@@ -211,10 +231,20 @@ time.sleep(600)
 
 
 def test_supervised_samples_can_be_looked_at_without_a_trainer(tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "debug_rollout_only": True}
+    flags: dict[str, Any] = {
+        "loss_type": "sft_loss",
+        "n_samples_per_prompt": 1,
+        "debug_rollout_only": True,
+    }
     plan = PlacementPlan.of(make_config(**flags, actor_num_gpus_per_node=8))
     assert (plan.num_train, plan.num_engines, plan.total) == (0, 0, 1)
-    evaluates = PlacementPlan.of(make_config(**flags, eval_prompt_data=["a", "a.jsonl"], rollout_num_gpus=2))
-    assert (evaluates.num_train, evaluates.num_engines, evaluates.total) == (0, 2, 2), "the model as it is"
-    memory = MemoryPlan.of(make_config(**flags, hf_checkpoint=str(make_model(tmp_path / "m")), gpu_memory_gb=80))
+    evaluates = PlacementPlan.of(
+        make_config(**flags, eval_prompt_data=["a", "a.jsonl"], rollout_num_gpus=2)
+    )
+    assert (evaluates.num_train, evaluates.num_engines, evaluates.total) == (0, 2, 2), (
+        "the model as it is"
+    )
+    memory = MemoryPlan.of(
+        make_config(**flags, hf_checkpoint=str(make_model(tmp_path / "m")), gpu_memory_gb=80)
+    )
     assert memory.fits and not memory.phases and summary(memory)

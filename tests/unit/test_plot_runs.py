@@ -17,7 +17,9 @@ VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20)
 
 @given(VALUES)
 def test_points_are_inside_and_in_order(values: list[float]) -> None:
-    text = plot_runs.picture([("a run", [(float(step), value) for step, value in enumerate(values)])], "m", "title")
+    text = plot_runs.picture(
+        [("a run", [(float(step), value) for step, value in enumerate(values)])], "m", "title"
+    )
     [line] = re.findall(r'<polyline points="([^"]*)"', text)
     points = [tuple(map(float, pair.split(","))) for pair in line.split()]
     assert len(points) == len(values)
@@ -37,7 +39,11 @@ def test_ticks_enclose_the_range(low: float, span: float) -> None:
 
 def test_two_metrics_of_one_run(tmp_path: Path) -> None:
     file, out = tmp_path / "metrics.jsonl", tmp_path / "a.svg"
-    file.write_text("".join(json.dumps({"step": i, "score": i / 3, "calls": 1 - i / 3}) + "\n" for i in range(4)))
+    file.write_text(
+        "".join(
+            json.dumps({"step": i, "score": i / 3, "calls": 1 - i / 3}) + "\n" for i in range(4)
+        )
+    )
     assert plot_runs.main(["score", str(out), f"score={file}", f"calls={file}#calls"]) == 0
     up, down = (line.split() for line in re.findall(r'<polyline points="([^"]*)"', out.read_text()))
     assert up[0].split(",")[1] == down[-1].split(",")[1] != up[-1].split(",")[1]

@@ -76,11 +76,17 @@ def test_each_form_of_an_import_is_looked_up(tmp_path: Path, statement: str, nam
     assert found.name == named and found.reason
 
 
-def test_files_that_the_plugin_imports_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_plugin_imports_are_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "my_plugin_package"
     package.mkdir()
-    write(package, __init__="", entry="from my_plugin_package import absolute\nfrom . import relative\n")
+    write(
+        package,
+        __init__="",
+        entry="from my_plugin_package import absolute\nfrom . import relative\n",
+    )
     write(
         package,
         absolute="import slime.ray\nimport my_plugin_package.entry\n",
@@ -95,5 +101,7 @@ def test_files_that_the_plugin_imports_are_read_too(tmp_path: Path, monkeypatch:
 
 def test_every_hook_of_a_run_is_looked_at(tmp_path: Path) -> None:
     reward = write(tmp_path, rewards="def score(args, sample):\n    return 1.0\n")
-    config = make_config(custom_rm_path=f"{reward}:score", rollout_sample_hook_path=(f"{reward}:score",))
+    config = make_config(
+        custom_rm_path=f"{reward}:score", rollout_sample_hook_path=(f"{reward}:score",)
+    )
     assert hook_files(config.flat()) == [reward]

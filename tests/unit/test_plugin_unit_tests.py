@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.sglang_rollout import GenerateState, generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.sglang_rollout import (
+    GenerateState,
+    generate,
+    generate_and_rm,
+    generate_and_rm_group,
+)
 from slime.utils.data import filter_long_prompt
 from slime.utils.types import Sample
 
@@ -33,12 +38,16 @@ class Encoding:
 
 
 def run_args(**flags: Any) -> Namespace:
-    return Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=30000, partial_rollout=False, **flags)
+    return Namespace(
+        sglang_router_ip="127.0.0.1", sglang_router_port=30000, partial_rollout=False, **flags
+    )
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, aborted: bool = False) -> Namespace:
     """A state of the author's own in the place of GenerateState."""
-    state = Namespace(tokenizer=tokenizer, processor=None, semaphore=asyncio.Semaphore(2), aborted=aborted)
+    state = Namespace(
+        tokenizer=tokenizer, processor=None, semaphore=asyncio.Semaphore(2), aborted=aborted
+    )
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     return state
 
@@ -46,10 +55,15 @@ def patched(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, aborted: bool = Fal
 async def engine(url: str, payload: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     assert url == "http://127.0.0.1:30000/generate" and payload["return_logprob"]
     pairs = [[-0.5, token + 1] for token in payload["input_ids"][:3]]
-    return {"text": "abc", "meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}}}
+    return {
+        "text": "abc",
+        "meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}},
+    }
 
 
-async def shout(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def shout(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     sample.response = sample.prompt.upper() + ("!" if evaluation else "")
     return sample
 
@@ -68,13 +82,20 @@ def here(name: str) -> str:
     return f"{__name__}.{name}"
 
 
-@pytest.mark.parametrize("tokenizer", [Callable_(), Encoding(), make_tokenizer()], ids=["called", "encodes", "whole"])
-def test_the_built_in_function_with_a_patched_state_and_post(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    "tokenizer", [Callable_(), Encoding(), make_tokenizer()], ids=["called", "encodes", "whole"]
+)
+def test_the_built_in_function_with_a_patched_state_and_post(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
     patched(monkeypatch, tokenizer)
     monkeypatch.setattr(sglang_rollout, "post", engine)
     sample = asyncio.run(generate(run_args(), Sample(prompt="hello"), PARAMS))
     assert sample.response_length == 3 and sample.rollout_log_probs == [-0.5] * 3
-    assert sample.tokens[-3:] == [token + 1 for token in sample.tokens[:3]] and sample.response == "abc"
+    assert (
+        sample.tokens[-3:] == [token + 1 for token in sample.tokens[:3]]
+        and sample.response == "abc"
+    )
     assert sample.status == Sample.Status.COMPLETED and sample.loss_mask == [1, 1, 1]
 
 
@@ -95,7 +116,9 @@ def test_a_fan_out_is_scored_together_and_a_group_rm_later(monkeypatch: pytest.M
     args.custom_generate_function_path, args.group_rm = here("shout"), True
     unscored = asyncio.run(generate_and_rm(args, Sample(prompt="hi"), PARAMS))
     assert isinstance(unscored, Sample) and unscored.reward is None
-    group = asyncio.run(generate_and_rm_group(args, [Sample(prompt="x"), Sample(prompt="yy")], PARAMS))
+    group = asyncio.run(
+        generate_and_rm_group(args, [Sample(prompt="x"), Sample(prompt="yy")], PARAMS)
+    )
     assert [sample.reward for sample in group] == [1.0, 2.0]
 
 
@@ -103,13 +126,20 @@ def test_after_an_abort_samples_come_back_aborted(monkeypatch: pytest.MonkeyPatc
     patched(monkeypatch, Encoding(), aborted=True)
     args = run_args(custom_generate_function_path=here("shout"))
     sample = asyncio.run(generate_and_rm(args, Sample(prompt="hi"), PARAMS))
-    assert isinstance(sample, Sample) and sample.status == Sample.Status.ABORTED and sample.response == ""
+    assert (
+        isinstance(sample, Sample)
+        and sample.status == Sample.Status.ABORTED
+        and sample.response == ""
+    )
 
 
 def test_the_state_is_made_of_the_flags(tmp_path: Any) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     args = Namespace(
-        hf_checkpoint=str(tmp_path), rollout_temperature=0.7, rollout_num_gpus=4, sglang_server_concurrency=3
+        hf_checkpoint=str(tmp_path),
+        rollout_temperature=0.7,
+        rollout_num_gpus=4,
+        sglang_server_concurrency=3,
     )
     state = GenerateState(args)
     assert state is GenerateState(args) and state is not GenerateState(Namespace())

@@ -1,4 +1,5 @@
-"""However a tree of processes ends, all of it ends: no new session, double fork or empty environment hides one."""
+"""However a tree of processes ends, all of it ends: no new session, double fork or empty
+environment hides one."""
 
 from __future__ import annotations
 
@@ -119,7 +120,11 @@ def test_one_of_the_two_holders_is_killed(begin: Begin, which: str) -> None:
 
 
 def test_a_holder_whose_owner_is_gone_begins_nothing(tmp_path: Path) -> None:
-    request = {"owner": 1 << 22, "command": ["touch", str(tmp_path / "begun")], "last_command": ["true"]}
+    request = {
+        "owner": 1 << 22,
+        "command": ["touch", str(tmp_path / "begun")],
+        "last_command": ["true"],
+    }
     words = [sys.executable, "-S", "-E", process_tree.__file__]
     done = subprocess.run(words, input=json.dumps(request).encode(), timeout=PATIENCE, check=False)
     assert done.returncode == 1 and not (tmp_path / "begun").exists()

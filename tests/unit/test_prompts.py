@@ -44,7 +44,8 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 
 def source_of(path: str, tokenizer: Any = TOKENIZER, **flags: Any) -> PromptSource:
     return PromptSource(
-        make_config(**{"rollout_batch_size": 1, "num_rollout": 1, "prompt_data": path, **flags}), tokenizer
+        make_config(**{"rollout_batch_size": 1, "num_rollout": 1, "prompt_data": path, **flags}),
+        tokenizer,
     )
 
 
@@ -52,7 +53,8 @@ def first_prompt(path: str, **flags: Any) -> Any:
     return source_of(path, **flags).get_samples(1)[0][0]
 
 
-# -- formats ---------------------------------------------------------------------------------------------------------
+# -- formats
+# ---------------------------------------------------------------------------------------------------------
 
 ROWS = [{"input": f"q{i}", "label": str(i)} for i in range(10)]
 
@@ -63,11 +65,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(str(folder / "rows.parquet"))
     table.save_to_disk(str(folder / "saved"))
-    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(str(folder / "splits"))
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(
+        str(folder / "splits")
+    )
     (folder / "hub").mkdir()
     table.to_parquet(str(folder / "hub" / "train-00000-of-00001.parquet"))
     (folder / "rows.json").write_text(json.dumps(ROWS))
-    blank_lines = "\n".join(json.dumps(row) + ("\n  " if i % 3 == 0 else "") for i, row in enumerate(ROWS))
+    blank_lines = "\n".join(
+        json.dumps(row) + ("\n  " if i % 3 == 0 else "") for i, row in enumerate(ROWS)
+    )
     (folder / "rows.jsonl").write_text(blank_lines)  # and no line break at the end
     names = ("rows.parquet", "saved", "splits", "hub", "rows.json", "rows.jsonl")
     return {name: str(folder / name) for name in names}
@@ -77,15 +83,22 @@ def test_csv_is_text_as_it_stands(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text('prompt,label\n"one, two",007\nNA,\n', encoding="utf-8-sig")
     rows = open_rows(f"{file}@[0:2]")
-    assert [rows[0], rows[1]] == [{"prompt": "one, two", "label": "007"}, {"prompt": "NA", "label": ""}]
+    assert [rows[0], rows[1]] == [
+        {"prompt": "one, two", "label": "007"},
+        {"prompt": "NA", "label": ""},
+    ]
     assert [where for where, _ in iter_rows(str(file))] == [f"{file}:2", f"{file}:3"]
     file.write_text("prompt,label\nonly one\n")
     with pytest.raises(UserError, match="another number of columns than the header"):
         list(iter_rows(str(file)))
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "saved", "splits", "hub", "rows.json", "rows.jsonl"])
-def test_every_format_gives_the_same_rows_mapped_and_streamed(files: dict[str, str], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["rows.parquet", "saved", "splits", "hub", "rows.json", "rows.jsonl"]
+)
+def test_every_format_gives_the_same_rows_mapped_and_streamed(
+    files: dict[str, str], name: str
+) -> None:
     path = files[name]
     assert rows_of(path) == ROWS
     assert [row for _, row in iter_rows(path)] == ROWS
@@ -101,11 +114,17 @@ def test_a_split_can_be_named(files: dict[str, str]) -> None:
 
 @given(st.lists(st.text(st.sampled_from("ab \r\t"), max_size=20), max_size=12), st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_line_index_agrees_with_reading_line_by_line(tmp_path: Path, texts: list[str], final: bool) -> None:
-    lines = [json.dumps({"input": text}) if text.strip() else text.replace("\r", "") for text in texts]
+def test_the_line_index_agrees_with_reading_line_by_line(
+    tmp_path: Path, texts: list[str], final: bool
+) -> None:
+    lines = [
+        json.dumps({"input": text}) if text.strip() else text.replace("\r", "") for text in texts
+    ]
     file = tmp_path / "x.jsonl"
     file.write_bytes(("\n".join(lines) + ("\n" if final else "")).encode())
-    expected = [(f"{file}:{n}", json.loads(line)) for n, line in enumerate(lines, 1) if line.strip()]
+    expected = [
+        (f"{file}:{n}", json.loads(line)) for n, line in enumerate(lines, 1) if line.strip()
+    ]
     rows = JsonLines(str(file), slice(None))
     assert [(rows.where(i), rows[i]) for i in range(len(rows))] == expected
     again = pickle.loads(pickle.dumps(rows))
@@ -120,12 +139,17 @@ def test_slices_of_paths() -> None:
 
 
 def test_rows_keep_their_own_keys(tmp_path: Path) -> None:
-    rows = [{"input": "a", "metadata": {"x": 1}}, {"input": "b", "metadata": {"y": [2]}}, {"input": "c"}]
+    rows = [
+        {"input": "a", "metadata": {"x": 1}},
+        {"input": "b", "metadata": {"y": [2]}},
+        {"input": "c"},
+    ]
     groups = source_of(write_jsonl(tmp_path / "m.jsonl", rows)).get_samples(3)
     assert [group[0].metadata for group in groups] == [{"x": 1}, {"y": [2]}, {}]
 
 
-# -- rendering -------------------------------------------------------------------------------------------------------
+# -- rendering
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_text_and_messages_go_through_the_chat_template(tmp_path: Path) -> None:
@@ -143,7 +167,9 @@ def test_tools_metadata_and_template_arguments(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "add"}}]
     for value in (tools, json.dumps(tools)):
-        path = write_jsonl(tmp_path / "t.jsonl", [{"input": "q", "tools": value, "metadata": '{"k": 1}'}])
+        path = write_jsonl(
+            tmp_path / "t.jsonl", [{"input": "q", "tools": value, "metadata": '{"k": 1}'}]
+        )
         flags = {"apply_chat_template": True, "apply_chat_template_kwargs": {"mood": "glad"}}
         sample = source_of(path, tokenizer, **flags).get_samples(1)[0][0]
         assert (sample.prompt, sample.metadata) == ("1 glad: q", {"k": 1, "tools": tools})
@@ -151,11 +177,15 @@ def test_tools_metadata_and_template_arguments(tmp_path: Path) -> None:
 
 def test_rows_that_are_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     ids = TOKENIZER.encode("hello")
-    sample = first_prompt(write_jsonl(tmp_path / "i.jsonl", [{"input": ids}]), apply_chat_template=True)
+    sample = first_prompt(
+        write_jsonl(tmp_path / "i.jsonl", [{"input": ids}]), apply_chat_template=True
+    )
     assert (sample.tokens, sample.prompt, sample.response_length) == (ids, "hello", 0)
 
 
-def test_prompts_that_carry_the_template_already_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_carry_the_template_already_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert template_markers(TOKENIZER) == ["<|im_end|>", "<|im_start|>"]
     assert carries_template([{"role": "user", "content": "<|im_start|>x"}], ["<|im_start|>"])
     rows = [{"input": "plain"}, {"input": render_prompt(TOKENIZER, "hi")}, {"input": "x<|im_end|>"}]
@@ -168,7 +198,8 @@ def test_prompts_that_carry_the_template_already_are_said(tmp_path: Path, caplog
     assert "--apply-chat-template puts them into it a second time" in caplog.text
 
 
-# -- length filter ---------------------------------------------------------------------------------------------------
+# -- length filter
+# ---------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 30))
@@ -187,18 +218,27 @@ def test_the_length_filter_keeps_the_order(tmp_path: Path, lengths: list[int], l
         assert drawn == expected
 
 
-def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(tmp_path: Path, caplog) -> None:
+def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(
+    tmp_path: Path, caplog
+) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", [{"input": "x" * n} for n in (3, 9, 10, 4)])
     with caplog.at_level(logging.WARNING):
         assert len(source_of(path, rollout_max_context_len=10)) == 3
     limit = "--rollout-max-context-len 10"
-    said = f"1 of 4 prompts are longer than 9 tokens and left out (the longest: 10; {limit}; first: "
+    said = (
+        f"1 of 4 prompts are longer than 9 tokens and left out (the longest: 10; {limit}; first: "
+    )
     assert f"{said}{path}:3)" in caplog.text and said in untold()[-1], "the terminal says it, too"
     assert len(source_of(path, rollout_max_context_len=10, rollout_max_prompt_len=3)) == 1
     told = untold()[-1]
-    assert "3 of 4 prompts are longer than 3 tokens" in told and "the longest: 10; --rollout-max-prompt-len 3;" in told
+    assert (
+        "3 of 4 prompts are longer than 3 tokens" in told
+        and "the longest: 10; --rollout-max-prompt-len 3;" in told
+    )
     assert len(source_of(path, seq_length=5)) == 2
-    with pytest.raises(UserError, match=r"every prompt .* than 2 tokens\s+why: 4 prompts, the shortest has 3"):
+    with pytest.raises(
+        UserError, match=r"every prompt .* than 2 tokens\s+why: 4 prompts, the shortest has 3"
+    ):
         source_of(path, rollout_max_context_len=3)
 
 
@@ -207,8 +247,18 @@ def test_the_context_limits_prompts_too_and_what_is_left_out_is_said(tmp_path: P
     [
         (None, "2+2=", False, True),
         (CHATML, "2+2=", False, True),
-        (CHATML, "2+2=", True, False),  # a template that writes no BOS: servers add none to what they have templated
-        (CHATML, "<|im_start|>user\n2+2=<|im_end|>\n", False, False),  # templated by whoever made the data
+        (
+            CHATML,
+            "2+2=",
+            True,
+            False,
+        ),  # a template that writes no BOS: servers add none to what they have templated
+        (
+            CHATML,
+            "<|im_start|>user\n2+2=<|im_end|>\n",
+            False,
+            False,
+        ),  # templated by whoever made the data
         (None, "<|endoftext|>2+2=", False, False),  # never twice
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", "2+2=", False, True),
     ],
@@ -221,7 +271,9 @@ def test_plain_text_begins_with_what_the_tokenizer_puts_before_one(
     ids = with_opening(tokenizer, text, bare, templated=templated)
     assert ids == ([tokenizer.bos_token_id] if opens else []) + bare
     if opens:
-        assert ids == tokenizer.encode(text)[:-1], "as a server reads it, but for the end token behind it"
+        assert ids == tokenizer.encode(text)[:-1], (
+            "as a server reads it, but for the end token behind it"
+        )
     assert with_opening(make_tokenizer(template), text, bare, templated=templated) == bare
 
 
@@ -242,23 +294,31 @@ def test_a_stream_tells_of_what_it_leaves_out_at_once_and_at_the_end_of_its_firs
     assert [len(group[0].prompt) for group in source.get_samples(5)] == [3, 4, 3, 4, 3]
     assert untold() == [
         f"{path}: a prompt of 9 tokens is longer than 8 and left out (--rollout-max-prompt-len 8)",
-        f"{path}: 2 prompts are longer than 8 tokens and left out (the longest: 12; --rollout-max-prompt-len 8)",
+        f"{path}: 2 prompts are longer than 8 tokens and left out (the longest: 12; "
+        "--rollout-max-prompt-len 8)",
     ]
 
 
-def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_workers_find_the_same_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.prompts.prepare._TASK", 7)
     rng = random.Random(0)
-    path = write_jsonl(tmp_path / "w.jsonl", [{"input": "x" * rng.randint(1, 20)} for _ in range(40)])
+    path = write_jsonl(
+        tmp_path / "w.jsonl", [{"input": "x" * rng.randint(1, 20)} for _ in range(40)]
+    )
     checker = Checker(RowFormat(), TOKENIZER, max_tokens=10)
     alone = prepare(open_rows(path), path, checker)
     assert prepare(open_rows(path), path, checker, num_workers=2).tolist() == alone.tolist()
     bad = write_jsonl(tmp_path / "b.jsonl", [{"input": "x"}] * 10 + [{"inptu": "x"}] * 20)
-    with pytest.raises(UserError, match=r"20 of 30 rows have no key 'input' \(first: .*b.jsonl:11\)"):
+    with pytest.raises(
+        UserError, match=r"20 of 30 rows have no key 'input' \(first: .*b.jsonl:11\)"
+    ):
         prepare(open_rows(bad), bad, checker, num_workers=2)
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
+# -- bad input
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,11 +327,27 @@ def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: 
         (
             [{"input": "a"}, {"question": "b", "answer": "c"}, {"question": "d"}],
             {},
-            ["2 of 3 rows have no key 'input' (first: ", ":2)", "the keys there are: question, answer"],
+            [
+                "2 of 3 rows have no key 'input' (first: ",
+                ":2)",
+                "the keys there are: question, answer",
+            ],
         ),
-        ([{"prompt": "a"}], {"input_key": "promt"}, ["no key 'promt'", "fix: pass --input-key prompt"]),
-        ([{"input": "a", "lable": 1}], {"label_key": "label"}, ["no key 'label'", "fix: pass --label-key lable"]),
-        ([{"input": "a"}, {"input": "  "}], {}, ["1 of 2 rows have an empty prompt (key 'input') (first: ", ":2)"]),
+        (
+            [{"prompt": "a"}],
+            {"input_key": "promt"},
+            ["no key 'promt'", "fix: pass --input-key prompt"],
+        ),
+        (
+            [{"input": "a", "lable": 1}],
+            {"label_key": "label"},
+            ["no key 'label'", "fix: pass --label-key lable"],
+        ),
+        (
+            [{"input": "a"}, {"input": "  "}],
+            {},
+            ["1 of 2 rows have an empty prompt (key 'input') (first: ", ":2)"],
+        ),
         ([{"input": [{"role": "user", "content": ""}]}], {}, ["have an empty prompt"]),
         ([{"input": []}], {}, ["have an empty prompt"]),
         ([{"input": None}], {}, ["no text, chat messages or token ids", "found None"]),
@@ -285,9 +361,17 @@ def test_data_workers_find_the_same_as_one_process(tmp_path: Path, monkeypatch: 
         ),
         ([{"input": "a", "y": None}], {"label_key": "y", "rm_type": "boxed_math"}, ["found None"]),
         ([{"input": "a", "y": " "}], {"label_key": "y", "rm_type": "f1"}, ["empty label"]),
-        ([{"input": "a", "metadata": [1]}], {}, ["metadata (key 'metadata') that is no dict", "found a list"]),
+        (
+            [{"input": "a", "metadata": [1]}],
+            {},
+            ["metadata (key 'metadata') that is no dict", "found a list"],
+        ),
         ([{"input": "a"}], {"metadata_key": "info"}, ["no key 'info'"]),
-        ([{"input": "a", "tools": {"x": 1}}], {}, ["have a tool that is not a function with a name"]),
+        (
+            [{"input": "a", "tools": {"x": 1}}],
+            {},
+            ["have a tool that is not a function with a name"],
+        ),
         ([["a"]], {}, ["are no JSON objects", "found a list"]),
         (
             [{"input": ""}, {"inp": "x"}, {"input": ""}],
@@ -352,16 +436,22 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_refuses_the_messages_and_a_tokenizer_without_one(tmp_path: Path) -> None:
-    strict = "{{ raise_exception('roles must alternate') if messages | length > 1 }}{{ messages[0]['content'] }}"
+    strict = (
+        "{{ raise_exception('roles must alternate') if messages | length > 1 }}{{ "
+        "messages[0]['content'] }}"
+    )
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     path = write_jsonl(tmp_path / "m.jsonl", [{"input": "fine"}, {"input": messages}])
-    with pytest.raises(UserError, match=r"1 of 2 rows are refused by the chat template(.|\s)*roles must alternate"):
+    with pytest.raises(
+        UserError, match=r"1 of 2 rows are refused by the chat template(.|\s)*roles must alternate"
+    ):
         source_of(path, make_tokenizer(strict), apply_chat_template=True)
     with pytest.raises(UserError, match="tokenizer has no chat template"):
         source_of(path, make_tokenizer(None), apply_chat_template=True)
 
 
-# -- tokenizer -------------------------------------------------------------------------------------------------------
+# -- tokenizer
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizers_come_from_local_folders_only(tmp_path: Path) -> None:
@@ -383,21 +473,35 @@ def test_stop_tokens_are_compared_with_the_templates_end_of_turn() -> None:
     ends_elsewhere = make_tokenizer(eos="<|endoftext|>")
     im_end = ends_elsewhere.convert_tokens_to_ids("<|im_end|>")
     (warning,) = stop_token_report(ends_elsewhere)
-    assert f"ends turns with '<|im_end|>' ({im_end})" in warning and f"--rollout-stop-token-ids {im_end}" in warning
+    assert (
+        f"ends turns with '<|im_end|>' ({im_end})" in warning
+        and f"--rollout-stop-token-ids {im_end}" in warning
+    )
     assert stop_token_report(make_tokenizer()) == []
     assert stop_token_report(ends_elsewhere, {"eos_token_id": [im_end]}) == []
     assert stop_token_report(ends_elsewhere, stop_token_ids=[im_end]) == []
     assert stop_token_report(ends_elsewhere, stop=["<|im_end|>"]) == []
-    assert stop_token_report(make_tokenizer(None, eos="<|endoftext|>")) == [], "no template: nothing to compare"
+    assert stop_token_report(make_tokenizer(None, eos="<|endoftext|>")) == [], (
+        "no template: nothing to compare"
+    )
 
 
-def test_making_the_source_warns_of_endless_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_making_the_source_warns_of_endless_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = make_tokenizer(eos="<|endoftext|>")
     tokenizer.save_pretrained(tmp_path)
     path = write_jsonl(tmp_path / "d.jsonl", [{"input": "a"}])
-    flags = {"rollout_batch_size": 1, "num_rollout": 1, "prompt_data": path, "hf_checkpoint": str(tmp_path)}
+    flags = {
+        "rollout_batch_size": 1,
+        "num_rollout": 1,
+        "prompt_data": path,
+        "hf_checkpoint": str(tmp_path),
+    }
     with caplog.at_level(logging.WARNING):
-        make_source(make_config(apply_chat_template=True, rollout_stop=("<|im_end|>",), **flags), tokenizer)
+        make_source(
+            make_config(apply_chat_template=True, rollout_stop=("<|im_end|>",), **flags), tokenizer
+        )
         assert not caplog.records
         make_source(make_config(apply_chat_template=True, **flags), tokenizer)
     assert "no stop token ends a turn" in caplog.text
@@ -419,16 +523,24 @@ def test_rows_of_a_chat_are_noticed_without_the_flag(
     tokenizer.save_pretrained(tmp_path)
     path = write_jsonl(tmp_path / "d.jsonl", [{"input": "plain"}, {"input": row}])
     with caplog.at_level(logging.WARNING):
-        flags = {"num_rollout": 1, "prompt_data": path, "hf_checkpoint": str(tmp_path), "streaming_data": streaming}
+        flags = {
+            "num_rollout": 1,
+            "prompt_data": path,
+            "hf_checkpoint": str(tmp_path),
+            "streaming_data": streaming,
+        }
         make_source(make_config(**flags), tokenizer)
     assert ("no stop token ends a turn" in caplog.text) == warns
 
 
-# -- shuffling a stream ----------------------------------------------------------------------------------------------
+# -- shuffling a stream
+# ----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers()), st.integers(1, 20), st.integers(0, 5))
-def test_a_shuffled_stream_has_every_item_once_and_depends_on_the_seed_alone(items, size, seed) -> None:
+def test_a_shuffled_stream_has_every_item_once_and_depends_on_the_seed_alone(
+    items, size, seed
+) -> None:
     first = list(shuffled(iter(items), random.Random(seed).randrange, size))
     assert sorted(first) == sorted(items)
     assert first == list(shuffled(iter(items), random.Random(seed).randrange, size))

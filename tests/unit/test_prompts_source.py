@@ -27,11 +27,20 @@ TOKENIZER = make_tokenizer()
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_jsonl(tmp_path_factory.mktemp("data") / "d.jsonl", [{"input": f"p{i}", "answer": i} for i in range(7)])
+    return write_jsonl(
+        tmp_path_factory.mktemp("data") / "d.jsonl",
+        [{"input": f"p{i}", "answer": i} for i in range(7)],
+    )
 
 
 def make(data: str, **flags: Any) -> PromptSource:
-    flags = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 1, "prompt_data": data, **flags}
+    flags = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 1,
+        "prompt_data": data,
+        **flags,
+    }
     return PromptSource(make_config(**flags), TOKENIZER)
 
 
@@ -62,8 +71,12 @@ def test_each_epoch_is_a_new_permutation_of_the_original_order(data: str, stream
     epochs = [drawn[:7], drawn[7:14], drawn[14:]]
     assert all(sorted(epoch) == [f"p{i}" for i in range(7)] for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert drawn == prompts(make(data, rollout_shuffle=True, streaming_data=streaming).get_samples(21))
-    assert drawn != prompts(make(data, rollout_shuffle=True, streaming_data=streaming, rollout_seed=1).get_samples(21))
+    assert drawn == prompts(
+        make(data, rollout_shuffle=True, streaming_data=streaming).get_samples(21)
+    )
+    assert drawn != prompts(
+        make(data, rollout_shuffle=True, streaming_data=streaming, rollout_seed=1).get_samples(21)
+    )
 
 
 def test_streaming_knows_no_length(data: str) -> None:
@@ -71,17 +84,26 @@ def test_streaming_knows_no_length(data: str) -> None:
         len(make(data, streaming_data=True))
 
 
-# -- resume ----------------------------------------------------------------------------------------------------------
+# -- resume
+# ----------------------------------------------------------------------------------------------------------
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["draw", "consume", "put back", "resume"]), st.integers(0, 5)), min_size=1, max_size=30
+    st.tuples(st.sampled_from(["draw", "consume", "put back", "resume"]), st.integers(0, 5)),
+    min_size=1,
+    max_size=30,
 )
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Rows of which some are too long, and some cannot be used."""
-    rows = [{"input": "long"}, *({"input": f"p{i}"} for i in range(4)), {"inptu": "p"}, {"input": "p4"}, {"input": ""}]
+    rows = [
+        {"input": "long"},
+        *({"input": f"p{i}"} for i in range(4)),
+        {"inptu": "p"},
+        {"input": "p4"},
+        {"input": ""},
+    ]
     return write_jsonl(tmp_path_factory.mktemp("mixed") / "d.jsonl", rows)
 
 
@@ -99,12 +121,15 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_after_any_history_every_draw_is_consumed_once_and_is_what_it_always_was(
     data, mixed, monkeypatch, flags, steps
 ) -> None:
-    """Draw, consume, put back, and resume from a saved state in any order: draw k is always the same prompt with the
-    same indices, an unfinished draw comes again, and a finished one never does."""
+    """Draw, consume, put back, and resume from a saved state in any order: draw k is always the
+    same prompt with the same indices, an unfinished draw comes again, and a finished one never
+    does."""
     if "rollout_max_prompt_len" in flags:
         monkeypatch.setattr("slime.prompts.source.ALL_ROWS", 4)
         data = mixed
-    always = {group[0].group_index: group[0].prompt for group in make(data, **flags).get_samples(100)}
+    always = {
+        group[0].group_index: group[0].prompt for group in make(data, **flags).get_samples(100)
+    }
     source, under_way, consumed = make(data, **flags), [], set()
     for action, number in steps:
         if action == "draw":
@@ -145,7 +170,9 @@ def test_resume_draws_undone_groups_again_in_the_same_order(data: str) -> None:
     again = resumed.get_samples(4)
     assert [g[0].group_index for g in again] == [3, 5, 6, 7]
     assert prompts(again)[:2] == [drawn[3][0].prompt, drawn[5][0].prompt]
-    assert prompts(again)[2:] == prompts(source.get_samples(2)), "an unbroken run goes on with the same prompts"
+    assert prompts(again)[2:] == prompts(source.get_samples(2)), (
+        "an unbroken run goes on with the same prompts"
+    )
 
 
 def test_buffered_groups_survive_a_resume_with_their_partial_responses(data: str) -> None:
@@ -162,7 +189,9 @@ def test_buffered_groups_survive_a_resume_with_their_partial_responses(data: str
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_other_data_after_a_resume_starts_at_its_beginning(data: str, tmp_path: Path, streaming: bool) -> None:
+def test_other_data_after_a_resume_starts_at_its_beginning(
+    data: str, tmp_path: Path, streaming: bool
+) -> None:
     source = make(data, streaming_data=streaming)
     source.get_samples(4)
     source.mark_consumed([0, 1, 3])
@@ -179,21 +208,34 @@ def test_another_order_after_a_resume_is_said(data: str, caplog: pytest.LogCaptu
     assert not caplog.records
     for flags in ({"rollout_shuffle": True, "rollout_seed": 7}, {}):
         make(data, **flags).load_state_dict(state)
-        assert "order of the data was shuffled with seed 42" in caplog.text and "some not at all" in caplog.text
+        assert (
+            "order of the data was shuffled with seed 42" in caplog.text
+            and "some not at all" in caplog.text
+        )
         caplog.clear()
 
 
 def test_a_run_that_began_in_the_order_of_the_data_goes_on_so_where_no_flag_says_otherwise(
     data: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Shuffling is a run's default; a checkpoint of a run without keeps its order, and a flag decides."""
+    """Shuffling is a run's default; a checkpoint of a run without keeps its order, and a flag
+    decides."""
     source = make(data)
     source.get_samples(3)
     source.mark_consumed([0, 1, 2])
     state = source.state_dict()
 
     def resumed(*words: str) -> PromptSource:
-        base = ["--hf-checkpoint", "m", "--prompt-data", data, "--num-rollout", "1", "--rollout-batch-size", "2"]
+        base = [
+            "--hf-checkpoint",
+            "m",
+            "--prompt-data",
+            data,
+            "--num-rollout",
+            "1",
+            "--rollout-batch-size",
+            "2",
+        ]
         source = PromptSource(parse_args([*base, "--n-samples-per-prompt", "2", *words]), TOKENIZER)
         source.load_state_dict(state)
         return source
@@ -206,16 +248,22 @@ def test_a_run_that_began_in_the_order_of_the_data_goes_on_so_where_no_flag_says
     assert "some not at all" in caplog.text
 
 
-# -- buffer and other sources ----------------------------------------------------------------------------------------
+# -- buffer and other sources
+# ----------------------------------------------------------------------------------------
 
 
-def test_put_back_groups_come_first_and_a_filter_may_choose(data: str, tmp_path: Path, monkeypatch) -> None:
+def test_put_back_groups_come_first_and_a_filter_may_choose(
+    data: str, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "my_buffer_filter.py").write_text(
         "def newest(args, rollout_id, buffer, num_samples):\n    return [buffer.pop()]\n"
         "def keeps(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for flags, expected in [({}, ["p0", "p1"]), ({"buffer_filter_path": "my_buffer_filter.newest"}, ["p1", "p2"])]:
+    for flags, expected in [
+        ({}, ["p0", "p1"]),
+        ({"buffer_filter_path": "my_buffer_filter.newest"}, ["p1", "p2"]),
+    ]:
         source = make(data, **flags)
         source.add_samples(source.get_samples(2))
         assert prompts(source.get_samples(2)) == expected
@@ -267,21 +315,30 @@ def test_a_users_source_writes_with_each_checkpoint_and_resumes_from_it(tmp_path
     assert "source_8" in caught.value.why
 
 
-def test_a_users_source_goes_back_to_a_checkpoint_that_its_launch_did_not_load(tmp_path: Path) -> None:
-    """The trainer alone has begun again: with --save and no --load the source was built with no place to read from."""
+def test_a_users_source_goes_back_to_a_checkpoint_that_its_launch_did_not_load(
+    tmp_path: Path,
+) -> None:
+    """The trainer alone has begun again: with --save and no --load the source was built with no
+    place to read from."""
     config, source = counting(save=str(tmp_path))
     source.get_samples(5)
     source.mark_consumed([0, 1, 2])
     state = save_source(source, config, 7)
     source.mark_consumed([3, 4])
-    loads = make_config(num_rollout=1, data_source_path=f"{__name__}.Counting", save=str(tmp_path), load=str(tmp_path))
+    loads = make_config(
+        num_rollout=1,
+        data_source_path=f"{__name__}.Counting",
+        save=str(tmp_path),
+        load=str(tmp_path),
+    )
     again = source_again(source, loads, TOKENIZER)
     load_source(again, loads, 7, state)
     assert [group[0].index for group in again.get_samples(1)] == [3]
 
 
 def test_a_users_source_goes_back_to_where_it_began(tmp_path: Path) -> None:
-    """There is no checkpoint yet, and so no file of the source's to be read, also where --load names the place."""
+    """There is no checkpoint yet, and so no file of the source's to be read, also where --load
+    names the place."""
     config, source = counting(save=str(tmp_path), load=str(tmp_path))
     at_launch = source.state_dict()
     source.get_samples(5)
@@ -299,13 +356,17 @@ def test_a_users_source_writes_nothing_where_no_checkpoint_is_written(tmp_path: 
 def test_the_reference_systems_own_source_is_the_built_in_one(data: str, name: str) -> None:
     flags = {"num_rollout": 1, "prompt_data": data, "n_samples_per_prompt": 2}
     path = f"slime.rollout.data_source.{name}"
-    config = make_config(data_source_path=path, buffer_filter_path="slime.rollout.data_source.pop_first", **flags)
+    config = make_config(
+        data_source_path=path, buffer_filter_path="slime.rollout.data_source.pop_first", **flags
+    )
     check_hooks(config.flat())
     source = make_source(config, TOKENIZER)
     assert isinstance(source, PromptSource) and prompts(source.get_samples(2)) == ["p0", "p1"]
 
 
-def test_plugins_derive_from_the_built_in_source(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_derive_from_the_built_in_source(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Reversed(RolloutDataSource):
         def get_samples(self, num_samples: int) -> list[list[Sample]]:
             return super().get_samples(num_samples)[::-1]
@@ -327,19 +388,31 @@ def test_a_source_of_the_users_own(tmp_path: Path, monkeypatch) -> None:
         "from slime.user_code.hooks import DataSource\nfrom slime.samples.types import Sample\n"
         "class Mine(DataSource):\n"
         "    def __init__(self, args): self.n = args.n_samples_per_prompt\n"
-        "    def get_samples(self, num_samples): return [[Sample(prompt='x')] * self.n] * num_samples\n"
+        "    def get_samples(self, num_samples): return [[Sample(prompt='x')] * self.n] * "
+        "num_samples\n"
         "    def add_samples(self, samples): pass\n"
         "class Broken:\n    def __init__(self, args): pass\n"
         "class Half(DataSource):\n    def add_samples(self, samples): pass\n"
         "class Picky(Mine):\n    def __init__(self, args, more): pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = make_config(rollout_batch_size=1, n_samples_per_prompt=3, num_rollout=1, data_source_path="my_source.Mine")
+    config = make_config(
+        rollout_batch_size=1,
+        n_samples_per_prompt=3,
+        num_rollout=1,
+        data_source_path="my_source.Mine",
+    )
     source = make_source(config, TOKENIZER)
     assert len(source.get_samples(2)[1]) == 3
     with pytest.raises(UserError, match="does not say how many prompts"):
         len(source)
-    for name, said in [("Broken", "is no DataSource"), ("Half", "lacks get_samples"), ("Picky", "'more'")]:
-        config = make_config(rollout_batch_size=1, num_rollout=1, data_source_path=f"my_source.{name}")
+    for name, said in [
+        ("Broken", "is no DataSource"),
+        ("Half", "lacks get_samples"),
+        ("Picky", "'more'"),
+    ]:
+        config = make_config(
+            rollout_batch_size=1, num_rollout=1, data_source_path=f"my_source.{name}"
+        )
         with pytest.raises(UserError, match=said):
             make_source(config, TOKENIZER)

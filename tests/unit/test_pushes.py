@@ -20,22 +20,27 @@ from tests.support.journals import drawn, generated, note
 
 
 def config_of(training: str) -> Config:
-    return make_config(rollout_batch_size=1, num_rollout=9, lr={"a": 1e-6, "b": 1e-5, "c": 1e-4}[training])
+    return make_config(
+        rollout_batch_size=1, num_rollout=9, lr={"a": 1e-6, "b": 1e-5, "c": 1e-4}[training]
+    )
 
 
 @dataclass
 class Run:
-    """Lives of one run: each is a way of training, where it begins, and the pushes (version, rollouts trained on) that
-    it lives to note.
+    """Lives of one run: each is a way of training, where it begins, and the pushes (version,
+    rollouts trained on) that it lives to note.
 
     Attributes:
-        saved: rollouts trained on → what the checkpoint there has of lineages; a life that passes it writes it anew.
+        saved: rollouts trained on → what the checkpoint there has of lineages; a life that passes
+            it writes it anew.
     """
 
     folder: Path
     saved: dict[int, dict[int, str]] = field(default_factory=dict)
 
-    def live(self, training: str, start: int, *pushes: tuple[int, int], notes: bool = True) -> PushLog:
+    def live(
+        self, training: str, start: int, *pushes: tuple[int, int], notes: bool = True
+    ) -> PushLog:
         log = PushLog(self.folder, config_of(training))
         log.begin(start, self.saved.get(start, {}))
         for version, trained in pushes:
@@ -62,21 +67,26 @@ def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
     assert PushLog(run.folder, config_of("a")).earlier == [] and run.gone("a", 0) == set()
     run.live("a", 0, (1, 0), (2, 1))
     with open(run.folder / "pushes.jsonl", "ab") as file:
-        file.write(b'\n{}\n{"version": 3}\n[1]\n{"version": "4", "trained": null}\n{"version": 3, "tra')
+        file.write(
+            b'\n{}\n{"version": 3}\n[1]\n{"version": "4", "trained": null}\n{"version": 3, "tra'
+        )
     run.live("b", 0, (4, 1))
     found = PushLog(run.folder, config_of("b")).earlier
     assert [(push.version, push.trained) for push in found] == [(1, 0), (2, 1), (4, 1)]
     assert found[1].lineage != found[2].lineage, "of one step each, in another way"
 
 
-def test_a_push_that_cannot_be_noted_does_not_end_the_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_push_that_cannot_be_noted_does_not_end_the_run(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     run.folder.write_text("a file where the folder should be")
     run.live("a", 0, (1, 0))
     assert "pushes.jsonl" in caplog.text
 
 
 def test_weights_behind_a_checkpoint_are_gone_when_training_changes(run: Run) -> None:
-    """Saved after 2 rollouts; the first life came to 4, and so did the second, which trained in another way."""
+    """Saved after 2 rollouts; the first life came to 4, and so did the second, which trained in
+    another way."""
     run.live("a", 0, *FIVE)
     assert run.gone("b", 2) == {4, 5}
     run.live("b", 2, (6, 2), (7, 3), (8, 4))
@@ -93,7 +103,8 @@ def test_who_returns_to_the_first_way_finds_its_weights_again(run: Run) -> None:
 
 
 def test_weights_of_a_branch_that_was_left_behind_a_damaged_checkpoint(run: Run) -> None:
-    """A to 4, saved at 2 and 4; B from 4; then 4 is damaged and B goes on from 2: it comes to none of 4, 5, 6 and 7."""
+    """A to 4, saved at 2 and 4; B from 4; then 4 is damaged and B goes on from 2: it comes to none
+    of 4, 5, 6 and 7."""
     run.live("a", 0, *FIVE)
     run.live("b", 4, (6, 4), (7, 5))
     assert run.gone("b", 4) == set()
@@ -104,14 +115,16 @@ def test_weights_of_a_branch_that_was_left_behind_a_damaged_checkpoint(run: Run)
 
 
 def test_a_life_that_noted_nothing(run: Run) -> None:
-    """A came to 7; B without a journal went from 2 and saved at 4; A goes on there: its own of old are gone."""
+    """A came to 7; B without a journal went from 2 and saved at 4; A goes on there: its own of old
+    are gone."""
     run.live("a", 0, *FIVE, (6, 5), (7, 6), (8, 7))
     run.live("b", 2, (6, 2), (7, 3), (8, 4), notes=False)
     assert run.gone("a", 4) == {4, 5, 6, 7, 8}
 
 
 def test_a_push_that_a_crash_kept_from_being_noted(run: Run) -> None:
-    """5 was pushed and is in the journal, and not in the log; where nothing changes it is what it seems to be."""
+    """5 was pushed and is in the journal, and not in the log; where nothing changes it is what it
+    seems to be."""
     run.live("a", 0, *FIVE[:4])
     for training, gone in (("a", set()), ("b", {4, 5})):
         life = run.live(training, 2)
@@ -135,7 +148,9 @@ def test_a_number_that_is_given_again_is_not_gone(run: Run) -> None:
 def test_the_log_of_an_earlier_release(run: Run) -> None:
     """It does not say how it trained, and gets the benefit of doubt."""
     run.folder.mkdir()
-    (run.folder / "pushes.jsonl").write_text('{"version": 1, "trained": 0}\n{"version": 2, "trained": 1}\n')
+    (run.folder / "pushes.jsonl").write_text(
+        '{"version": 1, "trained": 0}\n{"version": 2, "trained": 1}\n'
+    )
     assert run.gone("b", 0) == set()
 
 
@@ -150,11 +165,15 @@ def test_other_weights_at_the_beginning(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=5), st.integers(0, 6))
-def test_without_a_change_nothing_is_gone(tmp_path_factory: Any, more: list[tuple[int, int]], trained: int) -> None:
+def test_without_a_change_nothing_is_gone(
+    tmp_path_factory: Any, more: list[tuple[int, int]], trained: int
+) -> None:
     run, version = Run(tmp_path_factory.mktemp("run")), 0
     run.live("a", 0, *((i + 1, i) for i in range(8)))  # passes all checkpoints once
     for start, count in more:
-        run.live("a", start // 2 * 2, *((version + i + 9, start // 2 * 2 + i) for i in range(count)))
+        run.live(
+            "a", start // 2 * 2, *((version + i + 9, start // 2 * 2 + i) for i in range(count))
+        )
         version += count
     assert run.gone("a", trained // 2 * 2) == set()
 
@@ -183,7 +202,9 @@ def test_the_journal_leaves_out_what_gone_weights_have_generated(tmp_path: Path)
     note(journal, Kind.FINISHED, 2, text)
     for gone, comes in ((frozenset[int](), True), (frozenset({1}), False)):
         found = journal.restore(2, unknown, drawn_as(unknown), Versions(newest=6, gone=gone))[0]
-        assert (found is not unknown) == comes, "nobody knows whose it is: a generate function gave text alone"
+        assert (found is not unknown) == comes, (
+            "nobody knows whose it is: a generate function gave text alone"
+        )
     for newest in (None, 6):
         assert [length(gone, newest) for gone in ({4}, {5}, {3, 5})] == [2, 1, 0]
     assert length({5}, 6, rollout_id=1) == 1
@@ -198,11 +219,14 @@ def test_a_rollout_is_told_what_is_gone() -> None:
         assert ages.versions(1).gone == {3}
 
 
-# -- what makes other weights ----------------------------------------------------------------------------------
+# -- what makes other weights
+# ----------------------------------------------------------------------------------
 
 
 def training(**flags: Any) -> str:
-    return training_of(make_config(rollout_batch_size=4, n_samples_per_prompt=2, **{"num_rollout": 5, **flags}))
+    return training_of(
+        make_config(rollout_batch_size=4, n_samples_per_prompt=2, **{"num_rollout": 5, **flags})
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,6 +273,8 @@ def test_the_text_of_a_function_counts(tmp_path: Path) -> None:
     file = tmp_path / "loss.py"
     found = set()
     for body in ("1.0", "2.0"):
-        file.write_text(f"def loss(args, batch, logits, sum_of_sample_mean):\n    return {body}, {{}}\n")
+        file.write_text(
+            f"def loss(args, batch, logits, sum_of_sample_mean):\n    return {body}, {{}}\n"
+        )
         found.add(training(loss_type="custom_loss", custom_loss_function_path=f"{file}:loss"))
     assert len(found) == 2

@@ -15,7 +15,10 @@ END = "<|im_end|>"
 
 def play(*lines: str, room: int = 2000) -> tuple[Play, Sample]:
     stage = Play(lines, max_new_tokens=room)
-    stage.sample.prompt, stage.sample.label = [{"role": "user", "content": "What is 3 times 4?"}], "12"
+    stage.sample.prompt, stage.sample.label = (
+        [{"role": "user", "content": "What is 3 times 4?"}],
+        "12",
+    )
 
     async def run() -> Sample:
         bind_state(stage.state)
@@ -33,7 +36,9 @@ def test_output_comes_back_and_is_not_trained_on() -> None:
 
 
 def test_errors_and_endings_are_shown_to_the_model() -> None:
-    stage, _ = play("<python>1/0</python>", "<python>while True: print(1)</python>", f"12{END}", room=6000)
+    stage, _ = play(
+        "<python>1/0</python>", "<python>while True: print(1)</python>", f"12{END}", room=6000
+    )
     told = stage.text(stage.model.asked[-1])
     assert "ZeroDivisionError" in told and "[ended: it wrote more than 2000 bytes]" in told
 

@@ -1,4 +1,5 @@
-"""`slime convert hf-to-int4`, `hf-to-fp8`, `quantised-to-hf`: every tensor, damage by name, memory."""
+"""`slime convert hf-to-int4`, `hf-to-fp8`, `quantised-to-hf`: every tensor, damage by name,
+memory."""
 
 from __future__ import annotations
 
@@ -12,13 +13,24 @@ from safetensors.torch import load_file
 from slime.__main__ import main
 from slime.checkpoints import quantised_files
 from slime.checkpoints.hf_files import INDEX, SINGLE, HfReader
-from slime.checkpoints.quantised_files import dequantise_directory, plain_weights, quantise_directory
+from slime.checkpoints.quantised_files import (
+    dequantise_directory,
+    plain_weights,
+    quantise_directory,
+)
 from slime.engines.wire.quantised import dequantise, quantise
 from slime.errors import UserError
 from slime.models import FAMILIES, family_of, read_hf_config
 from slime.models.ignore_list import examine, recommended
 from slime.models.quantised import Fp8, Int4, Quantisation
-from tests.support.quantised_models import INT4, make_plain, same_bits, tensors_of, verify, write_shards
+from tests.support.quantised_models import (
+    INT4,
+    make_plain,
+    same_bits,
+    tensors_of,
+    verify,
+    write_shards,
+)
 
 pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
 
@@ -51,30 +63,49 @@ def test_every_weight_is_converted_and_comes_back(family: str, kind: str, tmp_pa
     expected: dict[str, torch.Tensor] = {}
     for name, tensor in originals.items():
         parts = (
-            quantise(name.removesuffix(".weight"), tensor, quantisation.scheme) if name in chosen else {name: tensor}
+            quantise(name.removesuffix(".weight"), tensor, quantisation.scheme)
+            if name in chosen
+            else {name: tensor}
         )
         expected |= parts
         module = name.removesuffix(".weight")
-        wanted = dequantise(module, parts, quantisation.scheme, torch.bfloat16) if name in chosen else tensor
+        wanted = (
+            dequantise(module, parts, quantisation.scheme, torch.bfloat16)
+            if name in chosen
+            else tensor
+        )
         assert same_bits(restored[name], wanted), name
-    assert stored.keys() == expected.keys() and all(same_bits(stored[name], expected[name]) for name in expected)
+    assert stored.keys() == expected.keys() and all(
+        same_bits(stored[name], expected[name]) for name in expected
+    )
     assert sorted(file.name for file in plain.glob("*.safetensors")) == sorted(
         file.name for file in small.glob("*.safetensors")
     )
-    assert json.loads((back / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (plain / "config.json").read_text()
+    )
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
 @pytest.mark.parametrize("flags", [(), ("--asymmetric",)], ids=["symmetric", "asymmetric"])
-def test_transformers_computes_with_the_same_weights(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """The library's own way from the directory to a weight, by way of transformers. Its other way, which decompresses
-    at the first forward pass, expects zero points that are not packed (transformers 5.23)."""
+def test_transformers_computes_with_the_same_weights(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The library's own way from the directory to a weight, by way of transformers. Its other way,
+    which decompresses at the first forward pass, expects zero points that are not packed
+    (transformers 5.23)."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    plain, small, back = make_plain(tmp_path / "plain", "qwen3"), tmp_path / "small", tmp_path / "back"
+    plain, small, back = (
+        make_plain(tmp_path / "plain", "qwen3"),
+        tmp_path / "small",
+        tmp_path / "back",
+    )
     convert("hf-to-int4", "--hf_model_path", plain, "--save_path", small, "--group_size", 8, *flags)
     convert("quantised-to-hf", "--hf_model_path", small, "--save_path", back)
-    dequantised = {} if not flags else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    dequantised = (
+        {} if not flags else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    )
     told = []
     for directory, settings in ((small, dequantised), (back, {})):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **settings)
@@ -87,14 +118,20 @@ def test_transformers_computes_with_the_same_weights(flags: tuple[str, ...], tmp
 def test_the_output_layer_of_a_tied_model_is_ignored(
     has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its weight is the embedding's. The library takes it for a Linear layer all the same, and would look for its
-    packed weight if no rule named it."""
+    """Its weight is the embedding's. The library takes it for a Linear layer all the same, and
+    would look for its packed weight if no rule named it."""
     from transformers import AutoModelForCausalLM
 
-    plain, small, back = make_plain(tmp_path / "plain", "qwen3", tie_word_embeddings=True), tmp_path / "small", "back"
+    plain, small, back = (
+        make_plain(tmp_path / "plain", "qwen3", tie_word_embeddings=True),
+        tmp_path / "small",
+        "back",
+    )
     if has_head:
         tensors = tensors_of(plain)
-        write_shards(plain, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, 1)
+        write_shards(
+            plain, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, 1
+        )
     words = ("hf-to-int4", "--hf_model_path", plain, "--save_path", small, "--group_size", 8)
     assert convert(*words, "--ignore", "model.embed_tokens.weight") == 2
     assert "lm_head: the embedding takes its place, and no rule names it" in capsys.readouterr().err
@@ -112,11 +149,25 @@ def test_the_output_layer_of_a_tied_model_is_ignored(
     assert "lm_head" in read_hf_config(small)["quantization_config"]["modules_to_not_convert"]
 
 
-def test_the_report_says_what_was_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_was_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = make_plain(tmp_path / "plain", "glm4_moe", shards=2, first_k_dense_replace=1)
-    assert convert("hf-to-int4", "--hf_model_path", plain, "--save_path", tmp_path / "small", "--group_size", 8) == 0
+    assert (
+        convert(
+            "hf-to-int4",
+            "--hf_model_path",
+            plain,
+            "--save_path",
+            tmp_path / "small",
+            "--group_size",
+            8,
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    # four experts of three weights, three parts each; attention, norms, router and shared experts as they were
+    # four experts of three weights, three parts each; attention, norms, router and shared experts
+    # as they were
     assert "12 weights converted" in said and "layer 1, the first with experts, has" in said
     of_layer = [name for name in tensors_of(tmp_path / "small") if ".layers.1." in name]
     assert f"the first with experts, has {len(of_layer)}" in said and len(of_layer) > 36
@@ -128,17 +179,35 @@ def test_layers_for_multi_token_prediction_come_along(tmp_path: Path) -> None:
     tensors = tensors_of(plain)
     last = [name for name in tensors if ".layers.1." in name]
     layer = {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in last}
-    extra = {name: torch.ones(32, 64).bfloat16() for name in ("eh_proj", "shared_head.head", "embed_tokens")}
+    extra = {
+        name: torch.ones(32, 64).bfloat16()
+        for name in ("eh_proj", "shared_head.head", "embed_tokens")
+    }
     layer |= {f"model.layers.2.{name}.weight": value for name, value in extra.items()}
     write_shards(plain, tensors | layer, 1)
     small, back = tmp_path / "small", tmp_path / "back"
-    rules = ("lm_head", r"re:.*embed_tokens\.weight", r"re:.*mlp\.gate\..*", r"re:.*eh_proj.*", r"re:.*head\.head")
+    rules = (
+        "lm_head",
+        r"re:.*embed_tokens\.weight",
+        r"re:.*mlp\.gate\..*",
+        r"re:.*eh_proj.*",
+        r"re:.*head\.head",
+    )
     words = ("--hf_model_path", plain, "--save_path", small, "--group_size", 8)
-    with pytest.raises(UserError, match=r"model\.layers\.2\.embed_tokens\.weight(.|\n)*no Linear layer"):
-        _quantise(plain, small, Quantisation("compressed-tensors", Int4(8), ("model.embed_tokens", *rules[2:])))
+    with pytest.raises(
+        UserError, match=r"model\.layers\.2\.embed_tokens\.weight(.|\n)*no Linear layer"
+    ):
+        _quantise(
+            plain,
+            small,
+            Quantisation("compressed-tensors", Int4(8), ("model.embed_tokens", *rules[2:])),
+        )
     assert convert("hf-to-int4", *words, "--ignore", *rules) == 0
     stored = tensors_of(small)
-    assert "model.layers.2.eh_proj.weight" in stored and "model.layers.2.mlp.experts.0.up_proj.weight_packed" in stored
+    assert (
+        "model.layers.2.eh_proj.weight" in stored
+        and "model.layers.2.mlp.experts.0.up_proj.weight_packed" in stored
+    )
     assert convert("quantised-to-hf", "--hf_model_path", small, "--save_path", back) == 0
     assert tensors_of(back).keys() == tensors.keys() | layer.keys()
 
@@ -147,7 +216,8 @@ def _quantise(plain: Path, target: Path, quantisation: Quantisation) -> None:
     quantise_directory(plain, target, quantisation)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------
+# -- what is refused
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_wrong_and_a_right_ignore_list_of_experts(tmp_path: Path) -> None:
@@ -159,21 +229,32 @@ def test_a_wrong_and_a_right_ignore_list_of_experts(tmp_path: Path) -> None:
     right = Quantisation("compressed-tensors", Int4(8), recommended(plain_weights(plain)[1]))
     quantise_directory(plain, tmp_path / "small", right)
     stored = tensors_of(tmp_path / "small")
-    assert same_bits(stored["model.layers.0.mlp.gate.weight"], tensors_of(plain)["model.layers.0.mlp.gate.weight"])
+    assert same_bits(
+        stored["model.layers.0.mlp.gate.weight"],
+        tensors_of(plain)["model.layers.0.mlp.gate.weight"],
+    )
     assert "model.layers.0.mlp.experts.3.down_proj.weight_packed" in stored
     # the same model under the wrong list, as another tool may have written it
     config = read_hf_config(tmp_path / "small")
     config["quantization_config"]["ignore"] = list(wrong.ignore)
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"neither ignored nor quantised: model\.layers\.0\.self_attn") as error:
+    with pytest.raises(
+        UserError, match=r"neither ignored nor quantised: model\.layers\.0\.self_attn"
+    ) as error:
         verify(tmp_path / "small")
-    assert "mlp.gate" not in str(error.value)  # the files have it plain: what refuses the list is a launch
+    assert "mlp.gate" not in str(
+        error.value
+    )  # the files have it plain: what refuses the list is a launch
 
 
 def test_groups_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     plain = make_plain(tmp_path / "plain", "llama", intermediate_size=36)
-    with pytest.raises(UserError, match=r"mlp\.down_proj \(36 columns(.|\n)*neither ignored nor possible"):
-        quantise_directory(plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), INT4.ignore[:2]))
+    with pytest.raises(
+        UserError, match=r"mlp\.down_proj \(36 columns(.|\n)*neither ignored nor possible"
+    ):
+        quantise_directory(
+            plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), INT4.ignore[:2])
+        )
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plain"]
 
 
@@ -183,7 +264,10 @@ def test_groups_that_do_not_fit_are_refused_before_anything_is_written(tmp_path:
         (("--ignore", "re:.*"), "nothing of"),
         (("--ignore", "re:("), "no regular expression"),
         (("--ignore", "re:.*q_proj", "model.embed_tokens"), "qkv_proj(.|\n)*one kernel"),
-        (("--ignore", "model.layers.0.mlp.down_proj.weight", "model.embed_tokens"), "without .weight"),
+        (
+            ("--ignore", "model.layers.0.mlp.down_proj.weight", "model.embed_tokens"),
+            "without .weight",
+        ),
         (("--num-layers", "4"), "does not know --num-layers"),
     ],
 )
@@ -198,19 +282,31 @@ def test_rules_that_would_go_wrong_are_named(
     assert re.search(named, capsys.readouterr().err)
 
 
-def test_a_rule_that_names_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rule_that_names_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = make_plain(tmp_path / "plain", "llama")
     rules = ("model.embed_tokens", "model.layers.1", r"re:.*gate_up_proj")
-    quantise_directory(plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), rules))
-    # layer 1 is no module with a weight, and layer 10 would be none of it; engines know gate_up_proj
-    assert "'model.layers.1' of --ignore names nothing" in caplog.text and "gate_up" not in caplog.text
+    quantise_directory(
+        plain, tmp_path / "small", Quantisation("compressed-tensors", Int4(8), rules)
+    )
+    # layer 1 is no module with a weight, and layer 10 would be none of it; engines know
+    # gate_up_proj
+    assert (
+        "'model.layers.1' of --ignore names nothing" in caplog.text and "gate_up" not in caplog.text
+    )
 
 
-def test_sources_and_targets_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_and_targets_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
     words = ("hf-to-fp8", "--hf_model_path")
     assert convert(*words, plain, "--save_path", small) == 0
-    assert convert(*words, plain, "--save_path", small) == 2 and f"{small} exists" in capsys.readouterr().err
+    assert (
+        convert(*words, plain, "--save_path", small) == 2
+        and f"{small} exists" in capsys.readouterr().err
+    )
     assert convert(*words, plain, "--save_path", small, "--force") == 0
     assert convert(*words, small, "--save_path", tmp_path / "x") == 2
     assert "is quantised already" in capsys.readouterr().err
@@ -229,7 +325,10 @@ def test_sources_and_targets_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
         ("scale", r"1 missing: model.layers.1.mlp.down_proj.weight_scale"),
         ("plain", r"neither ignored nor quantised: model.layers.1.mlp.down_proj"),
         ("both", r"quantised although a rule ignores them: lm_head"),
-        ("dtype", r"of another dtype or shape: model.layers.1.mlp.down_proj.weight_packed is int64"),
+        (
+            "dtype",
+            r"of another dtype or shape: model.layers.1.mlp.down_proj.weight_packed is int64",
+        ),
         ("unknown", r"1 unknown: model.layers.9.mlp.down_proj.weight"),
     ],
 )
@@ -249,9 +348,15 @@ def test_damage_is_named(damage: str, named: str, tmp_path: Path) -> None:
                 [tensors.pop(name) for name in list(tensors) if name.startswith(last)]
                 and tensors.update({f"{last}weight": torch.ones(32, 48)})
             ),
-            "both": lambda: tensors.update({"lm_head.weight_packed": torch.ones(49, 4, dtype=torch.int32)}),
-            "dtype": lambda: tensors.update({f"{last}weight_packed": tensors[f"{last}weight_packed"].long()}),
-            "unknown": lambda: tensors.update({"model.layers.9.mlp.down_proj.weight": torch.ones(32, 48)}),
+            "both": lambda: tensors.update(
+                {"lm_head.weight_packed": torch.ones(49, 4, dtype=torch.int32)}
+            ),
+            "dtype": lambda: tensors.update(
+                {f"{last}weight_packed": tensors[f"{last}weight_packed"].long()}
+            ),
+            "unknown": lambda: tensors.update(
+                {"model.layers.9.mlp.down_proj.weight": torch.ones(32, 48)}
+            ),
         }
         changes[damage]()
         write_shards(small, tensors, 3)
@@ -263,15 +368,23 @@ def test_damage_is_named(damage: str, named: str, tmp_path: Path) -> None:
 
 def test_an_index_that_leads_out_of_its_directory_writes_nowhere_else(tmp_path: Path) -> None:
     """A conversion writes files under the names of the source's."""
-    plain, other = make_plain(tmp_path / "here" / "plain", "llama", shards=3), tmp_path / "there" / "other"
+    plain, other = (
+        make_plain(tmp_path / "here" / "plain", "llama", shards=3),
+        tmp_path / "there" / "other",
+    )
     other.mkdir(parents=True)
     index = json.loads((plain / INDEX).read_text())
     first = "model-00001-of-00003.safetensors"
     (plain.parent / "other").mkdir()
     (plain / first).rename(plain.parent / "other" / first)
-    moved = {name: f"../other/{file}" if file == first else file for name, file in index["weight_map"].items()}
+    moved = {
+        name: f"../other/{file}" if file == first else file
+        for name, file in index["weight_map"].items()
+    }
     (plain / INDEX).write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(UserError, match=r"index.json is damaged(.|\n)*'../other/model-00001-of-00003.safetensors'"):
+    with pytest.raises(
+        UserError, match=r"index.json is damaged(.|\n)*'../other/model-00001-of-00003.safetensors'"
+    ):
         quantise_directory(plain, tmp_path / "there" / "small", INT4)
     assert not list(other.iterdir())
 
@@ -290,7 +403,9 @@ def test_scales_in_bfloat16_are_read(tmp_path: Path) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama"), tmp_path / "small"
     quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
     tensors = tensors_of(small)
-    rounded = {name: value.bfloat16() if "scale" in name else value for name, value in tensors.items()}
+    rounded = {
+        name: value.bfloat16() if "scale" in name else value for name, value in tensors.items()
+    }
     write_shards(small, rounded, 1)
     dequantise_directory(small, tmp_path / "back")
     name = "model.layers.0.mlp.up_proj"
@@ -310,30 +425,52 @@ PUBLISHED = {
 def test_fp8_of_compressed_tensors_is_read_with_the_list_that_it_is_published_with(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    """It names no embedding and no router: whoever made the files saw that these are no Linear layers."""
+    """It names no embedding and no router: whoever made the files saw that these are no Linear
+    layers."""
     small, back = make_plain(tmp_path / "small", family), tmp_path / "back"
     scheme, told = PUBLISHED[kind]
     originals = tensors_of(small)
     linears = {
-        one.weight for one in examine(plain_weights(small)[1], Quantisation("fp8", scheme, ("lm_head",))).quantised
+        one.weight
+        for one in examine(
+            plain_weights(small)[1], Quantisation("fp8", scheme, ("lm_head",))
+        ).quantised
     }
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in originals.items():
-        stored |= quantise(name.removesuffix(".weight"), tensor, scheme) if name in linears else {name: tensor}
+        stored |= (
+            quantise(name.removesuffix(".weight"), tensor, scheme)
+            if name in linears
+            else {name: tensor}
+        )
     write_shards(small, stored, 1)
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, **told}}
-    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "symmetric": True, **told},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
     whole = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(whole | {"quantization_config": config | {"ignore": ["lm_head"]}}))
+    (small / "config.json").write_text(
+        json.dumps(whole | {"quantization_config": config | {"ignore": ["lm_head"]}})
+    )
     dequantise_directory(small, back)
     restored = tensors_of(back)
     assert restored.keys() == originals.keys()
     for name, tensor in restored.items():
         module = name.removesuffix(".weight")
-        wanted = dequantise(module, stored, scheme, torch.bfloat16) if name in linears else originals[name]
+        wanted = (
+            dequantise(module, stored, scheme, torch.bfloat16)
+            if name in linears
+            else originals[name]
+        )
         assert same_bits(tensor, wanted), name
     assert not same_bits(
-        restored["model.layers.1.self_attn.q_proj.weight"], originals["model.layers.1.self_attn.q_proj.weight"]
+        restored["model.layers.1.self_attn.q_proj.weight"],
+        originals["model.layers.1.self_attn.q_proj.weight"],
     )
 
 
@@ -344,19 +481,27 @@ def test_numbers_that_are_none_are_not_converted(wrong: float, tmp_path: Path) -
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = wrong
     write_shards(plain, tensors, 1)
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight of .* has NaN"):
-        quantise_directory(plain, tmp_path / "small", Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
+        quantise_directory(
+            plain, tmp_path / "small", Quantisation("fp8", Fp8((16, 16)), ("lm_head",))
+        )
     assert not (tmp_path / "small").exists()
 
 
 def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
-    plain, small, back = make_plain(tmp_path / "plain", "llama"), tmp_path / "small", tmp_path / "back"
+    plain, small, back = (
+        make_plain(tmp_path / "plain", "llama"),
+        tmp_path / "small",
+        tmp_path / "back",
+    )
     quantise_directory(plain, small, Quantisation("fp8", Fp8((16, 16)), ("lm_head",)))
     (small / SINGLE).rename(small / "whole")
     tensors = load_file(small / "whole")
     (small / "whole").unlink()
     ordered = dict(sorted(tensors.items(), key=lambda item: "scale" in item[0]))
     write_shards(small, ordered, 3)
-    assert {"scale" in name for name in load_file(small / "model-00003-of-00003.safetensors")} == {True}
+    assert {"scale" in name for name in load_file(small / "model-00003-of-00003.safetensors")} == {
+        True
+    }
     dequantise_directory(small, back)
     files = {path.name for path in back.glob("*.safetensors")}
     assert files == {f"model-0000{n}-of-00003.safetensors" for n in (1, 2)}
@@ -364,12 +509,14 @@ def test_scales_may_lie_in_another_shard(tmp_path: Path) -> None:
     assert index.keys() == tensors_of(plain).keys() and set(index.values()) == files
 
 
-# -- memory ---------------------------------------------------------------------------------------------
+# -- memory
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_memory_holds_a_weight_not_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of this process that no file stands behind, looked at after each weight of a shard that becomes 50 MB."""
+    """Memory of this process that no file stands behind, looked at after each weight of a shard
+    that becomes 50 MB."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 36, "head_dim": 128}
     plain = make_plain(tmp_path / "plain", "llama", **sizes)
     seen: list[int] = []

@@ -1,4 +1,5 @@
-"""Pushes to an embedded engine of quantised weights: what it holds is what an offline conversion makes, to the bit."""
+"""Pushes to an embedded engine of quantised weights: what it holds is what an offline conversion
+makes, to the bit."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ FAMILY = "qwen3_moe"
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What engines start with, and what the trainer has by now."""
     folder = tmp_path_factory.mktemp("plain")
-    return {name: make_plain(folder / name, FAMILY, seed=seed) for seed, name in enumerate(("start", "trained"))}
+    return {
+        name: make_plain(folder / name, FAMILY, seed=seed)
+        for seed, name in enumerate(("start", "trained"))
+    }
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -53,12 +57,17 @@ def engine(
     folder, port = tmp_path_factory.mktemp("quantised"), free_port()
     for name, directory in plain.items():
         quantise_directory(directory, folder / name, KINDS[request.param])
-    with running(embedded_argv(folder / "start", port, "--device", "cpu"), port, folder / "log") as server:
+    with running(
+        embedded_argv(folder / "start", port, "--device", "cpu"), port, folder / "log"
+    ) as server:
         yield server, folder / "start", tensors_of(folder / "trained")
 
 
 def trainer(directory: Path, dtype: torch.dtype = torch.bfloat16) -> MegatronStub:
-    family, more = family_of(directory), 1 + 2**-11 * (dtype == torch.float32)  # which bfloat16 rounds away
+    family, more = (
+        family_of(directory),
+        1 + 2**-11 * (dtype == torch.float32),
+    )  # which bfloat16 rounds away
     tensors = {name: tensor.to(dtype) * more for name, tensor in tensors_of(directory).items()}
     return MegatronStub(family, family.model_spec(directory), tensors)
 
@@ -72,7 +81,9 @@ def connected(server: Server, served: Path, model: MegatronStub, **flags: Any) -
 
 def held(server: Server) -> dict[str, str]:
     request = urllib.request.Request(
-        f"{server.url}/weights_checker", b'{"action": "fingerprint"}', {"Content-Type": "application/json"}
+        f"{server.url}/weights_checker",
+        b'{"action": "fingerprint"}',
+        {"Content-Type": "application/json"},
     )
     return json.loads(urllib.request.urlopen(request, timeout=60).read())["fingerprints"]
 
@@ -90,7 +101,10 @@ def test_a_push_is_the_offline_conversion(
     server, served, offline = engine
     flags: dict[str, Any] = {"update_weight_buffer_size": 5000}
     if way == "disk":
-        flags |= {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "pushes")}
+        flags |= {
+            "update_weight_transport": "disk",
+            "update_weight_disk_dir": str(tmp_path / "pushes"),
+        }
     if way == "gloo broadcast":
         monkeypatch.setattr(route, "is_local", lambda url: False)
     sync = connected(server, served, trainer(plain["trained"], dtype), **flags)
@@ -98,7 +112,9 @@ def test_a_push_is_the_offline_conversion(
     sync.close()
     assert receipt.transport == way and receipt.full and receipt.num_tensors == len(offline)
     assert set(receipt.checked) == set(offline) and receipt.zeros == ()
-    assert receipt.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in offline.values())
+    assert receipt.nbytes == sum(
+        tensor.numel() * tensor.element_size() for tensor in offline.values()
+    )
     assert held(server) == {name: fingerprint(tensor) for name, tensor in offline.items()}
     if way == "disk":
         [pushed] = (tmp_path / "pushes").iterdir()
@@ -106,7 +122,9 @@ def test_a_push_is_the_offline_conversion(
 
 
 def test_matrices_of_zeros_are_named(
-    engine: tuple[Server, Path, dict[str, torch.Tensor]], plain: dict[str, Path], caplog: pytest.LogCaptureFixture
+    engine: tuple[Server, Path, dict[str, torch.Tensor]],
+    plain: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server, served, _ = engine
     model = trainer(plain["trained"])
@@ -117,22 +135,33 @@ def test_matrices_of_zeros_are_named(
     sync = connected(server, served, model)
     receipt = sync.push()
     sync.close()
-    assert receipt.zeros == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.1.down_proj.weight")
+    assert receipt.zeros == (
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.1.mlp.experts.1.down_proj.weight",
+    )
     assert "matrices of zeros alone: model.layers.0.mlp.gate.weight" in caplog.text
 
 
 def test_a_scale_that_was_not_sent_is_named_and_the_next_push_mends_it(
-    engine: tuple[Server, Path, dict[str, torch.Tensor]], plain: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    engine: tuple[Server, Path, dict[str, torch.Tensor]],
+    plain: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, served, offline = engine
     sync = connected(server, served, trainer(plain["trained"]))
     tensors = sync._exporter.tensors  # type: ignore[union-attr]
 
     def without_one() -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in tensors() if "layers.1.mlp.experts.2.up_proj.weight_scale" not in pair[0])
+        return (
+            pair
+            for pair in tensors()
+            if "layers.1.mlp.experts.2.up_proj.weight_scale" not in pair[0]
+        )
 
     monkeypatch.setattr(sync._exporter, "tensors", without_one)
-    with pytest.raises(WeightMismatch, match=r"layers.1.mlp.experts.2.up_proj.weight_scale\w* was not sent"):
+    with pytest.raises(
+        WeightMismatch, match=r"layers.1.mlp.experts.2.up_proj.weight_scale\w* was not sent"
+    ):
         sync.push()
     monkeypatch.undo()
     assert sync.push().version == 1
@@ -146,7 +175,10 @@ def test_an_ignore_list_that_does_not_fit_is_refused_before_a_push(
     server, served, _ = engine
     config = read_hf_config(served)
     told = config["quantization_config"]
-    told["ignore" if "ignore" in told else "modules_to_not_convert"] = ["model.layers.0.self_attn.q_proj", "lm_head"]
+    told["ignore" if "ignore" in told else "modules_to_not_convert"] = [
+        "model.layers.0.self_attn.q_proj",
+        "lm_head",
+    ]
     sync = WeightSync(make_config(hf_checkpoint=str(served)), [trainer(plain["trained"])], config)
     with pytest.raises(UserError, match=r"qkv_proj(.|\n)*only a part of it is ignored"):
         sync.connect([server.url])
@@ -154,12 +186,18 @@ def test_an_ignore_list_that_does_not_fit_is_refused_before_a_push(
 
 
 def test_sglang_is_refused(
-    engine: tuple[Server, Path, dict[str, torch.Tensor]], plain: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    engine: tuple[Server, Path, dict[str, torch.Tensor]],
+    plain: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, served, _ = engine
     monkeypatch.setattr(route, "are_embedded", lambda infos: False)
-    sync = WeightSync(make_config(hf_checkpoint=str(served)), [trainer(plain["trained"])], read_hf_config(served))
-    with pytest.raises(UserError, match=r"not tried(.|\n)*other versions(.|\n)*--rollout-engine embedded"):
+    sync = WeightSync(
+        make_config(hf_checkpoint=str(served)), [trainer(plain["trained"])], read_hf_config(served)
+    )
+    with pytest.raises(
+        UserError, match=r"not tried(.|\n)*other versions(.|\n)*--rollout-engine embedded"
+    ):
         sync.connect([server.url])
     sync.close()
 
@@ -179,19 +217,28 @@ def test_experts_in_runs_bring_what_single_ones_do(kind: str, plain: dict[str, P
     assert len(runs) > 4 and sorted(together.names()) == sorted(sent)
     apart = {name: tensor for name, tensor in sent.items() if name not in runs}
     apart |= {one: part for name, run in runs.items() for one, part in run.apart(sent[name])}
-    assert apart.keys() == tensors.keys() and all(same_bits(apart[name], part) for name, part in tensors.items())
+    assert apart.keys() == tensors.keys() and all(
+        same_bits(apart[name], part) for name, part in tensors.items()
+    )
     assert single.zeros == ["model.layers.1.mlp.experts.1.down_proj.weight"]
     assert [told for name in together.zeros if (told := ExpertRun.parse(name))] == [
         ExpertRun("model.layers.1.mlp.experts", 0, 3, "down")
     ]
-    assert together.nbytes() >= sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+    assert together.nbytes() >= sum(
+        tensor.numel() * tensor.element_size() for tensor in sent.values()
+    )
 
 
 class InRuns:
     """An exporter whose experts come as one run for each projection of a layer."""
 
     def __init__(self, exporter: Any) -> None:
-        self._exporter, self.family, self.spec, self.nbytes = exporter, exporter.family, exporter.spec, exporter.nbytes
+        self._exporter, self.family, self.spec, self.nbytes = (
+            exporter,
+            exporter.family,
+            exporter.spec,
+            exporter.nbytes,
+        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return in_runs({name: tensor.clone() for name, tensor in self._exporter.tensors()})
@@ -207,6 +254,8 @@ def test_names_are_known_before_anything_is_converted(plain: dict[str, Path]) ->
     export = QuantisedExport(exporter, INT4, torch.bfloat16)
     sent = dict(export.tensors())
     assert sorted(export.names()) == sorted(sent)
-    assert export.nbytes() >= sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+    assert export.nbytes() >= sum(
+        tensor.numel() * tensor.element_size() for tensor in sent.values()
+    )
     follower = QuantisedExport(exporter, INT4, torch.bfloat16, converts=False)
     assert [name for name, _ in follower.tensors()] == exporter.names()

@@ -1,4 +1,5 @@
-"""Conversions that were killed go on where they were, wherever that was; what others left is not taken."""
+"""Conversions that were killed go on where they were, wherever that was; what others left is not
+taken."""
 
 from __future__ import annotations
 
@@ -46,30 +47,40 @@ quantise_directory(source, target, INT4) if way == "there" else dequantise_direc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["there", pytest.param("back", marks=pytest.mark.full)])
-def test_a_conversion_that_was_killed_goes_on(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_was_killed_goes_on(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama", shards=4), tmp_path / "small"
     source, target = plain, small
     if way == "back":
         quantise_directory(plain, small, INT4)
         source, target = small, tmp_path / "back"
-    child = subprocess.run([sys.executable, "-c", _KILLED, source, target, "9", way], cwd=ROOT, capture_output=True)
+    child = subprocess.run(
+        [sys.executable, "-c", _KILLED, source, target, "9", way], cwd=ROOT, capture_output=True
+    )
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     partial = tmp_path / f".{target.name}.partial"
     left = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
     assert 1 <= len(left) < 4 and not target.exists() and list(partial.glob(".*.tmp"))
-    done = quantise_directory(source, target, INT4) if way == "there" else dequantise_directory(source, target)
+    done = (
+        quantise_directory(source, target, INT4)
+        if way == "there"
+        else dequantise_directory(source, target)
+    )
     assert done.kept == len(left) and f"{len(left)} of them from an earlier attempt" in str(done)
     assert {name: (target / name).stat().st_mtime_ns for name in left} == left
     again = tmp_path / "again"
-    quantise_directory(source, again, INT4) if way == "there" else dequantise_directory(source, again)
+    quantise_directory(source, again, INT4) if way == "there" else dequantise_directory(
+        source, again
+    )
     for path in again.iterdir():
         assert path.read_bytes() == (target / path.name).read_bytes(), path.name
     assert {path.name for path in target.iterdir()} == {path.name for path in again.iterdir()}
 
 
 def _dies_at(number: int, work: Callable[[], object]) -> bool:
-    """Work in a process of its own, which ends without a word at its ``number``-th change of a directory; whether there
-    were so many."""
+    """Work in a process of its own, which ends without a word at its ``number``-th change of a
+    directory; whether there were so many."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -93,10 +104,17 @@ def _dies_at(number: int, work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize(
     "has_older",
-    [pytest.param(False, id="alone", marks=pytest.mark.full), pytest.param(True, id="over an older one")],
+    [
+        pytest.param(False, id="alone", marks=pytest.mark.full),
+        pytest.param(True, id="over an older one"),
+    ],
 )
 def test_a_conversion_may_be_killed_between_any_two_steps(has_older: bool, tmp_path: Path) -> None:
-    plain, small, whole = make_plain(tmp_path / "plain", "llama", shards=2), tmp_path / "small", tmp_path / "whole"
+    plain, small, whole = (
+        make_plain(tmp_path / "plain", "llama", shards=2),
+        tmp_path / "small",
+        tmp_path / "whole",
+    )
     fp8 = Quantisation("fp8", Fp8((16, 16)), ("lm_head",))
     quantise_directory(plain, whole, fp8)
     expected = {path.name: path.read_bytes() for path in whole.iterdir()}
@@ -116,7 +134,9 @@ def test_a_conversion_may_be_killed_between_any_two_steps(has_older: bool, tmp_p
     assert number > 12
 
 
-def test_what_another_conversion_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_conversion_left_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, small = make_plain(tmp_path / "plain", "llama", shards=3), tmp_path / "small"
 
     def stops(*arguments: object) -> None:

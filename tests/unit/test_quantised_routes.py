@@ -25,9 +25,19 @@ TRITON = {"version": "0.5.16", "fp8_gemm_runner_backend": "triton"}
 
 
 def groups(size: int, symmetric: bool = True) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, "symmetric": symmetric}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": size,
+        "symmetric": symmetric,
+    }
     scheme = {"targets": ["Linear"], "weights": weights}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": scheme},
+    }
     return {"quantization_config": config}
 
 
@@ -45,7 +55,9 @@ def test_plain_weights_need_no_route() -> None:
     assert quantised_route({"model_type": "qwen3"}, {"version": "0.4.0"}, "disk") is None
 
 
-@pytest.mark.parametrize("config", [BLOCKS, TENSORS, groups(128)], ids=["blocks", "tensors", "INT4"])
+@pytest.mark.parametrize(
+    "config", [BLOCKS, TENSORS, groups(128)], ids=["blocks", "tensors", "INT4"]
+)
 def test_what_was_measured_goes_into_open_layers(config: dict[str, Any]) -> None:
     route = quantised_route({"model_type": "qwen3", **config}, TRITON, "ipc")
     assert route is not None and route.opens
@@ -116,7 +128,9 @@ def test_a_launch_is_refused_before_it_starts(
     }
     flags = dict(flags)
     if groups := flags.pop("groups", None):
-        (tmp_path / "groups.yaml").write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": groups}]}))
+        (tmp_path / "groups.yaml").write_text(
+            json.dumps({"sglang": [{"name": "policy", "server_groups": groups}]})
+        )
         num_gpus = sum(group["num_gpus"] for group in groups)
         words |= {"colocate": True, "sglang_config": str(tmp_path / "groups.yaml")}
         words |= {"actor_num_gpus_per_node": num_gpus, "rollout_num_gpus": num_gpus}
@@ -129,13 +143,24 @@ def test_a_launch_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize("more", [{}, {"debug_rollout_only": True}])
-def test_an_output_layer_that_sglang_holds_plain_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_an_output_layer_that_sglang_holds_plain_is_refused(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     model = hf_config_of("qwen3") | {"tie_word_embeddings": False}
-    words: dict[str, Any] = {"hf_checkpoint": str(tmp_path), "rollout_batch_size": 2, "num_rollout": 1, **more}
-    words |= {"rollout_num_gpus": 1} if more else {"colocate": True, "sglang_fp8_gemm_backend": "triton"}
+    words: dict[str, Any] = {
+        "hf_checkpoint": str(tmp_path),
+        "rollout_batch_size": 2,
+        "num_rollout": 1,
+        **more,
+    }
+    words |= (
+        {"rollout_num_gpus": 1} if more else {"colocate": True, "sglang_fp8_gemm_backend": "triton"}
+    )
     rules = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.gate_proj"]}
     (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": rules}))
-    with pytest.raises(UserError, match=r"output layer \(lm_head\) in FP8 by tensor(.|\n)*drop their scales"):
+    with pytest.raises(
+        UserError, match=r"output layer \(lm_head\) in FP8 by tensor(.|\n)*drop their scales"
+    ):
         check_route(make_config(**words, rollout_engine="sglang"))
     if not more:
         del words["sglang_fp8_gemm_backend"]
@@ -146,7 +171,11 @@ def test_engines_of_another_dtype_than_flags_say_are_refused(tmp_path: Path) -> 
     """The trainer would round to other numbers than pushes bring."""
     (tmp_path / "config.json").write_text(json.dumps({**hf_config_of("qwen3"), **TENSORS}))
     config = make_config(
-        hf_checkpoint=str(tmp_path), rollout_engine="embedded", rollout_batch_size=2, num_rollout=1, bf16=True
+        hf_checkpoint=str(tmp_path),
+        rollout_engine="embedded",
+        rollout_batch_size=2,
+        num_rollout=1,
+        bf16=True,
     )
 
     class Fleet:
@@ -158,6 +187,8 @@ def test_engines_of_another_dtype_than_flags_say_are_refused(tmp_path: Path) -> 
         def get(self, path: str, timeout: float) -> list[dict[str, Any]]:
             return [{"version": "slime-embedded", "device": "cpu", "dtype": self._dtype}]
 
-    assert find_route(config, Fleet("bfloat16"), tmp_path, on_this_node=True).dtype == torch.bfloat16  # type: ignore[arg-type]
+    assert (
+        find_route(config, Fleet("bfloat16"), tmp_path, on_this_node=True).dtype == torch.bfloat16
+    )  # type: ignore[arg-type]
     with pytest.raises(UserError, match="weights of float16, and the trainer those of bfloat16"):
         find_route(config, Fleet("float16"), tmp_path, on_this_node=True)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Random numbers of a run that goes on: the saved states where they fit, else a seed from --seed and the iteration."""
+"""Random numbers of a run that goes on: the saved states where they fit, else a seed from --seed
+and the iteration."""
 
 from __future__ import annotations
 
@@ -59,17 +60,26 @@ def test_the_example() -> None:
     assert doctest.testmod(slime.checkpoints.random_state).failed == 0
 
 
-def test_another_layout_starts_anew_from_seed_and_iteration(model: Path, tmp_path: Path, ranks: Pools) -> None:
-    ranks.run(2, drawn_by_rank, model, {"tensor_model_parallel_size": 2, "save": str(tmp_path)}, (0, 7))
+def test_another_layout_starts_anew_from_seed_and_iteration(
+    model: Path, tmp_path: Path, ranks: Pools
+) -> None:
+    ranks.run(
+        2, drawn_by_rank, model, {"tensor_model_parallel_size": 2, "save": str(tmp_path)}, (0, 7)
+    )
     [(fresh, _)] = ranks.run(1, drawn_by_rank, model, {})
     flags = {"load": str(tmp_path)}
     resumed = {i: ranks.run(1, drawn_by_rank, model, {**flags, "ckpt_step": i}) for i in (0, 7)}
     for iteration, [(numbers, said)] in resumed.items():
-        assert f"from --seed 1234 and iteration {iteration}: the random states were saved at TP 2" in said
+        assert (
+            f"from --seed 1234 and iteration {iteration}: the random states were saved at TP 2"
+            in said
+        )
         assert not set(numbers) & set(fresh), "not those of the start of the run"
     [(numbers, _)] = resumed[7]
     assert not set(numbers) & set(resumed[0][0][0]), "each iteration has its own"
-    assert ranks.run(1, drawn_by_rank, model, {**flags, "ckpt_step": 7}) == resumed[7], "the same at each attempt"
+    assert ranks.run(1, drawn_by_rank, model, {**flags, "ckpt_step": 7}) == resumed[7], (
+        "the same at each attempt"
+    )
     [(other, _)] = ranks.run(1, drawn_by_rank, model, {**flags, "ckpt_step": 7, "seed": 1})
     assert not set(numbers) & set(other)
 
@@ -80,7 +90,9 @@ def test_ranks_of_the_new_layout_share_what_they_must_and_one_says_so(
     ranks.run(1, drawn_by_rank, model, {"save": str(tmp_path)}, (0,))
     flags = {"load": str(tmp_path), "tensor_model_parallel_size": 2}
     (first, said), (second, silent) = ranks.run(2, drawn_by_rank, model, flags)
-    assert first[:3] == second[:3] and first[3] != second[3], "only the tracker gives tensor-parallel ranks their own"
+    assert first[:3] == second[:3] and first[3] != second[3], (
+        "only the tracker gives tensor-parallel ranks their own"
+    )
     assert said.count(SAID) == 1 and "saved at one rank and this is TP 2" in said and not silent
 
 

@@ -42,7 +42,9 @@ def listener(answer: Answer) -> Iterator[str]:
 
 
 def silent(connection: socket.socket) -> None:
-    connection.settimeout(2.0)  # gRPC has had enough after half a second, and keeps the connection for twenty
+    connection.settimeout(
+        2.0
+    )  # gRPC has had enough after half a second, and keeps the connection for twenty
     with suppress(TimeoutError):
         while connection.recv(1024):
             pass
@@ -56,11 +58,14 @@ def gateway(connection: socket.socket) -> None:
 
 @contextmanager
 def grpc_server(answer: Callable[[bytes, grpc.ServicerContext], bytes] | None) -> Iterator[str]:
-    """The address of a server that gives this answer to what Ray's health check asks; None: it is another one."""
+    """The address of a server that gives this answer to what Ray's health check asks; None: it is
+    another one."""
     server = grpc.server(ThreadPoolExecutor(1))
     if answer is not None:
         handlers = {"CheckAlive": grpc.unary_unary_rpc_method_handler(answer)}
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers)])
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers)]
+        )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -100,7 +105,9 @@ def _wants_token(request: bytes, context: grpc.ServicerContext) -> bytes:
 
 
 @pytest.mark.parametrize("answer", [lambda request, context: b"", _wants_token])
-def test_ray_without_its_proxy(answer: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_without_its_proxy(
+    answer: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with grpc_server(answer) as address:
         preflight.check_slots(make_config(ray_address=address))

@@ -21,11 +21,14 @@ from slime.errors import UserError
 from tests.support.processes import ROOT
 
 
-@pytest.mark.parametrize("error", [Exception("The current node timed out during startup.\nmore"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [Exception("The current node timed out during startup.\nmore"), KeyboardInterrupt()]
+)
 def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray raises a bare Exception when a daemon of it is killed while it starts. Ctrl-C stays what it is."""
+    """Ray raises a bare Exception when a daemon of it is killed while it starts. Ctrl-C stays what
+    it is."""
     downs: list[None] = []
 
     def init(**_: Any) -> None:
@@ -34,20 +37,29 @@ def test_a_ray_that_does_not_start_is_explained_and_taken_down(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: downs.append(None))
-    with pytest.raises(type(error) if isinstance(error, KeyboardInterrupt) else UserError) as caught:
+    with pytest.raises(
+        type(error) if isinstance(error, KeyboardInterrupt) else UserError
+    ) as caught:
         ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
     assert downs == [None]
     if isinstance(caught.value, UserError):
-        assert caught.value.why == "The current node timed out during startup." and "again" in caught.value.fix
+        assert (
+            caught.value.why == "The current node timed out during startup."
+            and "again" in caught.value.fix
+        )
 
 
-def test_workers_of_a_local_ray_have_the_priority_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_local_ray_have_the_priority_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str | None] = []
     variable = "RAY_worker_niceness"
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get(variable)))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert ray_session.start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
+    assert ray_session.start_ray(
+        make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1
+    )
     assert seen == ["0"]
 
 
@@ -71,13 +83,22 @@ def test_a_raylet_that_does_not_come_up_is_not_waited_for(
     assert not ray_session.is_starting() and ray_session.services.get_node is is_not_there
 
 
-def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metrics(tmp_path: Path) -> None:
-    given = ["raylet", f"--session_dir={tmp_path}", "--node_id=abc", "--dashboard_agent_command=python agent.py"]
+def test_the_raylet_is_told_of_reserved_ports_and_of_no_agent_that_serves_metrics(
+    tmp_path: Path,
+) -> None:
+    given = [
+        "raylet",
+        f"--session_dir={tmp_path}",
+        "--node_id=abc",
+        "--dashboard_agent_command=python agent.py",
+    ]
     with ray_session._patient(lambda: False):
         command = ray_session._without_dashboard_agent([*given, "--head"])
         ports = {name: reserved.port for name, reserved in ray_session._ports.items()}
     assert command == [*given[:-1], ray_session._NO_AGENT, "--head"]
-    assert {path.name.removesuffix("_abc"): int(path.read_text()) for path in tmp_path.iterdir()} == ports
+    assert {
+        path.name.removesuffix("_abc"): int(path.read_text()) for path in tmp_path.iterdir()
+    } == ports
     assert len(set(ports.values())) == len(ray_session._PORTS) and 52365 not in ports.values()
 
 
@@ -89,7 +110,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_cluster_that_does_not_answer_is_named_at_the_deadline(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_named_at_the_deadline(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_session, "_JOIN_DEADLINE", 0.3)
     with pytest.raises(UserError, match=f"no Ray cluster answers at {silent}") as caught:
         ray_session.start_ray(make_config(ray_address=silent), 1)
@@ -119,7 +142,9 @@ def test_a_run_brings_a_token_where_none_is(
     """Ray asks for one, and would write it into the home folder where there is none."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards, also where it is not there
+        monkeypatch.setenv(
+            name, ""
+        )  # so that it is as before afterwards, also where it is not there
         monkeypatch.delenv(name)
     if "a file" in given:
         (tmp_path / ".ray").mkdir()
@@ -209,4 +234,6 @@ def test_slots_that_others_hold_are_waited_for_aloud(
     monkeypatch.setattr(ray_session, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with caplog.at_level("INFO"), pytest.raises(DeadlinePassed, match="not reserved within 200 s"):
         ray_session._wait_for(Held(), 200.0, lambda: False)  # type: ignore[arg-type]
-    assert [record.args[:2] for record in caplog.records] == [(3, seconds) for seconds in (60.0, 120.0, 180.0)]
+    assert [record.args[:2] for record in caplog.records] == [
+        (3, seconds) for seconds in (60.0, 120.0, 180.0)
+    ]

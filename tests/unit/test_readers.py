@@ -1,4 +1,5 @@
-"""Text files of rows: an index that agrees with reading one row after another, and what is refused and how."""
+"""Text files of rows: an index that agrees with reading one row after another, and what is refused
+and how."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def refusal(path: Any) -> str:
     return said[1]
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
+# -- JSON
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,15 +84,28 @@ def test_utf16_is_named(tmp_path: Path, name: str, encoding: str) -> None:
 
 
 _VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-@given(st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), min_size=1, max_size=4), st.sampled_from([None, 1]))
+@given(
+    st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), min_size=1, max_size=4),
+    st.sampled_from([None, 1]),
+)
 @HERE
-def test_arrays_of_objects_are_read_as_json_reads_them(tmp_path: Path, rows: list[Any], indent: int | None) -> None:
+def test_arrays_of_objects_are_read_as_json_reads_them(
+    tmp_path: Path, rows: list[Any], indent: int | None
+) -> None:
     text = json.dumps(rows, indent=indent, ensure_ascii=indent is None)
     (tmp_path / "a.json").write_text(text, encoding="utf-8", errors="surrogatepass")
     if "\\ud" in text or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
@@ -105,14 +120,17 @@ def test_items_of_an_array_have_their_line(tmp_path: Path) -> None:
     assert rows.where(0) == f"{tmp_path}/a.json:3 (item 1)"
 
 
-@pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', '[{"a": 1}] 3', '[{"a": 1},]', "[{]"])
+@pytest.mark.parametrize(
+    "text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', '[{"a": 1}] 3', '[{"a": 1},]', "[{]"]
+)
 def test_arrays_that_are_no_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match="is no valid JSON"):
         open_rows(str(tmp_path / "a.json"))
 
 
-# -- CSV -------------------------------------------------------------------------------------------------------------
+# -- CSV
+# -------------------------------------------------------------------------------------------------------------
 
 
 @given(st.text(st.sampled_from('ab",\n\r é'), max_size=25))
@@ -121,7 +139,9 @@ def test_csv_is_read_as_python_reads_it_or_refused(tmp_path: Path, text: str) ->
     path = tmp_path / "a.csv"
     path.write_bytes(f"x,y\n{text}".encode())
     try:
-        records = [record for record in csv.reader(io.StringIO(text, newline=""), strict=True) if record]
+        records = [
+            record for record in csv.reader(io.StringIO(text, newline=""), strict=True) if record
+        ]
     except csv.Error:
         with pytest.raises(UserError, match=r"a\.csv:\d+: the row that begins here is no CSV"):
             open_rows(str(path))
@@ -141,7 +161,10 @@ def test_csv_is_read_as_python_reads_it_or_refused(tmp_path: Path, text: str) ->
 
 
 def test_rows_of_csv_have_the_line_that_they_begin_at(tmp_path: Path) -> None:
-    for text in ('a,b\n"1\n2",3\n\n4,5\n', 'a,b\n"1\n2",3\n\n4 "x",5\n'):  # with and without an index by quotes
+    for text in (
+        'a,b\n"1\n2",3\n\n4,5\n',
+        'a,b\n"1\n2",3\n\n4 "x",5\n',
+    ):  # with and without an index by quotes
         (tmp_path / "a.csv").write_text(text)
         rows = open_rows(str(tmp_path / "a.csv"))
         lines = [rows.where(i) for i in range(2)]
@@ -180,22 +203,29 @@ def test_tabs_are_for_tsv(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "a.tsv") == [{"p": "a\tb", "y": "1,5"}]
 
 
-# -- compressed files and other types --------------------------------------------------------------------------------
+# -- compressed files and other types
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv"])
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
 def test_compressed_files_are_read(tmp_path: Path, name: str, suffix: str) -> None:
-    text = {"a.csv": 'p,y\n"q",5.10\n', "a.tsv": "p\ty\nq\t5.10\n"}.get(name, '{"p": "q", "y": "5.10"}')
+    text = {"a.csv": 'p,y\n"q",5.10\n', "a.tsv": "p\ty\nq\t5.10\n"}.get(
+        name, '{"p": "q", "y": "5.10"}'
+    )
     content = (f"[{text}]" if name == "a.json" else text).encode()
-    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": pa.Codec("zstd").compress}[suffix](content)
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": pa.Codec("zstd").compress}[
+        suffix
+    ](content)
     (tmp_path / (name + suffix)).write_bytes(bytes(packed))
     path = tmp_path / (name + suffix)
     assert rows_of(path) == [{"p": "q", "y": "5.10"}] == [row for _, row in iter_rows(str(path))]
 
 
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"a": 1}\n' * 9999)[:-20]])
-def test_a_compressed_file_that_is_none_or_cut_short_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_compressed_file_that_is_none_or_cut_short_is_named(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     assert "cannot be decompressed" in refusal(tmp_path / "a.jsonl.gz")
 
@@ -204,13 +234,19 @@ def test_a_compressed_file_that_is_none_or_cut_short_is_named(tmp_path: Path, co
 def test_other_types_are_refused_with_those_that_are_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"a": 1}\n')
     said = refusal(tmp_path / name)
-    assert "of a type that cannot be read" in said and ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow" in said
+    assert (
+        "of a type that cannot be read" in said
+        and ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow" in said
+    )
 
 
-# -- names of data ---------------------------------------------------------------------------------------------------
+# -- names of data
+# ---------------------------------------------------------------------------------------------------
 
 
-def test_a_path_that_has_a_colon_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_has_a_colon_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("C:rows.jsonl").write_text('{"a": 1}\n')
     Path("12:30").mkdir()
@@ -228,4 +264,9 @@ def test_parts_of_a_path() -> None:
     assert split_name("a/b:test.easy") == ("a/b", "test.easy")
     for path in ("a/b", "a:b/c", "C:\\data", "a:", "train.jsonl"):
         assert split_name(path) == (path, None)
-    assert [row_suffix(path) for path in ("a.json.gz", "a.jsonl", "a.b", "json")] == [".json", ".jsonl", "", ""]
+    assert [row_suffix(path) for path in ("a.json.gz", "a.jsonl", "a.b", "json")] == [
+        ".json",
+        ".jsonl",
+        "",
+        "",
+    ]

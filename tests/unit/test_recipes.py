@@ -1,4 +1,5 @@
-"""The recipes for GPUs: each one's dry run prints a memory plan that fits the GPUs that its page asks for."""
+"""The recipes for GPUs: each one's dry run prints a memory plan that fits the GPUs that its page
+asks for."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RECIPES: dict[str, tuple[str, str, int, int, str, list[str]]] = {
 
 
 def arguments(folder: Path, recipe: str) -> list[str]:
-    """The command of a recipe's dry run, with a model directory that holds its config.json alone."""
+    """The command of a recipe's dry run, with a model directory that holds its config.json
+    alone."""
     path, model, _, size, command, more = RECIPES[recipe]
     (folder / "config.json").write_text(json.dumps(PUBLISHED[model]["config"]))
     data = folder / "train.jsonl"
@@ -62,30 +64,51 @@ def test_smaller_gpus_are_refused(
     assert main([*arguments(tmp_path, recipe), "--gpu-memory-gb", "48"]) == 2
     printed = capsys.readouterr()
     assert "the memory plan does not fit" in printed.err and " !" in printed.out
-    assert main([*arguments(tmp_path, recipe), "--gpu-memory-gb", "48", "--memory-plan", "warn"]) == 0
+    assert (
+        main([*arguments(tmp_path, recipe), "--gpu-memory-gb", "48", "--memory-plan", "warn"]) == 0
+    )
 
 
 def test_every_recipe_for_gpus_is_tried_here() -> None:
-    found = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").glob("qwen3-*/*.yaml")}
+    found = {
+        str(path.relative_to(ROOT / "recipes"))
+        for path in (ROOT / "recipes").glob("qwen3-*/*.yaml")
+    }
     assert found == {recipe[0] for recipe in RECIPES.values()}
     for folder in {(ROOT / "recipes" / name).parent for name in found}:
         assert (folder / "README.md").is_file()
 
 
 @pytest.mark.parametrize(
-    "script", sorted((ROOT / "recipes").glob("qwen3-*/*.sh")), ids=lambda path: str(path.parent.name)
+    "script",
+    sorted((ROOT / "recipes").glob("qwen3-*/*.sh")),
+    ids=lambda path: str(path.parent.name),
 )
 def test_the_scripts_pass_flags_on(script: Path, tmp_path: Path) -> None:
     """As a user starts them: from anywhere, with a model and a data folder of their own."""
     models = {"0.6b": "Qwen/Qwen3-0.6B", "4b": "Qwen/Qwen3-4B", "30b": "Qwen/Qwen3-30B-A3B"}
     model = next(name for size, name in models.items() if f"-{size}" in script.parent.name)
     arguments(tmp_path, next(recipe for recipe, row in RECIPES.items() if row[1] == model))
-    env = {**os.environ, "PYTHON": sys.executable, "MODEL": ".", "GSM8K": ".", "SLIME_NUM_GPUS": "8"}
+    env = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "MODEL": ".",
+        "GSM8K": ".",
+        "SLIME_NUM_GPUS": "8",
+    }
     command = [str(script), "--dry-run", "--gpu-memory-gb", "141", "--num-rollout", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert "num_rollout = 3   (flag)" in done.stdout and f"output_dir = {tmp_path}/outputs" in done.stdout
-    assert f"prompt_data = {tmp_path}/train.jsonl" in done.stdout and f"hf_checkpoint = {tmp_path}" in done.stdout
+    assert (
+        "num_rollout = 3   (flag)" in done.stdout
+        and f"output_dir = {tmp_path}/outputs" in done.stdout
+    )
+    assert (
+        f"prompt_data = {tmp_path}/train.jsonl" in done.stdout
+        and f"hf_checkpoint = {tmp_path}" in done.stdout
+    )
     assert " !" not in done.stdout
 
 
@@ -100,27 +123,37 @@ def test_a_dry_run_tells_that_data_is_missing(
 def test_a_dry_run_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = (
         "import sys; from slime.__main__ import main; status = main(sys.argv[1:]);"
-        "print('heavy:', *sorted({'ray', 'torch', 'transformers', 'megatron'} & set(sys.modules))); sys.exit(status)"
+        "print('heavy:', *sorted({'ray', 'torch', 'transformers', 'megatron'} & "
+        "set(sys.modules))); sys.exit(status)"
     )
     env = {**os.environ, "SLIME_NUM_GPUS": "4"}
     command = [sys.executable, "-c", code, *arguments(tmp_path, "4B on 4")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("heavy:")
 
 
 @pytest.mark.parametrize("recipe", ["smollm2-arithmetic", "smollm2-gsm8k"])
-def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(recipe: str, tmp_path: Path) -> None:
-    """Relative paths in flags are the caller's; the interpreter here only says how it was called."""
+def test_the_small_recipes_run_where_they_are_called_and_keep_what_they_train(
+    recipe: str, tmp_path: Path
+) -> None:
+    """Relative paths in flags are the caller's; the interpreter here only says how it was
+    called."""
     env = {**os.environ, "PYTHON": "/bin/echo", "GSM8K": "words"}
     command = [str(ROOT / "recipes" / recipe / "run.sh"), "--load", "earlier"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=True
+    )
     words = done.stdout.splitlines()[-1].split()
     assert words[:3] == ["-m", "slime", "train"] and words[-2:] == ["--load", "earlier"]
     assert words[words.index("--output-dir") + 1] == str(tmp_path / "outputs")
     assert words[words.index("--hf-checkpoint") + 1] == str(ROOT / "models" / "smollm2")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda path: path.parent.name
+)
 def test_every_recipe_keeps_what_it_trains(path: Path) -> None:
     assert "\nno-save:" not in path.read_text()

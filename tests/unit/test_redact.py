@@ -22,7 +22,15 @@ from slime.observe.output import tolerant_output
 from slime.observe.run_data import Stage
 from slime.observe.run_folder import RunFolder
 from slime.page import stages
-from slime.redact import HIDDEN, Redacting, is_secret, redact_argv, redact_text, redacted, secrets_in
+from slime.redact import (
+    HIDDEN,
+    Redacting,
+    is_secret,
+    redact_argv,
+    redact_text,
+    redacted,
+    secrets_in,
+)
 from tests.support import planted_secrets as planted
 
 
@@ -32,15 +40,27 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(folder: Path) -> Config:
-    given: dict[str, Any] = {"output_dir": str(folder / "outputs"), "run_name": "one", "rm_url": planted.url()}
-    given |= {"wandb_key": planted.SECRETS["flag"], "train_env_vars": planted.variables(), "use_wandb": True}
-    return replace(make_config(label_key="label", input_key="prompt", **given), extra=planted.hooks())
+    given: dict[str, Any] = {
+        "output_dir": str(folder / "outputs"),
+        "run_name": "one",
+        "rm_url": planted.url(),
+    }
+    given |= {
+        "wandb_key": planted.SECRETS["flag"],
+        "train_env_vars": planted.variables(),
+        "use_wandb": True,
+    }
+    return replace(
+        make_config(label_key="label", input_key="prompt", **given), extra=planted.hooks()
+    )
 
 
 def test_every_kind_is_planted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     everything = repr((config.values(), config.extra, planted.environment())).replace("\\n", "\n")
-    assert planted.found_in(everything.encode()) == set(planted.SECRETS) and len(planted.SECRETS) >= 20
+    assert (
+        planted.found_in(everything.encode()) == set(planted.SECRETS) and len(planted.SECRETS) >= 20
+    )
 
 
 def test_no_writer_of_a_run_writes_a_secret(
@@ -50,7 +70,9 @@ def test_no_writer_of_a_run_writes_a_secret(
     for name, value in planted.environment().items():
         monkeypatch.setenv(name, value)
     argv = ["slime", "train", "--wandb-key", planted.SECRETS["flag"], f"--rm-url={planted.url()}"]
-    monkeypatch.setattr("sys.argv", [*argv, "--train-env-vars", json.dumps(planted.variables()), "--lr", "1e-3"])
+    monkeypatch.setattr(
+        "sys.argv", [*argv, "--train-env-vars", json.dumps(planted.variables()), "--lr", "1e-3"]
+    )
     redact.remember(*config.for_hiding())
     run, locks = RunFolder.claim(config)
     with locks:
@@ -75,8 +97,14 @@ def test_no_writer_of_a_run_writes_a_secret(
     shown = json.dumps([stages.settings(stage), stages.crash(run.path), config.describe()])
     assert planted.found_in(shown.encode()) == set() and HIDDEN in config.describe()
     saved = json.loads(run.config_path.read_text())
-    assert saved["extra"]["sort_key"] == planted.CLEAR["sort_key"] and saved["extra"]["eos_token"] == "<|im_end|>"
-    assert saved["data"]["label_key"] == "label" and saved["cluster"]["train_env_vars"]["NCCL_DEBUG"] == "WARN"
+    assert (
+        saved["extra"]["sort_key"] == planted.CLEAR["sort_key"]
+        and saved["extra"]["eos_token"] == "<|im_end|>"
+    )
+    assert (
+        saved["data"]["label_key"] == "label"
+        and saved["cluster"]["train_env_vars"]["NCCL_DEBUG"] == "WARN"
+    )
     assert saved["reward"]["rm_url"] == f"http://me:{HIDDEN}@judge.example/v1?n=3&api_key={HIDDEN}"
     assert "--lr" in (crash / "crash.json").read_text()
 
@@ -88,7 +116,8 @@ def test_what_the_page_reads_of_older_runs_is_hidden_too(tmp_path: Path) -> None
     assert planted.found_in(json.dumps(stages.settings(stage)).encode()) == set()
 
 
-# -- names ----------------------------------------------------------------------------------------------------
+# -- names
+# ----------------------------------------------------------------------------------------------------
 
 SECRET_NAMES = [
     "wandb_key",
@@ -193,20 +222,33 @@ def test_values_that_are_no_secrets(value: Any) -> None:
 
 def test_settings_with_words_of_secrets_in_them() -> None:
     """A system prompt, a template, a stop word: whoever hides them changes the run that goes on."""
-    for text in ("Reply with the password: ", "{% if token %}", "token: <|im_end|>", "--key value", "sk-learn-model/x"):
+    for text in (
+        "Reply with the password: ",
+        "{% if token %}",
+        "token: <|im_end|>",
+        "--key value",
+        "sk-learn-model/x",
+    ):
         assert redacted(text, "system_prompt") == text
 
 
-# -- properties -------------------------------------------------------------------------------------------------
+# -- properties
+# -------------------------------------------------------------------------------------------------
 
 _WORD = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
-_VALUE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=30)
-_TREE = st.recursive(_VALUE, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORD, inner, max_size=3))
+_VALUE = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=30)
+)
+_TREE = st.recursive(
+    _VALUE, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORD, inner, max_size=3)
+)
 _SECRET = st.text("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", min_size=10, max_size=30)
 
 
 @given(_TREE, st.sampled_from(SECRET_NAMES), _SECRET, st.lists(_WORD, max_size=4))
-def test_a_secret_is_hidden_at_any_depth(tree: Any, name: str, secret: str, path: list[str]) -> None:
+def test_a_secret_is_hidden_at_any_depth(
+    tree: Any, name: str, secret: str, path: list[str]
+) -> None:
     value: Any = {name: secret, "beside": tree}
     for key in path:
         value = [{key: value}]

@@ -1,5 +1,6 @@
-"""Command lines of the reference system's scripts, examples and tests: each parses, and its engines' command lines and
-memory plan can be built; or it is refused by the name of what is missing.
+"""Command lines of the reference system's scripts, examples and tests: each parses, and its
+engines' command lines and memory plan can be built; or it is refused by the name of what is
+missing.
 """
 
 from __future__ import annotations
@@ -25,20 +26,34 @@ from slime.models.model_flags import check_model_flags
 from tests.support.hf_configs import PUBLISHED
 
 LINES: list[dict[str, Any]] = [
-    json.loads(line) for line in (Path(__file__).parents[1] / "support/reference_lines.jsonl").read_text().splitlines()
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "support/reference_lines.jsonl")
+    .read_text()
+    .splitlines()
 ]
 #: What is not in this version; a line that asks for it is refused by this name.
 MISSING = (
     *("Qwen3.5 and Qwen3.6", "GLM-5", "on-policy distillation", "the PPO critic"),
-    *("training of multi-token-prediction layers", "ending trainer processes", "the rollout buffer service"),
+    *(
+        "training of multi-token-prediction layers",
+        "ending trainer processes",
+        "the rollout buffer service",
+    ),
     "a lagged copy of the policy",
 )
 #: Lines by name → what they are refused for.
 REFUSED = {
     **dict.fromkeys(
         (
-            *("coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes", "fully_async_run-qwen3.5-9B-fully_async"),
-            *("full_disk_weight_update_0", "qwen3.5_0.8B_gsm8k_async_short_0", "qwen3.5_0.8B_gsm8k_short_0"),
+            *(
+                "coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes",
+                "fully_async_run-qwen3.5-9B-fully_async",
+            ),
+            *(
+                "full_disk_weight_update_0",
+                "qwen3.5_0.8B_gsm8k_async_short_0",
+                "qwen3.5_0.8B_gsm8k_short_0",
+            ),
             *("qwen3.6_35B_A3B_pd_mooncake_0", "run-qwen3.5-35B-A3B-sft"),
         ),
         ("Qwen3.5 and Qwen3.6",),
@@ -57,9 +72,11 @@ REFUSED = {
         *("the rollout buffer service", "a lagged copy of the policy"),
     ),
 }
-#: What is wrong with a line beside: two of its pipeline stages and eight ranks of experts need 16 GPUs.
+#: What is wrong with a line beside: two of its pipeline stages and eight ranks of experts need 16
+#: GPUs.
 CONTRADICTIONS = {"run-glm4.7-30B-A3B": ["8 trainer GPUs cannot be divided by 16"]}
-#: Lines whose engines draft with weights, which no push would update: refused as soon as engines are asked.
+#: Lines whose engines draft with weights, which no push would update: refused as soon as engines
+#: are asked.
 WITH_DRAFTS = {"glm4.7_30B_A3B_pd_mooncake_0", "run-deepseek-r1"}
 #: Beginning of a model's name → the published model whose config.json it has, and what differs.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,11 +163,17 @@ def test_a_line_launches_or_is_refused_by_name(line: dict[str, Any], tmp_path: P
     if line["name"] in REFUSED:
         _, errors = judge_args(argv, line["entry"])
         missing = [error.what for error in errors if error.what.endswith("in this version")]
-        assert [next(name for name in MISSING if name in what) for what in missing] == [*REFUSED[line["name"]]]
-        assert [error.what for error in errors if error.what not in missing] == CONTRADICTIONS.get(line["name"], [])
+        assert [next(name for name in MISSING if name in what) for what in missing] == [
+            *REFUSED[line["name"]]
+        ]
+        assert [error.what for error in errors if error.what not in missing] == CONTRADICTIONS.get(
+            line["name"], []
+        )
         return
     model = config_json(argv, tmp_path)
-    config = parse_args([*argv, "--hf-checkpoint", str(model), "--rollout-engine", "sglang"], entry=line["entry"])
+    config = parse_args(
+        [*argv, "--hf-checkpoint", str(model), "--rollout-engine", "sglang"], entry=line["entry"]
+    )
     spec = family_of(str(model), None).model_spec(str(model))
     check_model_flags(config.megatron, spec)
     check_layout(spec.padded(config.megatron.tensor_model_parallel_size), config)
@@ -170,7 +193,8 @@ def test_refusals_name_only_lines_that_are_there() -> None:
     assert {name for names in REFUSED.values() for name in names} == set(MISSING)
 
 
-# -- what the lines do not show --------------------------------------------------------------------------------------
+# -- what the lines do not show
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +215,9 @@ def test_a_spec_of_a_missing_family_is_refused_by_its_name(module: str, named: s
 
 
 def test_model_flags_alone_name_the_families_that_have_such_layers() -> None:
-    _, errors = judge_args(["--use-gated-attention", "--attention-output-gate", "--apply-layernorm-1p"])
+    _, errors = judge_args(
+        ["--use-gated-attention", "--attention-output-gate", "--apply-layernorm-1p"]
+    )
     (found,) = [error for error in errors if "in this version" in error.what]
     assert found.what == "Qwen3.5, Qwen3.6 and Qwen3-Next are not in this version"
     assert "--attention-output-gate" in found.why
@@ -199,7 +225,9 @@ def test_model_flags_alone_name_the_families_that_have_such_layers() -> None:
 
 def test_the_spec_of_a_family_that_is_built_in_stands_for_its_table() -> None:
     config = make_config(spec=["slime_plugins.models.glm4", "get_glm_spec"])
-    assert config.train.spec == () and any("GLM-4 are built in" in warning for warning in config.warnings)
+    assert config.train.spec == () and any(
+        "GLM-4 are built in" in warning for warning in config.warnings
+    )
 
 
 def test_a_spec_is_a_module_and_a_name() -> None:
@@ -208,10 +236,16 @@ def test_a_spec_is_a_module_and_a_name() -> None:
 
 
 def test_everything_that_is_missing_is_told_at_once() -> None:
-    words = "--use-opd --opd-kl-coef 0.5 --advantage-estimator ppo --lora-rank 8 --sglang-port 1 --num-rollout 1"
+    words = (
+        "--use-opd --opd-kl-coef 0.5 --advantage-estimator ppo --lora-rank 8 --sglang-port 1 "
+        "--num-rollout 1"
+    )
     _, errors = judge_args(words.split())
     told = [error.what for error in errors]
-    assert sum(text.endswith("in this version") for text in told) == 3 and "--sglang-port cannot be set" in told
+    assert (
+        sum(text.endswith("in this version") for text in told) == 3
+        and "--sglang-port cannot be set" in told
+    )
     assert any("--use-opd, --opd-kl-coef" in error.why for error in errors)
 
 
@@ -219,12 +253,19 @@ def test_prefill_servers_become_two_groups() -> None:
     flags: dict[str, Any] = {"rollout_engine": "sglang", "rollout_num_gpus_per_engine": 2}
     config = make_config(**flags, rollout_num_gpus=8, prefill_num_servers=1)
     (model,) = served_models(config, GROUP_RULES)
-    assert [(group.worker_type, group.num_engines) for group in model.groups] == [("prefill", 1), ("decode", 3)]
+    assert [(group.worker_type, group.num_engines) for group in model.groups] == [
+        ("prefill", 1),
+        ("decode", 3),
+    ]
     with pytest.raises(UserError, match="leaves no engine that decodes"):
         make_config(**flags, rollout_num_gpus=4, prefill_num_servers=2)
 
 
-@pytest.mark.parametrize("flag", ["n_samples_per_eval_prompt", "eval_max_response_len", "eval_top_k"])
+@pytest.mark.parametrize(
+    "flag", ["n_samples_per_eval_prompt", "eval_max_response_len", "eval_top_k"]
+)
 def test_settings_of_an_evaluation_that_is_not_there_are_warned_of(flag: str) -> None:
     warnings = make_config(**{flag: 4}).warnings
-    assert any(f"--{flag.replace('_', '-')} has no effect without" in warning for warning in warnings)
+    assert any(
+        f"--{flag.replace('_', '-')} has no effect without" in warning for warning in warnings
+    )

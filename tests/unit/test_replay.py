@@ -1,4 +1,5 @@
-"""Routing replay: the experts of one pass are used again in another, with weights of the current router."""
+"""Routing replay: the experts of one pass are used again in another, with weights of the current
+router."""
 
 from __future__ import annotations
 
@@ -24,7 +25,19 @@ from slime.trainer.megatron.backend import MegatronBackend
 from slime.trainer.megatron.moe_router import choose_experts
 from slime.trainer.megatron.parallel import RankInfo
 from slime.trainer.megatron.replay import RoutingGuide
-from tests.support.parity import CP2, EP2, ETP1, LOSS, PP2, RECOMPUTE, SP, TP2, VIRTUAL, parity_job, worst
+from tests.support.parity import (
+    CP2,
+    EP2,
+    ETP1,
+    LOSS,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TP2,
+    VIRTUAL,
+    parity_job,
+    worst,
+)
 from tests.support.tiny_models import EXPERTS, TOPK, save_moe, save_tiny
 from tests.support.trainer_ranks import Pools, make_batch, trainer_config
 from tests.support.trainers import whole_gradients
@@ -38,7 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_batch(seed: int = 5) -> TrainBatch:
-    """Two samples share a prompt, and the experts of its tokens; each row holds different experts."""
+    """Two samples share a prompt, and the experts of its tokens; each row holds different
+    experts."""
     batch = make_batch(MICRO_BATCHES)
     prompt = torch.arange(20)
     for i in (0, 1):
@@ -64,7 +78,8 @@ def backend_of(model: Path, **flags: Any) -> MegatronBackend:
 
 
 class Watch:
-    """The experts that each layer used, forward passes in order: (layer, gradient enabled, choices)."""
+    """The experts that each layer used, forward passes in order: (layer, gradient enabled,
+    choices)."""
 
     def __init__(self, backend: MegatronBackend) -> None:
         self.seen: list[tuple[int, bool, Tensor]] = []
@@ -99,11 +114,17 @@ def train_pass(backend: MegatronBackend, batch: TrainBatch) -> None:
     data.log_probs = data.rollout_log_probs
     update_module.compute_advantages(backend, batch, data)
     step = batch.steps[0]
-    backend.forward_backward(batch, 0, lambda samples: update_module._loss_inputs(backend, batch, data, step, samples))
+    backend.forward_backward(
+        batch, 0, lambda samples: update_module._loss_inputs(backend, batch, data, step, samples)
+    )
 
 
-@pytest.mark.parametrize("flags", [{}, RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
-def test_training_uses_the_experts_of_the_old_policy_pass(flags: dict[str, Any], model: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [{}, RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]
+)
+def test_training_uses_the_experts_of_the_old_policy_pass(
+    flags: dict[str, Any], model: Path
+) -> None:
     """Also when activations are recomputed, and although the routers have changed in between."""
     backend = backend_of(model, use_routing_replay=True, **flags)
     try:
@@ -117,7 +138,9 @@ def test_training_uses_the_experts_of_the_old_policy_pass(flags: dict[str, Any],
             assert all(torch.equal(a, b) for a, b in zip(choices, recorded[number]))
         backend.log_probs(batch, reference=True)
         chosen_anew = watch.take()
-        assert any(not torch.equal(a, b) for n in recorded for a, b in zip(chosen_anew[n], recorded[n]))
+        assert any(
+            not torch.equal(a, b) for n in recorded for a, b in zip(chosen_anew[n], recorded[n])
+        )
     finally:
         backend.close()
 
@@ -160,7 +183,8 @@ def test_replayed_experts_are_weighted_by_the_current_router(model: Path) -> Non
 
 
 def test_a_whole_update_records_then_replays_then_forgets(model: Path) -> None:
-    """With one step on the policy's own numbers nothing changes; the pass that records is not saved."""
+    """With one step on the policy's own numbers nothing changes; the pass that records is not
+    saved."""
     results = []
     for flags in ({}, {"use_routing_replay": True}):
         backend = backend_of(model, **flags)
@@ -175,7 +199,8 @@ def test_a_whole_update_records_then_replays_then_forgets(model: Path) -> None:
     assert results[0]["train/grad_norm"] == pytest.approx(results[1]["train/grad_norm"], rel=1e-6)
 
 
-# -- experts of the engine ---------------------------------------------------------------------------------------------
+# -- experts of the engine
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [{}, RECOMPUTE])
@@ -193,13 +218,18 @@ def test_training_uses_the_experts_of_the_engine(flags: dict[str, Any], model: P
             for number, choices in by_layer.items():
                 for micro_batch, used in zip(packed, choices, strict=True):
                     table = [batch.routed_experts[i] for i in micro_batch.samples]
-                    table = [row for t in table for row in [*t[:, number - 1], torch.full((TOPK,), -1)]]
+                    table = [
+                        row for t in table for row in [*t[:, number - 1], torch.full((TOPK,), -1)]
+                    ]
                     for row, origin in zip(used, micro_batch.origins.tolist()):
                         assert len(set(row.tolist())) == TOPK
                         assert origin < 0 or row.tolist() == table[origin].tolist()
-        assert packed[0].num_tokens < sum(len(t) - 1 for t in batch.tokens[:2]), "a prompt was shared"
+        assert packed[0].num_tokens < sum(len(t) - 1 for t in batch.tokens[:2]), (
+            "a prompt was shared"
+        )
         assert scores is not None and any(
-            not torch.equal(a, b) for a, b in zip(scores, backend.log_probs(batch, reference=True) or [])
+            not torch.equal(a, b)
+            for a, b in zip(scores, backend.log_probs(batch, reference=True) or [])
         )
     finally:
         backend.close()
@@ -214,7 +244,11 @@ ENGINE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if "SP" in n or "PP" in n else [pytest.mark.full]) for n in ENGINE_LAYOUTS]
+    "name",
+    [
+        pytest.param(n, marks=[] if "SP" in n or "PP" in n else [pytest.mark.full])
+        for n in ENGINE_LAYOUTS
+    ],
 )
 def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
     size, layout = ENGINE_LAYOUTS[name]
@@ -234,13 +268,16 @@ def test_the_engines_experts_at_every_layout(name: str, model: Path, ranks: Pool
 
 @pytest.mark.parametrize("name", ["PP2 virtual", pytest.param("TP2", marks=pytest.mark.full)])
 def test_the_old_policys_experts_at_every_layout(name: str, model: Path, ranks: Pools) -> None:
-    """Over two optimizer steps whose longest micro-batches differ: the second replays what came before the first."""
+    """Over two optimizer steps whose longest micro-batches differ: the second replays what came
+    before the first."""
     layout = {"TP2": TP2, "PP2 virtual": PP2 | VIRTUAL}[name]
     flags = {"hf_checkpoint": str(model), "use_routing_replay": True}
     batch = make_batch([[0, 1], [2, 3], [4], [5]], num_steps=2)
     (single,) = ranks.run(1, replay_job, flags, batch)
     (plain,) = ranks.run(1, replay_job, {"hf_checkpoint": str(model)}, batch)
-    assert worst(single["weights"][_ROUTER], plain["weights"][_ROUTER]) > 1e-4, "the second step chose other experts"
+    assert worst(single["weights"][_ROUTER], plain["weights"][_ROUTER]) > 1e-4, (
+        "the second step chose other experts"
+    )
     for result in ranks.run(2, replay_job, flags | layout, batch):
         for parameter, value in single["weights"].items():
             assert worst(result["weights"][parameter], value) <= 1e-5, parameter
@@ -253,11 +290,16 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     """Gradients, and weights after two steps; passes through `MegatronBackend.train` alone."""
     from slime.checkpoints.hf_io import iter_hf_tensors
 
-    backend = MegatronBackend(trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info)
+    backend = MegatronBackend(
+        trainer_config(**LOSS, **flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
 
     def named() -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+        return {
+            name: tensor.clone()
+            for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+        }
 
     backend.log_probs(batch)  # records
     gradients = whole_gradients(backend, batch, named)
@@ -266,7 +308,8 @@ def replay_job(info: Any, flags: dict[str, Any], batch: TrainBatch) -> dict[str,
     return {"gradients": gradients, "weights": named()}
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +323,19 @@ def guide() -> RoutingGuide:
         (None, "needs the experts that the engine chose"),
         (torch.zeros(23, LAYERS, TOPK), "shape"),
         (torch.zeros(22, LAYERS, TOPK + 1), "shape"),
-        (torch.zeros(21, LAYERS, TOPK), "lack 1 tokens that are trained on (first: token 2 of the response)"),
+        (
+            torch.zeros(21, LAYERS, TOPK),
+            "lack 1 tokens that are trained on (first: token 2 of the response)",
+        ),
         (torch.zeros(0, 0), "lack 3 tokens"),
         (torch.full((22, LAYERS, TOPK), -1), "lack 3 tokens"),
         (torch.full((22, LAYERS, TOPK), -2), "numbers from -2 to -2"),
         ("too large", f"{EXPERTS} experts per layer"),
     ],
 )
-def test_experts_that_cannot_be_replayed_are_refused(experts: Any, said: str, guide: RoutingGuide) -> None:
+def test_experts_that_cannot_be_replayed_are_refused(
+    experts: Any, said: str, guide: RoutingGuide
+) -> None:
     batch = engine_batch()
     assert batch.routed_experts is not None
     if experts is None:
@@ -302,9 +350,13 @@ def test_experts_that_cannot_be_replayed_are_refused(experts: Any, said: str, gu
 
 
 @pytest.mark.parametrize("flag", ["use_routing_replay", "use_rollout_routing_replay"])
-def test_replay_of_a_dense_model_is_refused_before_anything_starts(flag: str, model: Path, tmp_path: Path) -> None:
+def test_replay_of_a_dense_model_is_refused_before_anything_starts(
+    flag: str, model: Path, tmp_path: Path
+) -> None:
     save_tiny("qwen3", tmp_path)
-    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}, but the model has no experts"):
+    with pytest.raises(
+        UserError, match=f"--{flag.replace('_', '-')}, but the model has no experts"
+    ):
         check_architecture(trainer_config(hf_checkpoint=str(tmp_path), **{flag: True}))
     check_architecture(trainer_config(hf_checkpoint=str(model), **{flag: True}))
 
@@ -314,7 +366,8 @@ def test_the_engines_experts_imply_replay() -> None:
     assert not trainer_config().train.use_routing_replay
 
 
-# -- from the engine's answer to the trainer ---------------------------------------------------------------------------
+# -- from the engine's answer to the trainer
+# ---------------------------------------------------------------------------
 
 
 def payload(experts: np.ndarray) -> str:
@@ -326,11 +379,15 @@ def test_a_sample_keeps_the_experts_of_its_answers() -> None:
     first, rest = np.arange(2 * 3 * 2).reshape(2, 3, 2), 100 + np.arange(2 * 3 * 2).reshape(2, 3, 2)
     args = SimpleNamespace(num_layers=3, moe_router_topk=2)
     sample = Sample(tokens=[1, 2])
-    sample.append_response_tokens(args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": payload(first)})
+    sample.append_response_tokens(
+        args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": payload(first)}
+    )
     assert sample.rollout_routed_experts.tolist() == first.tolist()
     more = {"routed_experts": payload(rest), "routed_experts_start_len": 2}
     sample.append_response_tokens(tokens=[4, 5], log_probs=[0.0, 0.0], meta_info=more)
-    assert np.array_equal(sample.rollout_routed_experts.reshape(4, 3, 2), np.concatenate([first, rest]))
+    assert np.array_equal(
+        sample.rollout_routed_experts.reshape(4, 3, 2), np.concatenate([first, rest])
+    )
     sample.reset_response()
     assert sample.rollout_routed_experts is None
 
@@ -340,7 +397,10 @@ def test_a_sample_keeps_the_experts_of_its_answers() -> None:
     [
         ({"routed_experts": "no base64!"}, "cannot be read"),
         ({"routed_experts": payload(np.zeros(7))}, "7 routed experts for 2 tokens"),
-        ({"routed_experts": payload(np.zeros(6)), "routed_experts_start_len": 1}, "none of the tokens before"),
+        (
+            {"routed_experts": payload(np.zeros(6)), "routed_experts_start_len": 1},
+            "none of the tokens before",
+        ),
     ],
 )
 def test_answers_that_do_not_fit_are_refused(meta: dict[str, Any], said: str) -> None:
@@ -350,18 +410,24 @@ def test_answers_that_do_not_fit_are_refused(meta: dict[str, Any], said: str) ->
 
 
 def test_rows_stay_as_the_call_that_sampled_the_next_token_had_them() -> None:
-    """The second call read the first tokens once more, with other weights, and was aborted in the midst of it."""
+    """The second call read the first tokens once more, with other weights, and was aborted in the
+    midst of it."""
     first, cut = np.arange(8).reshape(4, 1, 2), np.full((5, 1, 2), -1)
     cut[0] = 50
     sample = Sample(tokens=[1, 2])
-    sample.append_response_tokens(tokens=[3, 4, 5], log_probs=[0.0] * 3, meta_info={"routed_experts": payload(first)})
+    sample.append_response_tokens(
+        tokens=[3, 4, 5], log_probs=[0.0] * 3, meta_info={"routed_experts": payload(first)}
+    )
     sample.append_response_tokens(tokens=[6], trainable=False)
-    sample.append_response_tokens(tokens=[], log_probs=[], meta_info={"routed_experts": payload(cut)})
+    sample.append_response_tokens(
+        tokens=[], log_probs=[], meta_info={"routed_experts": payload(cut)}
+    )
     assert sample.rollout_routed_experts.tolist() == [*first[:, 0].tolist(), [-1, -1]]
 
 
 def without_some_experts() -> TrainBatch:
-    """`engine_batch`; the third sample ends with two tokens of a tool, the last one's prompt was not computed whole."""
+    """`engine_batch`; the third sample ends with two tokens of a tool, the last one's prompt was
+    not computed whole."""
     batch = engine_batch()
     assert batch.routed_experts is not None
     batch.loss_masks[2][-2:] = 0.0
@@ -377,17 +443,28 @@ def test_tokens_that_the_engine_did_not_compute_are_routed_by_the_trainer(model:
         own: list[Tensor] = []
         assert backend.routing is not None and batch.routed_experts is not None
         for layer in backend.routing.layers:
-            layer.router.register_forward_hook(lambda router, given, _: own.append(router_choice(router, given[0])))
+            layer.router.register_forward_hook(
+                lambda router, given, _: own.append(router_choice(router, given[0]))
+            )
         backend.log_probs(batch)
-        packed, seen, own_by_layer = backend._pack(batch, batch.steps[0].micro_batches), watch.take(), {}
+        packed, seen, own_by_layer = (
+            backend._pack(batch, batch.steps[0].micro_batches),
+            watch.take(),
+            {},
+        )
         for position, number in enumerate(seen):
             own_by_layer[number] = own[position :: len(seen)]
         compared = {True: 0, False: 0}
         for number, choices in seen.items():
-            for used, chosen, micro_batch in zip(choices, own_by_layer[number], packed, strict=True):
+            for used, chosen, micro_batch in zip(
+                choices, own_by_layer[number], packed, strict=True
+            ):
                 table: list[Tensor | None] = []
                 for i in micro_batch.samples:
-                    rows = [None if int(row.min()) < 0 else row for row in batch.routed_experts[i][:, number - 1]]
+                    rows = [
+                        None if int(row.min()) < 0 else row
+                        for row in batch.routed_experts[i][:, number - 1]
+                    ]
                     table += rows + [None] * (len(batch.tokens[i]) - 1 - len(rows))
                     table.append(torch.arange(TOPK))
                 for row, anew, origin in zip(used, chosen, micro_batch.origins.tolist()):

@@ -1,4 +1,5 @@
-"""The report: what of a run is in it, self-contained, closed to hostile text, robust to whatever a run folder lacks.
+"""The report: what of a run is in it, self-contained, closed to hostile text, robust to whatever a
+run folder lacks.
 
 How it looks in a browser: test_report_browser.py.
 """
@@ -46,22 +47,30 @@ def step_row(step: int, stage: str | None = None, **metrics: float | None) -> di
     return {"step": step, "time": 1000.0 + step, "stage": stage, **metrics}
 
 
-def write_run(folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
+def write_run(
+    folder: Path, rows: list[dict[str, Any]], config: dict[str, Any] | None = None
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.json").write_text(json.dumps(config or {}))
     return folder
 
 
-def write_samples(folder: Path, records: list[dict[str, Any]], name: str = "rollout_000000") -> None:
+def write_samples(
+    folder: Path, records: list[dict[str, Any]], name: str = "rollout_000000"
+) -> None:
     (folder / "samples").mkdir(exist_ok=True)
-    (folder / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "samples" / f"{name}.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(documented_names()))
 def test_every_documented_metric_has_a_plain_name(name: str) -> None:
     metric = name.replace("<>", "x")
-    if not metric.startswith(("train/", "rollout/", "eval/", "perf/", "alarm/", "multi_turn/", "passrate/")):
+    if not metric.startswith(
+        ("train/", "rollout/", "eval/", "perf/", "alarm/", "multi_turn/", "passrate/")
+    ):
         return
     title, _ = plain_name(metric)
     assert title[0].isupper() and not re.search(r"[_/]|\s\s|^\s|\s$", title), title
@@ -157,7 +166,9 @@ def parsed(path: Path) -> _Page:
 
 def data_of(path: Path) -> Any:
     """What a report has in it for its page."""
-    found = re.search(r'<script type="text/plain" id="data">([A-Za-z0-9+/=]*)</script>', path.read_text())
+    found = re.search(
+        r'<script type="text/plain" id="data">([A-Za-z0-9+/=]*)</script>', path.read_text()
+    )
     assert found is not None
     return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
@@ -169,11 +180,16 @@ def stage_of(path: Path) -> Any:
 
 
 def test_a_full_run_is_in_the_file(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "demo", full_rows(), {"flags": {"lr": 1e-5}, "origins": {"lr": "flag"}})
+    folder = write_run(
+        tmp_path / "demo", full_rows(), {"flags": {"lr": 1e-5}, "origins": {"lr": "flag"}}
+    )
     data = data_of(write_report(folder))
     (run,), (stage,) = data["runs"]["runs"], data["stages"].values()
     assert (run["name"], run["step"]) == ("demo", 40), "an evaluation before training is no step"
-    assert stage["series"]["eval/arith"] == [[0, 40], [0.3, 0.9]] and len(stage["series"]["train/grad_norm"][0]) == 40
+    assert (
+        stage["series"]["eval/arith"] == [[0, 40], [0.3, 0.9]]
+        and len(stage["series"]["train/grad_norm"][0]) == 40
+    )
     assert stage["settings"] == [{"flag": "lr", "value": "0.00001", "origin": "flag"}]
     assert stage["engines"]["loads"] == {"0": 90, "1": 100}
     assert [layer["name"] for layer in stage["phases"]] == ["generate", "train", "other"]
@@ -182,15 +198,24 @@ def test_a_full_run_is_in_the_file(tmp_path: Path) -> None:
 def test_the_file_needs_no_network_and_allows_no_foreign_script(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo", full_rows())
     content = write_report(folder).read_text()
-    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", content) and '<link rel="stylesheet"' not in content
+    assert (
+        not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", content)
+        and '<link rel="stylesheet"' not in content
+    )
     assert "@import" not in content and "url(" not in content
     policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', content)
-    assert policy is not None and policy[1].startswith("default-src 'none';") and "unsafe" not in policy[1]
+    assert (
+        policy is not None
+        and policy[1].startswith("default-src 'none';")
+        and "unsafe" not in policy[1]
+    )
     for directive, element in (("script-src", '<script type="module">'), ("style-src", "<style>")):
         (text,) = re.findall(f"{element}(.*?)</{element[1:6]}", content, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{directive} 'sha256-{digest}';" in policy[1]
-    assert not re.search(r'^(import|export)\b|from "/', content, re.MULTILINE), "no module is asked for"
+    assert not re.search(r'^(import|export)\b|from "/', content, re.MULTILINE), (
+        "no module is asked for"
+    )
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -208,7 +233,9 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         )
     ]
     folder = write_run(tmp_path / "x", rows)
-    (folder / "config.json").write_text(json.dumps({"flags": {HOSTILE: HOSTILE}, "origins": {HOSTILE: HOSTILE}}))
+    (folder / "config.json").write_text(
+        json.dumps({"flags": {HOSTILE: HOSTILE}, "origins": {HOSTILE: HOSTILE}})
+    )
     stages = {"": {"state": HOSTILE, "host": HOSTILE, "started": 1.0}}
     (folder / "run.json").write_text(json.dumps({"name": HOSTILE, "stages": stages}))
     segment = {"text": HOSTILE, "trained": True, "version": HOSTILE}
@@ -220,7 +247,9 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     write_samples(folder, [record, {**record, "reward": 0.0, "segments": None}])
     write_samples(folder, [record], "eval_000000")
     (folder / "crash" / "t").mkdir(parents=True)
-    (folder / "crash" / "t" / "crash.json").write_text(json.dumps({"error": HOSTILE, "message": HOSTILE}))
+    (folder / "crash" / "t" / "crash.json").write_text(
+        json.dumps({"error": HOSTILE, "message": HOSTILE})
+    )
     page = parsed(write_report(folder))
     assert page.tags.count("script") == 2, "the data and our script, nothing else"
     assert "img" not in page.tags
@@ -245,22 +274,32 @@ def test_what_a_model_wrote_reads_back_and_cannot_leave_its_element(text: str) -
     page = one_file("x", "", packed({"x": text + HOSTILE}))
     inside = page.partition('id="data">')[2].partition("</body>")[0]
     assert inside.count("<") == 1 and inside.endswith("</script>")
-    assert json.loads(gzip.decompress(base64.b64decode(inside[: -len("</script>")]))) == {"x": text + HOSTILE}
+    assert json.loads(gzip.decompress(base64.b64decode(inside[: -len("</script>")]))) == {
+        "x": text + HOSTILE
+    }
 
 
 def test_half_characters_are_told_and_break_nothing(tmp_path: Path) -> None:
-    """A lone surrogate, as a cut answer of a model may have: JSON's escape of it is read by nobody else."""
+    """A lone surrogate, as a cut answer of a model may have: JSON's escape of it is read by nobody
+    else."""
     folder = write_run(tmp_path / "x", full_rows(2))
     (folder / "samples").mkdir()
-    (folder / "samples" / "rollout_000000.jsonl").write_text('{"response": "\\ud83d"}\n{"response": "whole"}\n')
-    assert [row["record"]["response"] for row in stage_of(write_report(folder))["samples"]][-1] == "whole"
+    (folder / "samples" / "rollout_000000.jsonl").write_text(
+        '{"response": "\\ud83d"}\n{"response": "whole"}\n'
+    )
+    assert [row["record"]["response"] for row in stage_of(write_report(folder))["samples"]][
+        -1
+    ] == "whole"
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "x",
         full_rows(2),
-        {"observe": {"wandb_key": "s3cret-value"}, "cluster": {"train_env_vars": {"WANDB_API_KEY": "s3cret-value"}}},
+        {
+            "observe": {"wandb_key": "s3cret-value"},
+            "cluster": {"train_env_vars": {"WANDB_API_KEY": "s3cret-value"}},
+        },
     )
     assert "s3cret-value" not in json.dumps(data_of(write_report(folder)))
 
@@ -270,11 +309,14 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     [
         "",
         '{"step": 1, "ti',
-        '{"step": 1}\n{"step": 2, "rollout/raw_reward": null, "nonfinite": ["rollout/raw_reward"]}\n',
+        '{"step": 1}\n{"step": 2, "rollout/raw_reward": null, "nonfinite": '
+        '["rollout/raw_reward"]}\n',
         '{"step": 1, "rollout/raw_reward": 1.0}\n',
         '{"step": 1, "perf/step_time": 2.0, "perf/rollout_time": 1.0}\n',
-        '{"step": 1, "perf/step_time": 0.0, "train/loss": 5}\n{"step": 2, "perf/step_time": null}\n',
-        '{"no_step": 1}\n[1, 2]\nnull\n{"step": "x"}\n{"step": 3, "train/loss": "text", "rollout/x": [1]}\n',
+        '{"step": 1, "perf/step_time": 0.0, "train/loss": 5}\n{"step": 2, "perf/step_time": '
+        "null}\n",
+        '{"no_step": 1}\n[1, 2]\nnull\n{"step": "x"}\n{"step": 3, "train/loss": "text", '
+        '"rollout/x": [1]}\n',
     ],
 )
 def test_scarce_or_broken_metrics_still_give_a_report(tmp_path: Path, content: str) -> None:
@@ -299,10 +341,15 @@ def test_stages_are_there_newest_first(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     for name in ("sft", "grpo"):
         (folder / f"config.{name}.json").write_text("{}")
-    stages = {"sft": {"state": "finished", "started": 1.0, "ended": 2.0}, "grpo": {"state": "finished", "started": 3.0}}
+    stages = {
+        "sft": {"state": "finished", "started": 1.0, "ended": 2.0},
+        "grpo": {"state": "finished", "started": 3.0},
+    }
     (folder / "run.json").write_text(json.dumps({"name": "demo", "stages": stages}))
     runs = data_of(write_report(folder))["runs"]
-    assert [run["name"] for run in runs["runs"]] == ["demo/grpo", "demo/sft"] and runs["shown"] == "0.grpo"
+    assert [run["name"] for run in runs["runs"]] == ["demo/grpo", "demo/sft"] and runs[
+        "shown"
+    ] == "0.grpo"
     assert [stage.name for stage in read_run(folder).stages] == ["sft", "grpo"]
 
 
@@ -350,7 +397,9 @@ def test_the_report_of_a_run_that_goes_on_costs_less_than_a_hundredth_of_it(
             now += step
     assert written[0] == 0.0
     gaps = [after - before for before, after in itertools.pairwise(written)]
-    assert all(max(10.0, 100 * cost) <= gap <= max(10.0, 100 * cost) + cost + step + 1e-6 for gap in gaps)
+    assert all(
+        max(10.0, 100 * cost) <= gap <= max(10.0, 100 * cost) + cost + step + 1e-6 for gap in gaps
+    )
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
@@ -373,17 +422,25 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
 
 def test_a_folder_whose_name_is_no_unicode(tmp_path: Path) -> None:
     folder = write_run(tmp_path / os.fsdecode(b"run\xff"), full_rows(2))
-    assert data_of(write_report(folder, tmp_path / "out.html"))["runs"]["runs"][0]["name"] == "run\udcff"
+    assert (
+        data_of(write_report(folder, tmp_path / "out.html"))["runs"]["runs"][0]["name"]
+        == "run\udcff"
+    )
 
 
 def test_rows_of_one_step_become_one() -> None:
     rows = [step_row(2, a=1.0), step_row(1, a=0.0), step_row(2, b=2.0, a=3.0)]
-    assert [(row["step"], row["a"], row.get("b")) for row in merge_rows(rows)] == [(1, 0.0, None), (2, 3.0, 2.0)]
+    assert [(row["step"], row["a"], row.get("b")) for row in merge_rows(rows)] == [
+        (1, 0.0, None),
+        (2, 3.0, 2.0),
+    ]
 
 
 def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "x", full_rows(3))
-    (folder / "run.json").write_text(json.dumps({"name": "x", "stages": {"": {"state": "running", "started": 1000.0}}}))
+    (folder / "run.json").write_text(
+        json.dumps({"name": "x", "stages": {"": {"state": "running", "started": 1000.0}}})
+    )
     (stage,) = read_run(folder).stages
     assert stage.summary["state"] == "interrupted" and stage.summary["ended"] == 1003.0
 
@@ -403,15 +460,24 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
 
 
-# -- several runs ---------------------------------------------------------------------------------------------
+# -- several runs
+# ---------------------------------------------------------------------------------------------
 
 
 def compared(tmp_path: Path) -> tuple[Path, Path]:
     """Two runs: other learning rates, other evaluation sets, one shorter; hostile names."""
-    one = {"megatron": {"lr": 1e-5, "seed": 1}, "observe": {"run_name": "one", "wandb_key": "s3cret-value"}}
-    two = {"megatron": {"lr": 1e-6, "seed": 1}, "observe": {"run_name": "two", "wandb_key": "s3cret-other"}}
+    one = {
+        "megatron": {"lr": 1e-5, "seed": 1},
+        "observe": {"run_name": "one", "wandb_key": "s3cret-value"},
+    }
+    two = {
+        "megatron": {"lr": 1e-6, "seed": 1},
+        "observe": {"run_name": "two", "wandb_key": "s3cret-other"},
+    }
     rows = full_rows(10)
-    rows[-1] = {name: value for name, value in rows[-1].items() if name != "eval/arith"} | {"eval/other": 0.1}
+    rows[-1] = {name: value for name, value in rows[-1].items() if name != "eval/arith"} | {
+        "eval/other": 0.1
+    }
     return (
         write_run(tmp_path / "outputs" / "one", full_rows(40), one),
         write_run(tmp_path / "outputs" / "t<b>wo", rows, two),
@@ -425,20 +491,29 @@ def test_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFix
     assert path == tmp_path / "outputs" / "comparison.html"
     assert parsed(path).tags.count("script") == 2
     data = data_of(path)
-    assert data["runs"]["shown"] == "0.,1." and {run["name"] for run in data["runs"]["runs"]} == {"one", "t<b>wo"}
+    assert data["runs"]["shown"] == "0.,1." and {run["name"] for run in data["runs"]["runs"]} == {
+        "one",
+        "t<b>wo",
+    }
     assert len(data["stages"]["0."]["series"]["train/grad_norm"][0]) == 40
     assert len(data["stages"]["1."]["series"]["train/grad_norm"][0]) == 10
-    assert data["differences"] == {"runs": ["0.", "1."], "flags": [{"flag": "lr", "values": ["0.00001", "1e-6"]}]}
+    assert data["differences"] == {
+        "runs": ["0.", "1."],
+        "flags": [{"flag": "lr", "values": ["0.00001", "1e-6"]}],
+    }
     assert "s3cret" not in json.dumps(data)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "demo", full_rows(3)) for parent in ("a", "b")]
     data = data_of(write_comparison(folders, tmp_path / "out.html"))
-    assert {run["name"] for run in data["runs"]["runs"]} == set(map(str, folders)) and not data["differences"]["flags"]
+    assert {run["name"] for run in data["runs"]["runs"]} == set(map(str, folders)) and not data[
+        "differences"
+    ]["flags"]
 
 
-# -- samples ---------------------------------------------------------------------------------------------
+# -- samples
+# ---------------------------------------------------------------------------------------------
 
 
 def rewarded(rewards: list[float | None]) -> list[dict[str, Any]]:
@@ -446,14 +521,22 @@ def rewarded(rewards: list[float | None]) -> list[dict[str, Any]]:
 
 
 def test_groups_that_differ_most_come_first_then_the_best_and_the_worst_in_turns() -> None:
-    groups = [rewarded(r) for r in ([0, 0], [0.5, 0.5], [0, 1], [None], [0.2, 0.8], [1, 1], [0.9, 0.9])]
+    groups = [
+        rewarded(r) for r in ([0, 0], [0.5, 0.5], [0, 1], [None], [0.2, 0.8], [1, 1], [0.9, 0.9])
+    ]
     ordered = [[row["reward"] for row in group] for group in most_telling_first(groups)]
     assert ordered == [[0, 1], [0.2, 0.8], [1, 1], [0, 0], [0.9, 0.9], [0.5, 0.5], [None]]
 
 
 def test_dict_rewards_use_the_reward_key() -> None:
-    assert [reward_of({"reward": {"length": 9, "score": s}}, "score") for s in (0.0, 1.0)] == [0.0, 1.0]
-    assert reward_of({"reward": {"text": "x", "length": 9}}) == 9.0 and reward_of({"reward": "x"}) is None
+    assert [reward_of({"reward": {"length": 9, "score": s}}, "score") for s in (0.0, 1.0)] == [
+        0.0,
+        1.0,
+    ]
+    assert (
+        reward_of({"reward": {"text": "x", "length": 9}}) == 9.0
+        and reward_of({"reward": "x"}) is None
+    )
 
 
 def test_a_small_run_is_there_as_a_whole(tmp_path: Path) -> None:
@@ -464,8 +547,11 @@ def test_a_small_run_is_there_as_a_whole(tmp_path: Path) -> None:
     assert stage["timeline"]["steps"] == [1, 7, 12] and "3 of 12 steps" in stage["timeline"]["note"]
 
 
-def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first rollout to the last, those whose rewards differ most, and both kinds of evaluation answers."""
+def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first rollout to the last, those whose rewards differ most, and both kinds of
+    evaluation answers."""
     run = make_run(tmp_path / "run", rollouts=30, groups=8, size=4)
     held_out = [
         {"group": i, "dataset": name, "reward": float(i == 7), "response": f"{name} {i}"}
@@ -482,8 +568,13 @@ def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, mon
     groups: dict[int, list[Any]] = {}
     for row in rollouts:
         groups.setdefault(row["grp"], []).append(row)
-    assert all(len(group) == 4 and abs(sum(row["above"] for row in group)) < 1e-9 for group in groups.values())
-    assert all(len({row["reward"] for row in group}) == 2 for group in groups.values()), "there are enough that differ"
+    assert all(
+        len(group) == 4 and abs(sum(row["above"] for row in group)) < 1e-9
+        for group in groups.values()
+    )
+    assert all(len({row["reward"] for row in group}) == 2 for group in groups.values()), (
+        "there are enough that differ"
+    )
     answers = [row for row in stage["samples"] if row["kind"] == "eval" and row["step"] == 30]
     assert {(row["dataset"], row["reward"]) for row in answers} >= {
         ("sums", 1),
@@ -493,7 +584,8 @@ def test_of_a_large_run_whole_groups_are_kept_and_it_is_said(tmp_path: Path, mon
     }
     note = stage["steps"]["note"]
     assert note.startswith(
-        f"This file contains {len(stage['samples'])} samples from 8 of 30 steps and 2 of 2 evaluations"
+        f"This file contains {len(stage['samples'])} samples from 8 of 30 steps and 2 of 2 "
+        "evaluations"
     )
     assert f"slime watch {run}" in note
 
@@ -502,26 +594,46 @@ def test_what_training_knew_of_the_tokens_is_with_them(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", full_rows(2))
     tokens = {"text": ["a", "b"], "log_probs": [-1.0, -2.0]}
     records = [
-        {"index": i, "prompt_length": 3, "response_length": 2, "response": "ab", "tokens": tokens} for i in (5, 6)
+        {"index": i, "prompt_length": 3, "response_length": 2, "response": "ab", "tokens": tokens}
+        for i in (5, 6)
     ]
     write_samples(run, records)
-    known = {"index": 5, "total_length": 5, "response_length": 2, "advantages": -0.5, "log_prob_diffs": [0.25, None]}
+    known = {
+        "index": 5,
+        "total_length": 5,
+        "response_length": 2,
+        "advantages": -0.5,
+        "log_prob_diffs": [0.25, None],
+    }
     write_samples(run, [known, {"index": [5], "advantages": 1}], "trained_000000")
     first, second = stage_of(write_report(run))["samples"]
-    assert first["record"]["tokens"] == tokens | {"advantages": [-0.5, -0.5], "log_prob_diffs": [0.25, None]}
+    assert first["record"]["tokens"] == tokens | {
+        "advantages": [-0.5, -0.5],
+        "log_prob_diffs": [0.25, None],
+    }
     assert second["record"]["tokens"] == tokens
 
 
-def test_of_a_group_that_is_too_large_best_and_worst_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_group_that_is_too_large_best_and_worst_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path / "run", full_rows(2))
     records = [
-        {"group": 0, "index": i, "reward": i / 8, "response": "x" * 5000, "tokens": {"text": ["x"], "log_probs": [0]}}
+        {
+            "group": 0,
+            "index": i,
+            "reward": i / 8,
+            "response": "x" * 5000,
+            "tokens": {"text": ["x"], "log_probs": [0]},
+        }
         for i in range(8)
     ]
     write_samples(run, records)
     monkeypatch.setattr(contents, "SAMPLE_BYTES", 9000)
     samples = stage_of(write_report(run))["samples"]
-    assert [row["record"]["index"] for row in samples] == [7, 0] and "tokens" not in samples[0]["record"]
+    assert [row["record"]["index"] for row in samples] == [7, 0] and "tokens" not in samples[0][
+        "record"
+    ]
     assert samples[0]["above"] == pytest.approx(7 / 8 - 3.5 / 8), "against its whole group"
 
 
@@ -540,20 +652,32 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_configuration_files_are_read_as_config_writes_them(tmp_path: Path) -> None:
-    config = make_config(rollout_batch_size=4, num_rollout=10, prompt_data="d", hf_checkpoint="models/tiny", lr=1e-5)
+    config = make_config(
+        rollout_batch_size=4, num_rollout=10, prompt_data="d", hf_checkpoint="models/tiny", lr=1e-5
+    )
     config.save(tmp_path / "config.json")
-    flags = {name: (value, origin) for name, value, origin in flags_with_origins(read_object(tmp_path / "config.json"))}
+    flags = {
+        name: (value, origin)
+        for name, value, origin in flags_with_origins(read_object(tmp_path / "config.json"))
+    }
     assert flags["rollout_batch_size"] == (4, config.origins["rollout_batch_size"])
     assert flags["lr"] == (1e-5, config.origins["lr"])
     assert "origins" not in flags
     folder = write_run(tmp_path / "run", full_rows(3))
     config.save(folder / "config.json")
     page = write_report(folder)
-    assert data_of(page)["runs"]["runs"][0]["facts"][:3] == ["tiny", "GRPO", "4 prompts × 1 samples"]
-    assert "tiny · GRPO · 4 prompts × 1 samples" in page.read_text(), "in words, for who has no script"
+    assert data_of(page)["runs"]["runs"][0]["facts"][:3] == [
+        "tiny",
+        "GRPO",
+        "4 prompts × 1 samples",
+    ]
+    assert "tiny · GRPO · 4 prompts × 1 samples" in page.read_text(), (
+        "in words, for who has no script"
+    )
 
 
-# -- charts ----------------------------------------------------------------------------------------------
+# -- charts
+# ----------------------------------------------------------------------------------------------
 
 
 def test_thinning_keeps_spikes_and_ends() -> None:
@@ -570,7 +694,8 @@ def test_a_long_run_has_few_points_of_few_digits(tmp_path: Path) -> None:
     assert len(steps) <= 602 and steps[-1] == 4999 and set(losses) <= {0.3333333, None}
 
 
-# -- alarms ----------------------------------------------------------------------------------------------
+# -- alarms
+# ----------------------------------------------------------------------------------------------
 
 
 def rows_with(key: str, series: list[float]) -> list[dict[str, Any]]:
@@ -600,7 +725,11 @@ RISE_AND_FALL = [0.2 + 0.6 * math.sin(math.pi * i / 49) for i in range(50)]
             "Trainer and engine drift apart",
         ),
         ("train/train_rollout_logprob_abs_diff", [0.5], "Trainer and engine disagree"),
-        ("rollout/truncated_ratio", [0.1, 0.6, 0.7] + [0.6, 0.7] * 7, "Many responses are truncated"),
+        (
+            "rollout/truncated_ratio",
+            [0.1, 0.6, 0.7] + [0.6, 0.7] * 7,
+            "Many responses are truncated",
+        ),
         ("train/grad_norm", [0.5] * 20 + [40.0], "A gradient spike"),
     ],
 )
@@ -626,13 +755,19 @@ def test_ordinary_curves_raise_none(key: str, series: list[float]) -> None:
 def test_what_was_learnt_since_older_weights_made_a_sample_is_no_disagreement() -> None:
     old = {"train/train_rollout_logprob_abs_diff": 0.5, "rollout/staleness/max": 1.0}
     assert titles([step_row(1, **old)]) == []
-    assert titles([step_row(1, **{**old, "rollout/staleness/max": 0.0})]) == ["Trainer and engine disagree"]
+    assert titles([step_row(1, **{**old, "rollout/staleness/max": 0.0})]) == [
+        "Trainer and engine disagree"
+    ]
 
 
 def test_uneven_engines_slow_data_and_nan() -> None:
-    uneven = [step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})] * 5
+    uneven = [
+        step_row(1, **{f"rollout/engine_load/{i}": n for i, n in enumerate([100.0, 5.0, 5.0, 5.0])})
+    ] * 5
     assert titles(uneven) == ["The engines are not loaded evenly"]
-    assert titles([step_row(1, **{"perf/data_wait_time": 2.0, "perf/step_time": 10.0})] * 5) == ["Data loading is slow"]
+    assert titles([step_row(1, **{"perf/data_wait_time": 2.0, "perf/step_time": 10.0})] * 5) == [
+        "Data loading is slow"
+    ]
     bad = {**step_row(3, **{"train/loss": None}), "nonfinite": ["train/loss"]}
     (alarm,) = find_alarms([bad, {**bad, "step": 7}])
     assert "train/loss (first at step 3)" in alarm.detail

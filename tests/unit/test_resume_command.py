@@ -25,8 +25,12 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "outputs"
 
 
-def write_run(outputs: Path, state: str = "failed", stage: str | None = None, save: str | None = "{run}/ckpt") -> Path:
-    config = make_config(output_dir="outputs", run_name="sums", stage=stage, save=save, num_rollout=4)
+def write_run(
+    outputs: Path, state: str = "failed", stage: str | None = None, save: str | None = "{run}/ckpt"
+) -> Path:
+    config = make_config(
+        output_dir="outputs", run_name="sums", stage=stage, save=save, num_rollout=4
+    )
     folder = outputs / "sums"
     folder.mkdir(parents=True, exist_ok=True)
     config.save(folder / (f"config.{stage}.json" if stage else "config.json"))
@@ -65,7 +69,12 @@ def test_a_run_that_was_moved(outputs: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_said_where_the_first_launch_began_counts_no_more(tmp_path: Path) -> None:
-    given = {"save": str(tmp_path / "own"), "load": str(tmp_path / "other"), "ckpt_step": 7, "finetune": True}
+    given = {
+        "save": str(tmp_path / "own"),
+        "load": str(tmp_path / "other"),
+        "ckpt_step": 7,
+        "finetune": True,
+    }
     config = make_config(num_rollout=4, start_rollout_id=3, **given)
     assert going_on(config) == config, "before the first checkpoint it begins there again"
     complete(tmp_path / "own", 5)
@@ -79,10 +88,19 @@ def test_what_said_where_the_first_launch_began_counts_no_more(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("load", "stays"), [("other", True), ("own", False)])
-def test_the_journal_of_a_run_that_has_no_checkpoint_yet(outputs: Path, load: str, stays: bool) -> None:
-    """--ckpt-step says where in another run this one began; only of its own checkpoints it says to go back."""
+def test_the_journal_of_a_run_that_has_no_checkpoint_yet(
+    outputs: Path, load: str, stays: bool
+) -> None:
+    """--ckpt-step says where in another run this one began; only of its own checkpoints it says to
+    go back."""
     config = make_config(
-        output_dir="outputs", run_name="sums", load=load, ckpt_step=3, save="own", rollout_batch_size=1, num_rollout=4
+        output_dir="outputs",
+        run_name="sums",
+        load=load,
+        ckpt_step=3,
+        save="own",
+        rollout_batch_size=1,
+        num_rollout=4,
     )
     session = Session(going_on(config), StopSignals(), resuming=False)
     session.close()
@@ -95,18 +113,35 @@ def test_the_journal_of_a_run_that_has_no_checkpoint_yet(outputs: Path, load: st
 
 
 def secretive(outputs: Path, **more: Any) -> Path:
-    given = {"output_dir": "outputs", "run_name": "sums", "save": "{run}/ckpt", "num_rollout": 4, "use_wandb": True}
+    given = {
+        "output_dir": "outputs",
+        "run_name": "sums",
+        "save": "{run}/ckpt",
+        "num_rollout": 4,
+        "use_wandb": True,
+    }
     given |= {"rm_url": "https://me:hunter22@judge/v1", "wandb_key": "abcdefgh"}
-    config = make_config(**given, train_env_vars={"MY_TOKEN": "tok-1", "NCCL_DEBUG": "INFO"}, **more)
-    config = replace(config, extra={"judge": {"api_key": "key-2", "name": "j"}, "label_key": "answer"})
+    config = make_config(
+        **given, train_env_vars={"MY_TOKEN": "tok-1", "NCCL_DEBUG": "INFO"}, **more
+    )
+    config = replace(
+        config, extra={"judge": {"api_key": "key-2", "name": "j"}, "label_key": "answer"}
+    )
     folder = outputs / "sums"
     folder.mkdir(parents=True)
     config.save(folder / "config.json")
-    (folder / "run.json").write_text(json.dumps({"name": "sums", "stages": {"": {"state": "failed", "started": 1.0}}}))
+    (folder / "run.json").write_text(
+        json.dumps({"name": "sums", "stages": {"": {"state": "failed", "started": 1.0}}})
+    )
     return folder
 
 
-ALL = {"MY_TOKEN": "t", "JUDGE_API_KEY": "j", "WANDB_API_KEY": "w", "SLIME_RM_URL": "https://me:x@judge/v1"}
+ALL = {
+    "MY_TOKEN": "t",
+    "JUDGE_API_KEY": "j",
+    "WANDB_API_KEY": "w",
+    "SLIME_RM_URL": "https://me:x@judge/v1",
+}
 
 
 def test_all_secrets_that_are_missing_are_named_at_once(
@@ -119,7 +154,10 @@ def test_all_secrets_that_are_missing_are_named_at_once(
     assert not [secret for secret in ("hunter22", "tok-1", "key-2", "abcdefgh") if secret in text]
     before = {path.name for path in folder.iterdir()}
     told = refused(capsys, str(folder))
-    assert all(f"{name} (" in told for name in ALL) and {path.name for path in folder.iterdir()} == before
+    assert (
+        all(f"{name} (" in told for name in ALL)
+        and {path.name for path in folder.iterdir()} == before
+    )
     monkeypatch.setenv("MY_TOKEN", "t")
     assert "MY_TOKEN" not in refused(capsys, str(folder), "--rm-url", "https://judge")
     assert "takes no --lr of this run" in refused(capsys, str(folder), "--lr", "1")
@@ -135,7 +173,10 @@ def test_secrets_come_from_the_environment_and_from_flags(outputs: Path) -> None
     file.write_text("judge: {api_key: from-file}")
     environ = {name: value for name, value in ALL.items() if name != "JUDGE_API_KEY"}
     assert (
-        with_secrets(config, ["--custom-config-path", str(file)], environ, "").extra["judge"]["api_key"] == "from-file"
+        with_secrets(config, ["--custom-config-path", str(file)], environ, "").extra["judge"][
+            "api_key"
+        ]
+        == "from-file"
     )
 
 

@@ -1,4 +1,5 @@
-"""Rewards: what each built-in grader says, and what the pool does with users' functions, hangs and crashes."""
+"""Rewards: what each built-in grader says, and what the pool does with users' functions, hangs and
+crashes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def score(sample: Sample, **flags: Any) -> Any:
     return with_pool(lambda pool: pool.score(sample), **flags)
 
 
-# -- graders ---------------------------------------------------------------------------------------------------------
+# -- graders
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,9 @@ def test_boxed_math_wants_a_box_and_deepscaler_an_end_of_thinking() -> None:
     assert grade_deepscaler("<think>hm</think> 4", "4") == 0.0
 
 
-@given(st.text(st.sampled_from("{}ab\\ "), max_size=12), st.text(st.sampled_from("{}ab"), max_size=8))
+@given(
+    st.text(st.sampled_from("{}ab\\ "), max_size=12), st.text(st.sampled_from("{}ab"), max_size=8)
+)
 def test_the_last_box_is_found_with_balanced_braces(before: str, inside: str) -> None:
     text = f"{before}\\boxed{{{inside}}}"
     found = last_boxed(text)
@@ -143,10 +147,16 @@ def test_dapo_answers_in_plain_form(answer: str, plain: str) -> None:
 
 
 def test_dapo() -> None:
-    assert grade_dapo("Answer: 1\nno\nAnswer: $34$", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert grade_dapo("Answer: 1\nno\nAnswer: $34$", "34") == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "34",
+    }
     assert grade_dapo("Answer: 35", "34")["score"] == -1.0
     assert grade_dapo("34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
-    assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, "only the last 300 characters count"
+    assert grade_dapo("Answer: 34" + " " * 300, "34")["score"] == -1.0, (
+        "only the last 300 characters count"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,11 +176,14 @@ def test_gpqa(response: str, label: Any, metadata: dict[str, Any], reward: float
     assert grade_gpqa(response, label, metadata) == reward
 
 
-# -- which function --------------------------------------------------------------------------------------------------
+# -- which function
+# --------------------------------------------------------------------------------------------------
 
 
 def test_metadata_wins_over_the_flag_and_a_boxed_prefix_works_for_all() -> None:
-    sample = Sample(response=r"so \boxed{red dog}", label="red dog", metadata={"rm_type": "boxed_f1"})
+    sample = Sample(
+        response=r"so \boxed{red dog}", label="red dog", metadata={"rm_type": "boxed_f1"}
+    )
     assert score(sample, rm_type="gpqa") == 1.0
     assert score(Sample(response="red dog", label="red dog"), rm_type="boxed_f1") == 0.0
 
@@ -192,7 +205,8 @@ def test_unknown_types_are_refused_when_the_pool_is_made(rm_type: str, said: str
         score(Sample(index=3))
 
 
-# -- users' functions ------------------------------------------------------------------------------------------------
+# -- users' functions
+# ------------------------------------------------------------------------------------------------
 
 USER_CODE = """
 import asyncio, time
@@ -230,16 +244,33 @@ def test_sync_async_and_per_sample_functions(user: str) -> None:
 
 def test_groups_are_scored_in_one_call_or_one_by_one(user: str) -> None:
     samples = [Sample(index=i, response="x" * i) for i in range(3)]
-    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.batch") == [0, 1, 2]
+    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.batch") == [
+        0,
+        1,
+        2,
+    ]
     samples[1].custom_rm_path = f"{user}.sync"
-    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.length") == [0, 1, 2]
+    assert with_pool(lambda pool: pool.score_group(samples), custom_rm_path=f"{user}.length") == [
+        0,
+        1,
+        2,
+    ]
     with pytest.raises(UserError, match="returned 1 rewards for a list of 3 samples"):
-        with_pool(lambda pool: pool.score_group([Sample() for _ in range(3)]), custom_rm_path=f"{user}.short")
+        with_pool(
+            lambda pool: pool.score_group([Sample() for _ in range(3)]),
+            custom_rm_path=f"{user}.short",
+        )
 
 
 def test_dict_rewards_need_a_key(user: str) -> None:
-    assert score(Sample(), custom_rm_path=f"{user}.scores", reward_key="acc") == {"acc": 1.0, "style": 0.5}
-    with pytest.raises(UserError, match=r"returned a dict for sample 7, and --reward-key is not set\s+why.*acc, style"):
+    assert score(Sample(), custom_rm_path=f"{user}.scores", reward_key="acc") == {
+        "acc": 1.0,
+        "style": 0.5,
+    }
+    with pytest.raises(
+        UserError,
+        match=r"returned a dict for sample 7, and --reward-key is not set\s+why.*acc, style",
+    ):
         score(Sample(index=7), custom_rm_path=f"{user}.scores")
     with pytest.raises(UserError, match="without the key 'accuracy'"):
         score(Sample(), custom_rm_path=f"{user}.scores", reward_key="accuracy")
@@ -267,10 +298,15 @@ def test_a_function_that_hangs_scores_zero_and_is_counted(user: str, name: str) 
         return await pool.score(Sample()), pool.metrics(), pool.metrics()
 
     reward, counted, after = with_pool(use, custom_rm_path=f"{user}.{name}", rm_timeout=0.05)
-    assert (reward, counted["rollout/reward_timeout"], after["rollout/reward_timeout"]) == (0.0, 1.0, 0.0)
+    assert (reward, counted["rollout/reward_timeout"], after["rollout/reward_timeout"]) == (
+        0.0,
+        1.0,
+        0.0,
+    )
 
 
-# -- worker processes ------------------------------------------------------------------------------------------------
+# -- worker processes
+# ------------------------------------------------------------------------------------------------
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -299,7 +335,9 @@ def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() 
         pool = GradingPool(1)
         await pool.grade("math", "1", "1", 20)
         (pid,) = pool.pids
-        slow = r"\boxed{\sum_{k=1}^{10^{9}} \frac{1}{k!}}"  # hours, in code that no exception leaves
+        slow = (
+            r"\boxed{\sum_{k=1}^{10^{9}} \frac{1}{k!}}"  # hours, in code that no exception leaves
+        )
         assert await pool.grade("math", slow, "3", 0.3) == Grade(0.0, "timeout")
         assert await pool.grade("math", "1", "1", 20) == Grade(1.0)
         assert pool.pids != [pid] and not psutil.pid_exists(pid)
@@ -309,8 +347,11 @@ def test_a_request_that_takes_too_long_ends_its_worker_and_the_next_one_works() 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_lost_worker_had_is_graded_by_another(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """Whoever is killed or stopped from outside, an idle one too, has no part in what it was asked."""
+def test_what_a_lost_worker_had_is_graded_by_another(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Whoever is killed or stopped from outside, an idle one too, has no part in what it was
+    asked."""
     monkeypatch.setattr(grading_pool, "_GRACE", 5.0 if number is signal.SIGKILL else 0.1)
 
     async def use() -> None:
@@ -325,7 +366,9 @@ def test_what_a_lost_worker_had_is_graded_by_another(monkeypatch: pytest.MonkeyP
     run(use())
 
 
-def test_what_workers_crash_of_scores_nothing_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_workers_crash_of_scores_nothing_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The second one was not killed by chance."""
     ask = grading_pool._Worker.ask
 
@@ -362,8 +405,14 @@ def test_a_cancelled_request_leaves_no_answer_for_the_next_one() -> None:
 
 def test_workers_import_neither_torch_nor_ray() -> None:
     code = "import sys, math_verify, slime.rollout.rewards.math_grading\n"
-    code += "print([m for m in ('torch', 'ray', 'transformers', 'yaml', 'aiohttp') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    code += (
+        "print([m for m in ('torch', 'ray', 'transformers', 'yaml', 'aiohttp') if m in "
+        "sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )
 
 
 def test_workers_die_with_a_killed_parent() -> None:
@@ -379,11 +428,13 @@ def test_workers_die_with_a_killed_parent() -> None:
         wait_until(lambda: not is_running(worker), "the worker dies with its parent")
 
 
-# -- remote ----------------------------------------------------------------------------------------------------------
+# -- remote
+# ----------------------------------------------------------------------------------------------------------
 
 
 def with_server(answers: list[Any], use: Any) -> Any:
-    """Run ``use(url, requests)`` against a server that gives these answers in turn (a number: that HTTP status)."""
+    """Run ``use(url, requests)`` against a server that gives these answers in turn (a number: that
+    HTTP status)."""
 
     async def run_server() -> Any:
         requests: list[Any] = []
@@ -393,7 +444,11 @@ def with_server(answers: list[Any], use: Any) -> Any:
             answer = answers[min(len(requests), len(answers)) - 1]
             if answer == "hang":
                 await asyncio.sleep(3600)
-            return web.Response(status=answer) if isinstance(answer, int) else web.Response(text=answer)
+            return (
+                web.Response(status=answer)
+                if isinstance(answer, int)
+                else web.Response(text=answer)
+            )
 
         app = web.Application()
         app.router.add_post("/", handle)
@@ -458,13 +513,17 @@ def test_a_remote_model_that_hangs_scores_zero_and_needs_an_address() -> None:
         score(Sample(), rm_type="remote_rm")
 
 
-# -- slime reward ----------------------------------------------------------------------------------------------------
+# -- slime reward
+# ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_scores_rows(user: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_scores_rows(
+    user: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(
-        '{"input": "2+2", "label": "4", "response": "4"}\n{"input": "2+3", "label": "5", "response": "55"}\n'
+        '{"input": "2+2", "label": "4", "response": "4"}\n{"input": "2+3", "label": "5", '
+        '"response": "55"}\n'
     )
     common = ["--prompt-data", str(data), "--label-key", "label"]
     assert reward_cli([*common, "--custom-rm-path", f"{user}.length"]) == 0
@@ -481,7 +540,9 @@ def test_a_row_that_cannot_be_judged_ends_the_command_and_not_the_graders_of_oth
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Instructions are judged by a worker process; the others' rows were on their way to it."""
-    rows = [{"input": "1+1=", "metadata": {"instruction_id_list": ["punctuation:no_comma"]}}] * 8 + [{"input": "1+1="}]
+    rows = [
+        {"input": "1+1=", "metadata": {"instruction_id_list": ["punctuation:no_comma"]}}
+    ] * 8 + [{"input": "1+1="}]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="finds no instructions"):

@@ -1,5 +1,5 @@
-"""The collector: no group lost or duplicated in any order of events, and no influence of that order in
-deterministic mode."""
+"""The collector: no group lost or duplicated in any order of events, and no influence of that order
+in deterministic mode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Setup:
         keep = not self.drop_every or (samples[0].group_index or 0) % self.drop_every != 0
         return DynamicFilterOutput(keep, reason="multiple")
 
-    async def rollouts(self, client: FakeClient, source: FakeSource, rewards: Any, count: int) -> list[Collected]:
+    async def rollouts(
+        self, client: FakeClient, source: FakeSource, rewards: Any, count: int
+    ) -> list[Collected]:
         state = make_state(client, max_new_tokens=MAX_NEW_TOKENS)
         results = []
         for rollout_id in range(count):
@@ -85,7 +87,9 @@ class Setup:
         return results
 
 
-def run(setup: Setup, count: int = 3) -> tuple[list[Collected], FakeClient, FakeSource, FakeRewards]:
+def run(
+    setup: Setup, count: int = 3
+) -> tuple[list[Collected], FakeClient, FakeSource, FakeRewards]:
     async def main() -> tuple[list[Collected], FakeClient, FakeSource, FakeRewards]:
         client, source, rewards = setup.make()
         before = len(asyncio.all_tasks())
@@ -150,14 +154,23 @@ def test_no_sample_is_lost_or_duplicated(setup: Setup, deterministic: bool) -> N
 
 @settings(max_examples=60)
 @given(setup=setups, other=setups)
-def test_deterministic_rollouts_do_not_depend_on_the_order_of_events(setup: Setup, other: Setup) -> None:
+def test_deterministic_rollouts_do_not_depend_on_the_order_of_events(
+    setup: Setup, other: Setup
+) -> None:
     setup.deterministic, setup.fail = True, set()
     outcomes = []
     for twin in (setup, other):
-        setup.turns, setup.reward_turns, setup.max_concurrency = twin.turns, twin.reward_turns, twin.max_concurrency
+        setup.turns, setup.reward_turns, setup.max_concurrency = (
+            twin.turns,
+            twin.reward_turns,
+            twin.max_concurrency,
+        )
         results, _, _, _ = run(setup)
         outcomes.append(
-            [[(s.index, s.tokens, s.reward) for group in result.chosen for s in group.samples] for result in results]
+            [
+                [(s.index, s.tokens, s.reward) for group in result.chosen for s in group.samples]
+                for result in results
+            ]
         )
     assert outcomes[0] == outcomes[1]
 
@@ -201,7 +214,8 @@ def test_partial_rollout_keeps_tokens_and_marks_where_they_began() -> None:
 
 
 def test_what_is_too_old_is_generated_anew() -> None:
-    """Surplus of the first rollout, which would be trained on in the second one without a request."""
+    """Surplus of the first rollout, which would be trained on in the second one without a
+    request."""
     setup = Setup(target=2, draw_size=4, turns=[1], max_age=0)
     [first, second], *_ = run(setup, count=2)
     name = "rollout/num_stale_requeued"
@@ -217,11 +231,17 @@ def test_what_is_generated_anew_begins_with_the_sample_that_was_drawn() -> None:
 
     async def main() -> None:
         await collect_with(client, source, args=args, target=1, draw_size=2)
-        assert [[sample.tokens[:3] for sample in group] for group in source.buffer] == [[[42, 43, 44], [2, 7, ANY]]]
+        assert [[sample.tokens[:3] for sample in group] for group in source.buffer] == [
+            [[42, 43, 44], [2, 7, ANY]]
+        ]
         client.weight_version = 9
         rollout_hooks.calls.clear()
-        again = await collect_with(client, source, args=args, target=1, draw_size=1, versions=Versions(oldest=5))
-        assert again.stale["rollout/num_stale_requeued"] == 1 and [run.index for run in again.chosen] == [1]
+        again = await collect_with(
+            client, source, args=args, target=1, draw_size=1, versions=Versions(oldest=5)
+        )
+        assert again.stale["rollout/num_stale_requeued"] == 1 and [
+            run.index for run in again.chosen
+        ] == [1]
 
     asyncio.run(main())
     assert rollout_hooks.calls == [("drawn", ([2, 7], {}, False, None))]
@@ -253,7 +273,12 @@ def test_what_is_too_old_is_dropped() -> None:
     ],
 )
 def test_a_generate_function_that_brings_older_tokens(
-    monkeypatch: pytest.MonkeyPatch, choice: str, became: str, chosen: list[int], discarded: list[int], back: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    became: str,
+    chosen: list[int],
+    discarded: list[int],
+    back: list[int],
 ) -> None:
     """Group 0 comes with tokens of weights 1, where 2 are asked for."""
     setup = Setup(target=2, draw_size=2, turns=[1], max_age=0, stale_samples=choice)
@@ -263,14 +288,23 @@ def test_a_generate_function_that_brings_older_tokens(
     async def brings(runner: GroupRunner, run: Any) -> None:
         await generate(runner, run)
         for sample in run.samples if run.index == 0 else ():
-            sample.token_spans = [dataclasses.replace(span, weight_version=0) for span in sample.token_spans]
+            sample.token_spans = [
+                dataclasses.replace(span, weight_version=0) for span in sample.token_spans
+            ]
 
     monkeypatch.setattr(GroupRunner, "run", brings)
     [result] = asyncio.run(asyncio.wait_for(setup.rollouts(client, source, rewards, 1), timeout=30))
     assert +result.stale == {f"rollout/num_stale_{became}": 1}
     assert [run.index for run in result.chosen] == chosen and source.discarded == discarded
-    assert [group[0].group_index for group in source.buffer if group[0].group_index in (0, 1)] == back
-    assert all(not sample.response_length for group in source.buffer for sample in group if sample.group_index == 0)
+    assert [
+        group[0].group_index for group in source.buffer if group[0].group_index in (0, 1)
+    ] == back
+    assert all(
+        not sample.response_length
+        for group in source.buffer
+        for sample in group
+        if sample.group_index == 0
+    )
 
 
 def test_a_generate_function_that_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +314,14 @@ def test_a_generate_function_that_brings_nothing_else(monkeypatch: pytest.Monkey
     async def brings(runner: GroupRunner, run: Any) -> None:
         await generate(runner, run)
         for sample in run.samples:
-            sample.token_spans = [dataclasses.replace(span, weight_version=0) for span in sample.token_spans]
+            sample.token_spans = [
+                dataclasses.replace(span, weight_version=0) for span in sample.token_spans
+            ]
 
     monkeypatch.setattr(GroupRunner, "run", brings)
-    with pytest.raises(UserError, match="30 groups in a row were generated with tokens older than --max-staleness"):
+    with pytest.raises(
+        UserError, match="30 groups in a row were generated with tokens older than --max-staleness"
+    ):
         run(Setup(target=2, draw_size=2, turns=[1], max_age=0), count=1)
 
 
@@ -301,7 +339,9 @@ def test_a_slow_judge_does_not_hold_up_the_end() -> None:
         [result] = await asyncio.wait_for(setup.rollouts(client, source, rewards, 1), timeout=10)
         assert result.chosen[0].index == 0
         [[left]] = source.buffer
-        assert left.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) and left.reward is None
+        assert (
+            left.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) and left.reward is None
+        )
         assert rewards.cancelled == {1} and client.num_aborts == 0  # nothing was generating
         calls = len(client.calls)
         rewards.slow.clear()
@@ -340,7 +380,10 @@ def test_failing_groups_are_replaced_and_too_many_stop_the_run() -> None:
 @pytest.mark.parametrize(
     ("cause", "fix"),
     [
-        (FunctionFailed("the reward failed", "KeyError: 'x'", "try slime reward"), "try slime reward"),
+        (
+            FunctionFailed("the reward failed", "KeyError: 'x'", "try slime reward"),
+            "try slime reward",
+        ),
         (FunctionFailed("the reward failed"), "mend what it names"),
         (OSError("no engine"), "mend what it names"),
     ],
@@ -349,7 +392,11 @@ def test_what_stops_the_run_tells_the_remedy_of_what_failed(cause: Exception, fi
     run = GroupRun.of([Sample(index=3)])
     run.executions[0].failure = cause
     error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
-    assert error.fix == fix and "the last one: sample 3 while " in error.why and str(cause.args[0]) in error.why
+    assert (
+        error.fix == fix
+        and "the last one: sample 3 while " in error.why
+        and str(cause.args[0]) in error.why
+    )
 
 
 def test_what_stops_the_run_points_to_the_users_line() -> None:
@@ -359,7 +406,10 @@ def test_what_stops_the_run_points_to_the_users_line() -> None:
     except OSError as error:
         run.executions[0].failure = error
     error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
-    assert error.fix == "mend it at the line below" and "in test_what_stops_the_run_points" in error.__notes__[0]
+    assert (
+        error.fix == "mend it at the line below"
+        and "in test_what_stops_the_run_points" in error.__notes__[0]
+    )
 
 
 def test_an_exhausted_source_is_named() -> None:
@@ -387,7 +437,9 @@ def test_keep_when_insufficient_keeps_rather_than_draws() -> None:
     async def main() -> None:
         setup = Setup(target=2, draw_size=3, group_size=1)
         client, source, rewards = setup.make()
-        setup.drop = lambda args, samples, **kw: DynamicFilterOutput(False, "all", keep_when_insufficient=True)  # type: ignore[method-assign]
+        setup.drop = lambda args, samples, **kw: DynamicFilterOutput(
+            False, "all", keep_when_insufficient=True
+        )  # type: ignore[method-assign]
         setup.drop_every = 1
         [result] = await setup.rollouts(client, source, rewards, 1)
         assert source.drawn == 3 and len(result.chosen) == 2 and result.drops == {"all": 1}
@@ -400,7 +452,9 @@ def test_watchdog_names_who_waits_for_whom() -> None:
         client, source = FakeClient([10**9], max_concurrency=1), FakeSource(2)
         state = make_state(client)
         runner = GroupRunner(state, FakeRewards(), rollout_id=0)
-        collector = Collector(runner, source, target=1, draw_size=1, group_size=2, stall_timeout=0.05)
+        collector = Collector(
+            runner, source, target=1, draw_size=1, group_size=2, stall_timeout=0.05
+        )
         with pytest.raises(RolloutStalled) as caught:
             await asyncio.wait_for(collector.collect(), timeout=20)
         said = str(caught.value)
@@ -438,7 +492,9 @@ def test_mistakes_in_user_code_stop_the_rollout_and_leave_no_task() -> None:
                 raise UserError("the reward of sample is no number")
 
         state = make_state(client, args=hook_args())
-        collector = Collector(GroupRunner(state, Wrong(), rollout_id=0), source, target=2, draw_size=2, group_size=2)
+        collector = Collector(
+            GroupRunner(state, Wrong(), rollout_id=0), source, target=2, draw_size=2, group_size=2
+        )
         with pytest.raises(UserError, match="no number"):
             await collector.collect()
         await asyncio.sleep(0)
@@ -447,7 +503,9 @@ def test_mistakes_in_user_code_stop_the_rollout_and_leave_no_task() -> None:
     asyncio.run(main())
 
 
-async def collect_with(client: FakeClient, source: FakeSource, verdict: Any = None, **options: Any) -> Collected:
+async def collect_with(
+    client: FakeClient, source: FakeSource, verdict: Any = None, **options: Any
+) -> Collected:
     state = make_state(client, args=options.pop("args", None))
     runner = GroupRunner(state, FakeRewards(), rollout_id=0)
     options = {"target": 2, "draw_size": 2, "group_size": source.group_size, **options}
@@ -478,11 +536,15 @@ def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_na
     source = FakeSource(1)
 
     async def main() -> None:
-        args = hook_args(custom_generate_function_path="tests.support.rollout_hooks.first_sample_only")
+        args = hook_args(
+            custom_generate_function_path="tests.support.rollout_hooks.first_sample_only"
+        )
         try:
             client = FakeClient()
             result = await collect_with(client, source, args=args, target=1, abort_timeout=0.05)
-            assert [run.index for run in result.chosen] == [0] and client.slots._value == client.slots.size
+            assert [run.index for run in result.chosen] == [
+                0
+            ] and client.slots._value == client.slots.size
         finally:
             rollout_hooks.let_go.set()
             await asyncio.sleep(0.01)
@@ -491,8 +553,11 @@ def test_a_generate_function_that_ignores_its_cancellation_is_left_behind_and_na
     rollout_hooks.let_go.clear()
     asyncio.run(main())
     [[left]] = source.buffer
-    assert (left.index, left.tokens, left.status) == (1, [2, 7], SampleStatus.PENDING), "what it does is not seen"
+    assert (left.index, left.tokens, left.status) == (1, [2, 7], SampleStatus.PENDING), (
+        "what it does is not seen"
+    )
     assert (
-        "first_sample_only' (--custom-generate-function-path) on sample 1 goes on after it was cancelled" in caplog.text
+        "first_sample_only' (--custom-generate-function-path) on sample 1 goes on after it was "
+        "cancelled" in caplog.text
     )
     assert "await asyncio.sleep(0.001)" in caplog.text, "its stack"

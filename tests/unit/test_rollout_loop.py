@@ -1,4 +1,5 @@
-"""`RolloutLoop` over HTTP on a fake engine: the whole station, and every hook with exactly its contract."""
+"""`RolloutLoop` over HTTP on a fake engine: the whole station, and every hook with exactly its
+contract."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def make(**flags: Any) -> Any:
 
 
 def with_loop(
-    test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]], source: DataSource | None = None, **flags: Any
+    test: Callable[[RolloutLoop, FakeEngine], Awaitable[Any]],
+    source: DataSource | None = None,
+    **flags: Any,
 ) -> Any:
     async def main() -> Any:
         config = make(**flags)
@@ -64,16 +67,23 @@ def generate(rollout_id: int = 0, **flags: Any) -> RolloutFnTrainOutput:
     return with_loop(test, **flags)
 
 
-# -- the built-in rollout --------------------------------------------------------------------------------------
+# -- the built-in rollout
+# --------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_sorted_scored_and_deterministic() -> None:
     outputs = [generate(), generate()]
-    batches = [[(s.index, s.tokens, s.reward) for g in output.samples for s in g.samples] for output in outputs]
+    batches = [
+        [(s.index, s.tokens, s.reward) for g in output.samples for s in g.samples]
+        for output in outputs
+    ]
     assert batches[0] == batches[1]
     assert [index for index, _, _ in batches[0]] == list(range(8))
     for index, tokens, reward in batches[0]:
-        assert tokens[2:] == answer(tokens[:2], sample_seed(42, index), 8)[0] and reward in (0.0, 1.0)
+        assert tokens[2:] == answer(tokens[:2], sample_seed(42, index), 8)[0] and reward in (
+            0.0,
+            1.0,
+        )
     assert [group.index for group in outputs[0].samples] == [0, 1, 2, 3]
 
 
@@ -115,7 +125,10 @@ def test_failing_requests_are_repeated_and_counted(monkeypatch: pytest.MonkeyPat
         engine.failures = 5
         output = await loop.generate_batch(0)
         assert output.metrics is not None
-        assert output.metrics["rollout/retries"] == 5 and output.metrics["rollout/num_failed_groups"] == 0
+        assert (
+            output.metrics["rollout/retries"] == 5
+            and output.metrics["rollout/num_failed_groups"] == 0
+        )
         again = await loop.generate_batch(1)
         assert again.metrics is not None and again.metrics["rollout/retries"] == 0
 
@@ -139,7 +152,13 @@ def test_sampling_parameters_reach_the_engine() -> None:
         assert params["temperature"] == 0.7 and params["top_p"] == 0.9 and params["stop"] == ["END"]
         assert params["max_new_tokens"] == 4  # 6 tokens of context, 2 of prompt
 
-    with_loop(test, rollout_temperature=0.7, rollout_top_p=0.9, rollout_stop=("END",), rollout_max_context_len=6)
+    with_loop(
+        test,
+        rollout_temperature=0.7,
+        rollout_top_p=0.9,
+        rollout_stop=("END",),
+        rollout_max_context_len=6,
+    )
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -147,19 +166,30 @@ def test_over_sampling_over_http_loses_nothing(partial: bool) -> None:
     source = FakeSource(2)
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
-        engine.delay = lambda body: 0.002 * (body["sampling_params"].get("sampling_seed", body["input_ids"][0]) % 17)
+        engine.delay = lambda body: (
+            0.002 * (body["sampling_params"].get("sampling_seed", body["input_ids"][0]) % 17)
+        )
         seen: list[int] = []
         for rollout_id in range(4):
             output = await loop.generate_batch(rollout_id)
             seen += [group.index for group in output.samples]
             assert len(output.samples) == 4
             for group in output.samples:
-                assert all(s.reward is not None and s.status is not SampleStatus.ABORTED for s in group.samples)
+                assert all(
+                    s.reward is not None and s.status is not SampleStatus.ABORTED
+                    for s in group.samples
+                )
         back = [group[0].group_index for group in source.buffer]
         assert sorted(seen + back) == list(range(source.drawn))
         assert engine.in_flight == 0
 
-    with_loop(test, source, over_sampling_batch_size=6, partial_rollout=partial, deterministic_rollout=False)
+    with_loop(
+        test,
+        source,
+        over_sampling_batch_size=6,
+        partial_rollout=partial,
+        deterministic_rollout=False,
+    )
 
 
 def test_partial_rollouts_cannot_be_deterministic() -> None:
@@ -185,7 +215,8 @@ def test_progress_counts_groups_and_tokens() -> None:
 
 
 def test_a_rollout_begins_while_the_last_answers_of_another_are_missing() -> None:
-    """Sixteen slots, eight samples each: the second rollout does not wait for the first one's slow sample."""
+    """Sixteen slots, eight samples each: the second rollout does not wait for the first one's slow
+    sample."""
 
     async def test(loop: RolloutLoop, engine: FakeEngine) -> None:
         slow: list[dict[str, Any]] = []
@@ -195,7 +226,9 @@ def test_a_rollout_begins_while_the_last_answers_of_another_are_missing() -> Non
             return 30.0 if body is slow[0] else 0.0
 
         engine.delay = delay
-        first, second = (asyncio.create_task(loop.generate_batch(rollout_id)) for rollout_id in (0, 1))
+        first, second = (
+            asyncio.create_task(loop.generate_batch(rollout_id)) for rollout_id in (0, 1)
+        )
         assert len((await second).samples) == 4 and not first.done()
         assert loop.progress()["done"] == 3  # of the oldest rollout
         first.cancel()
@@ -258,7 +291,8 @@ def test_rollout_and_evaluation_go_on_beside_each_other(tmp_path: Path) -> None:
     with_loop(test, eval_prompt_data=("a", str(tmp_path / "a.jsonl")), over_sampling_batch_size=8)
 
 
-# -- hooks ---------------------------------------------------------------------------------------------------
+# -- hooks
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_filter_sample_filter_and_all_samples_hook_get_what_they_were_promised() -> None:
@@ -279,7 +313,10 @@ def test_filter_sample_filter_and_all_samples_hook_get_what_they_were_promised()
     filtered = sorted(indices for name, indices in rollout_hooks.calls if name == "drop_odd")
     assert filtered[:3] == [[0, 1], [2, 3], [4, 5]]
     assert calls["remove_first"] == [[0, 1], [4, 5], [8, 9], [12, 13]]
-    assert output.samples[0].samples[0].remove_sample and not output.samples[1].samples[0].remove_sample
+    assert (
+        output.samples[0].samples[0].remove_sample
+        and not output.samples[1].samples[0].remove_sample
+    )
     seen, given_source = calls["see_all"]
     assert given_source is source and seen == filtered
     assert output.metrics["rollout/dynamic_filter/drop_unnamed"] == len(source.discarded) >= 3
@@ -294,7 +331,12 @@ def test_the_log_function_gets_its_arguments_and_replaces_the_default_log() -> N
 
 def test_what_a_plugins_log_function_logs_are_the_rollouts_metrics() -> None:
     """Also without engines, where there is no state of a rollout."""
-    own = {"mine/reward_mean": 0.5, "mine/reward_median": 0.5, "mine/reward_max": 1.0, "mine/reward_min": 0.0}
+    own = {
+        "mine/reward_mean": 0.5,
+        "mine/reward_median": 0.5,
+        "mine/reward_max": 1.0,
+        "mine/reward_min": 0.0,
+    }
     path = HOOKS + "log_as_plugins_do"
     output = generate(3, custom_rollout_log_function_path=path)
     assert output.metrics == own
@@ -306,7 +348,11 @@ def test_what_a_plugins_log_function_logs_are_the_rollouts_metrics() -> None:
 
 def test_what_a_plugin_logs_while_it_generates_is_added_to_the_metrics() -> None:
     output = generate(3, custom_generate_function_path=HOOKS + "logs_while_it_generates")
-    assert output.metrics is not None and output.metrics["mine/answers"] == 8 and "rollout/retries" in output.metrics
+    assert (
+        output.metrics is not None
+        and output.metrics["mine/answers"] == 8
+        and "rollout/retries" in output.metrics
+    )
 
 
 def test_metrics_that_are_logged_where_no_rollout_runs_are_warned_of(
@@ -314,7 +360,9 @@ def test_metrics_that_are_logged_where_no_rollout_runs_are_warned_of(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
     monkeypatch.setattr("slime.rollout.generate._newest", [])
-    contextvars.Context().run(importlib.import_module("slime.utils.logging_utils").log, None, {"a/b": 1}, "a/step")
+    contextvars.Context().run(
+        importlib.import_module("slime.utils.logging_utils").log, None, {"a/b": 1}, "a/step"
+    )
     assert "metrics that were logged outside of a rollout are lost: a/b" in caplog.text
 
 
@@ -361,10 +409,16 @@ def test_existing_plugins_find_their_imports_and_the_router() -> None:
     output = with_loop(test, TextSource(2), custom_generate_function_path=path)
     for group in output.samples:
         for sample in group.samples:
-            assert sample.tokens == [97, 98, *answer([97, 98], sample_seed(42, sample.index or 0), 8)[0]]
+            assert sample.tokens == [
+                97,
+                98,
+                *answer([97, 98], sample_seed(42, sample.index or 0), 8)[0],
+            ]
 
 
-def test_the_built_in_rollout_draws_from_the_source_it_is_given_with_the_runs_own_parameters() -> None:
+def test_the_built_in_rollout_draws_from_the_source_it_is_given_with_the_runs_own_parameters() -> (
+    None
+):
     output = generate(rollout_function_path=HOOKS + "rollout_after_a_trial")
     assert rollout_hooks.calls == [("params", 8)]
     samples = [sample for group in output.samples for sample in group.samples]
@@ -379,15 +433,22 @@ def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None
         assert all(s.reward in (0.0, 1.0) and s.tokens[2:] for s in group.samples)
 
 
-# -- dumps ---------------------------------------------------------------------------------------------------
+# -- dumps
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_dumps_come_back_as_the_same_groups(tmp_path: Path) -> None:
     pattern = str(tmp_path / "dumps" / "{rollout_id:04d}.pt")
-    output = generate(3, save_debug_rollout_data=pattern, custom_generate_function_path=HOOKS + "fan_out")
+    output = generate(
+        3, save_debug_rollout_data=pattern, custom_generate_function_path=HOOKS + "fan_out"
+    )
     loaded = load_rollout(make(load_debug_rollout_data=pattern), 3)
-    assert loaded == output.samples and loaded[0].num_executions == 2 and len(loaded[0].samples) == 4
-    half = load_rollout(make(load_debug_rollout_data=pattern, load_debug_rollout_data_subsample=0.5), 3)
+    assert (
+        loaded == output.samples and loaded[0].num_executions == 2 and len(loaded[0].samples) == 4
+    )
+    half = load_rollout(
+        make(load_debug_rollout_data=pattern, load_debug_rollout_data_subsample=0.5), 3
+    )
     assert len(half) == 2 and all(group in loaded for group in half)
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["0003.pt"]
 

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from slime.samples.batch import StepPlan, TrainBatch
 from slime.trainer.records import RolloutTensors
-from slime.trainer.rollout_metrics import mean_of_steps, quantisation_metrics, rollout_metrics, worst_mismatch
+from slime.trainer.rollout_metrics import (
+    mean_of_steps,
+    quantisation_metrics,
+    rollout_metrics,
+    worst_mismatch,
+)
 from tests.support.trainer_ranks import trainer_config
 
 #: Two executions of two and three tokens; the first of the second one is not trained.
@@ -51,7 +56,9 @@ def test_means_are_over_trained_tokens_and_each_execution_counts_alike() -> None
     assert rollout_metrics(trainer_config(), ranks(), batch(), data(**columns)) == pytest.approx(
         {"rollout/log_probs": (-2.0 - 3.0) / 2, "rollout/advantages": (2.0 + 1.0) / 2}
     )
-    assert rollout_metrics(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
+    assert (
+        rollout_metrics(trainer_config(), ranks(has_output=False), batch(), data(**columns)) == {}
+    )
     assert rollout_metrics(trainer_config(), ranks(), batch(), data()) == {}
 
 
@@ -94,10 +101,23 @@ def test_what_the_format_moves_and_what_trainer_and_engine_differ_by() -> None:
 
 def test_steps_are_averaged_and_counted() -> None:
     steps = [
-        {"train/loss": 1.0, "train/lr-pg_0": 0.1, "train/skipped": 1.0, "train/train_rollout_logprob_abs_diff": 0.25},
-        {"train/loss": 2.0, "train/lr-pg_0": 0.2, "train/skipped": 1.0, "train/train_rollout_logprob_abs_diff": 0.75},
+        {
+            "train/loss": 1.0,
+            "train/lr-pg_0": 0.1,
+            "train/skipped": 1.0,
+            "train/train_rollout_logprob_abs_diff": 0.25,
+        },
+        {
+            "train/loss": 2.0,
+            "train/lr-pg_0": 0.2,
+            "train/skipped": 1.0,
+            "train/train_rollout_logprob_abs_diff": 0.75,
+        },
     ]
     expected = {"train/loss": 1.5, "train/lr-pg_0": 0.2, "train/skipped_steps": 2.0}
     assert mean_of_steps(steps) == {**expected, "train/train_rollout_logprob_abs_diff": 0.5}
-    assert mean_of_steps(steps, first_only=True) == {**expected, "train/train_rollout_logprob_abs_diff": 0.25}
+    assert mean_of_steps(steps, first_only=True) == {
+        **expected,
+        "train/train_rollout_logprob_abs_diff": 0.25,
+    }
     assert mean_of_steps([]) == {}

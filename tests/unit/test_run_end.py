@@ -1,4 +1,5 @@
-"""A run that ends early while a checkpoint is written behind training: it becomes whole or goes, and one is named."""
+"""A run that ends early while a checkpoint is written behind training: it becomes whole or goes,
+and one is named."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ NEWEST = "newest whole checkpoint: {}; "
 
 
 class Trainers:
-    """In the cluster's place: a save goes on behind training, and ``settles`` says what becomes of it."""
+    """In the cluster's place: a save goes on behind training, and ``settles`` says what becomes of
+    it."""
 
     has_trainers, has_engines = True, False
 
@@ -72,16 +74,27 @@ Run = Callable[..., Trainers]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run(error, settles)``: rollout 0 is saved whole, rollout 1 behind training, then ``error`` is raised."""
+    """``run(error, settles)``: rollout 0 is saved whole, rollout 1 behind training, then ``error``
+    is raised."""
 
     def start(error: BaseException, settles: Behaviour, **flags: Any) -> Trainers:
         root = tmp_path / "checkpoints"
         trainers = Trainers(root, settles)
         monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
-        monkeypatch.setattr(module, "preflight", lambda config: LoadPlan("hf", root, None, 0, False, False, False, ""))
+        monkeypatch.setattr(
+            module,
+            "preflight",
+            lambda config: LoadPlan("hf", root, None, 0, False, False, False, ""),
+        )
         monkeypatch.setattr(module, "check_memory", lambda config: None)
         monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
-        given = {"save": str(root), "async_save": True, "num_rollout": 4, "output_dir": str(tmp_path), **flags}
+        given = {
+            "save": str(root),
+            "async_save": True,
+            "num_rollout": 4,
+            "output_dir": str(tmp_path),
+            **flags,
+        }
         config = make_config(rollout_batch_size=1, run_name="run", **given)
         with module.open_session(config) as session:
             complete(root, 0)
@@ -106,7 +119,9 @@ def test_a_failure_waits_for_the_checkpoint_under_way(run: Run, tmp_path: Path) 
     assert "details: " in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("error", [RunFailed("engine-0 was killed (SIGKILL)"), KeyError("x")], ids=["lost", "defect"])
+@pytest.mark.parametrize(
+    "error", [RunFailed("engine-0 was killed (SIGKILL)"), KeyError("x")], ids=["lost", "defect"]
+)
 def test_what_is_no_mistake_ends_with_the_command_that_explains_it(
     error: Exception, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +155,9 @@ def test_what_is_not_finished_goes_and_the_one_before_is_named(
         "iter_0000000",
         "latest_checkpointed_iteration.txt",
     ]
-    assert "iter_0000001 was not finished" in caplog.text and ("disk is full" in caplog.text) == (settles is fails)
+    assert "iter_0000001 was not finished" in caplog.text and ("disk is full" in caplog.text) == (
+        settles is fails
+    )
 
 
 def test_ctrl_c_waits_too_and_a_second_one_does_not(
@@ -179,16 +196,27 @@ def test_a_save_in_the_foreground_is_not_waited_for(run: Run, tmp_path: Path) ->
     ],
 )
 def test_a_run_that_was_killed_before_its_model_was_written_makes_up_for_it(
-    saved: int, flags: dict[str, Any], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: int,
+    flags: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All was trained on, and the last checkpoint written, in a launch that came no further. A checkpoint of another
-    rollout than the one that was loaded has other weights. The second time the model is there."""
+    """All was trained on, and the last checkpoint written, in a launch that came no further. A
+    checkpoint of another rollout than the one that was loaded has other weights. The second time
+    the model is there."""
     folder, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
     trainers = Trainers(root, lambda _: None)
     monkeypatch.setattr(module, "Cluster", lambda *_, **__: trainers)
     complete(root, saved)
-    given = {"save": "{run}/checkpoints", "num_rollout": 4, "output_dir": str(tmp_path), "run_name": "run", **flags}
+    given = {
+        "save": "{run}/checkpoints",
+        "num_rollout": 4,
+        "output_dir": str(tmp_path),
+        "run_name": "run",
+        **flags,
+    }
     config = make_config(rollout_batch_size=1, use_tensorboard=False, **given)
     for _ in range(2):
         session = module.Session(config, StopSignals(), resuming=True)
@@ -198,7 +226,9 @@ def test_a_run_that_was_killed_before_its_model_was_written_makes_up_for_it(
         session.sinks.close()
         session._locks.close()
         assert session.saving.model == (folder / expected if expected else None)
-    assert {path.parent for path in folder.rglob("*.safetensors")} == ({folder / expected} if expected else set())
+    assert {path.parent for path in folder.rglob("*.safetensors")} == (
+        {folder / expected} if expected else set()
+    )
 
 
 def test_the_last_lines_of_two_steps_without_contrast_say_so(
@@ -221,11 +251,15 @@ def test_the_last_lines_of_two_steps_without_contrast_say_so(
     with pytest.raises(KeyboardInterrupt):
         run(KeyboardInterrupt(), times_out)
     told = capsys.readouterr().err
-    assert "  warning: No step had any contrast: in the only step every group had the same reward" in told
+    assert (
+        "  warning: No step had any contrast: in the only step every group had the same reward"
+        in told
+    )
     assert told.count("warning: ") == 1 and "\n    try: read responses and labels" in told
 
 
-# -- what is saved when ----------------------------------------------------------------------------------------
+# -- what is saved when
+# ----------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -240,14 +274,20 @@ class Clock:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """``saved(num_rollout, seconds per rollout, **flags)``: the rollouts after which a run saves."""
+    """``saved(num_rollout, seconds per rollout, **flags)``: the rollouts after which a run
+    saves."""
     monkeypatch.setattr(module, "Cluster", lambda *_, **__: Trainers(tmp_path, lambda _: None))
     monkeypatch.setattr(module, "setup_logging", lambda *_, **__: None)
     clock = Clock()
     monkeypatch.setattr(saving, "time", clock)
 
     def run(num_rollout: int, seconds: float, **flags: Any) -> list[int]:
-        given = {"num_rollout": num_rollout, "output_dir": str(tmp_path), "use_tensorboard": False, **flags}
+        given = {
+            "num_rollout": num_rollout,
+            "output_dir": str(tmp_path),
+            "use_tensorboard": False,
+            **flags,
+        }
         config = make_config(rollout_batch_size=1, **given)
         session = module.Session(config, StopSignals(), resuming=False)
         session.schedule.begin(0, 0)
@@ -278,14 +318,26 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     ],
 )  # fmt: skip
 def test_a_tenth_of_the_run_or_half_an_hour(
-    num_rollout: int, seconds: float, flags: dict[str, Any], expected: list[int], saved: Callable[..., list[int]]
+    num_rollout: int,
+    seconds: float,
+    flags: dict[str, Any],
+    expected: list[int],
+    saved: Callable[..., list[int]],
 ) -> None:
-    assert saved(num_rollout, seconds, run_name="saves", **{"save": "{run}/ckpt", **flags}) == expected
+    assert (
+        saved(num_rollout, seconds, run_name="saves", **{"save": "{run}/ckpt", **flags}) == expected
+    )
 
 
 def test_the_run_folder_can_be_named_and_few_checkpoints_are_kept() -> None:
-    given: dict[str, Any] = {"output_dir": "outputs/", "run_name": "first", "save": "{run}/checkpoints"}
-    flags = make_config(**given, load="{run}/checkpoints", save_hf="{run}/hf/{rollout_id}").checkpoint
+    given: dict[str, Any] = {
+        "output_dir": "outputs/",
+        "run_name": "first",
+        "save": "{run}/checkpoints",
+    }
+    flags = make_config(
+        **given, load="{run}/checkpoints", save_hf="{run}/hf/{rollout_id}"
+    ).checkpoint
     assert flags.save == flags.load == "outputs/first/checkpoints"
     assert (flags.save_hf, flags.save_retain) == ("outputs/first/hf/{rollout_id}", 2)
     assert make_config(**given, save_interval=5).checkpoint.save_retain is None
@@ -311,7 +363,8 @@ def test_a_run_that_keeps_nothing_is_told_so_before_it_starts(
     assert len(told) == warns and all("leave --no-save out" in line for line in told)
 
 
-# -- waiting for ranks that may hang -------------------------------------------------------------------------
+# -- waiting for ranks that may hang
+# -------------------------------------------------------------------------
 
 
 class _FinishSaving:
@@ -326,7 +379,9 @@ class _FinishSaving:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Of one such rank."""
     cluster = Cluster(make_config(), tmp_path)
-    trainers = trainer_group.Trainers.__new__(trainer_group.Trainers)  # no actors: that would need Ray
+    trainers = trainer_group.Trainers.__new__(
+        trainer_group.Trainers
+    )  # no actors: that would need Ray
     trainers._actors = {Worker("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
     cluster._trainers = trainers
 
@@ -358,8 +413,8 @@ def test_the_wait_has_a_deadline_and_listens_to_sigterm(cluster: Cluster) -> Non
 def test_a_run_that_goes_on_does_not_forget_that_it_was_asked_to_stop(
     ends: bool, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM has come, and a checkpoint is being written: one that ends has taken it up, one whose trainer is started
-    again has not."""
+    """SIGTERM has come, and a checkpoint is being written: one that ends has taken it up, one whose
+    trainer is started again has not."""
     still_asked: list[bool] = []
 
     def waits_for_the_checkpoint(session: module.Session, error: BaseException) -> None:

@@ -21,7 +21,9 @@ from slime.observe.run_folder import RunFolder
 from tests.support.run_folders import create_run, held
 
 
-def config_for(directory: Path, name: str = "first", stage: str | None = None, **flags: object) -> Config:
+def config_for(
+    directory: Path, name: str = "first", stage: str | None = None, **flags: object
+) -> Config:
     return make_config(
         output_dir=str(directory),
         run_name=name,
@@ -55,7 +57,9 @@ def test_an_existing_run_is_refused_unless_resumed(tmp_path: Path) -> None:
     assert "--run-name" in error.value.fix
     resumed = create_run(config_for(tmp_path), resuming=True)
     assert resumed.state() == "running"
-    assert list((resumed.path / "history").glob("config.*.json")), "the settings of the first part are kept"
+    assert list((resumed.path / "history").glob("config.*.json")), (
+        "the settings of the first part are kept"
+    )
 
 
 def test_what_never_came_up_makes_room_for_the_corrected_try(tmp_path: Path) -> None:
@@ -97,13 +101,20 @@ def test_unwritable_output_directory_is_a_user_error_and_leaves_nothing(tmp_path
 
 
 def test_two_live_processes_cannot_write_into_one_folder(tmp_path: Path) -> None:
-    with create_run(config_for(tmp_path)).lock(), pytest.raises(UserError, match="another process") as error:
+    with (
+        create_run(config_for(tmp_path)).lock(),
+        pytest.raises(UserError, match="another process") as error,
+    ):
         create_run(config_for(tmp_path), resuming=True)
     assert "pid" in error.value.why
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 LAUNCHES = st.fixed_dictionaries(
@@ -127,7 +138,9 @@ def test_a_launch_that_is_refused_changes_nothing(
     going: list[tuple[set[Path], ExitStack]] = []
     for number, launch in enumerate(launches):
         save = folder / launch["save"] if launch["save"] else None
-        config = config_for(folder, launch["name"], launch["stage"], lr=float(number + 1), save=save and str(save))
+        config = config_for(
+            folder, launch["name"], launch["stage"], lr=float(number + 1), save=save and str(save)
+        )
         wanted = {folder / launch["name"], *([save] if save else [])}
         before = contents(folder)
         try:
@@ -168,15 +181,23 @@ def test_states_of_stages(tmp_path: Path) -> None:
 
 def test_a_crash_leaves_traceback_configuration_and_last_metrics(tmp_path: Path) -> None:
     run = create_run(config_for(tmp_path))
-    run.metrics_path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(30)) + '{"step": 30, "cut')
+    run.metrics_path.write_text(
+        "".join(json.dumps({"step": i}) + "\n" for i in range(30)) + '{"step": 30, "cut'
+    )
     try:
-        raise UserError("engine 3 died", why="out of memory", fix="--sglang-mem-fraction-static 0.6")
+        raise UserError(
+            "engine 3 died", why="out of memory", fix="--sglang-mem-fraction-static 0.6"
+        )
     except UserError as error:
         folder = run.write_crash(error, note="rollout")
     assert folder is not None
     assert "engine 3 died" in (folder / "traceback.txt").read_text()
     crash = json.loads((folder / "crash.json").read_text())
-    assert crash["error"] == "UserError" and crash["note"] == "rollout" and "torch" in crash["packages"]
+    assert (
+        crash["error"] == "UserError"
+        and crash["note"] == "rollout"
+        and "torch" in crash["packages"]
+    )
     last = [json.loads(line) for line in (folder / "last_metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in last] == list(range(10, 30))
     assert (folder / "config.json").read_bytes() == run.config_path.read_bytes()
@@ -187,15 +208,21 @@ def test_a_crash_keeps_the_ends_of_the_logs(tmp_path: Path) -> None:
     """The next launch writes on in the same files."""
     run = create_run(config_for(tmp_path))
     (run.logs / "engine-0.log").write_text("short\n")
-    (run.logs / "trainer-0.log").write_text("".join(f"line {number}\n" for number in range(100_000)))
+    (run.logs / "trainer-0.log").write_text(
+        "".join(f"line {number}\n" for number in range(100_000))
+    )
     folder = run.write_crash(RuntimeError("x"))
     assert folder is not None
     assert (folder / "logs" / "engine-0.log").read_text() == "short\n"
     kept = (folder / "logs" / "trainer-0.log").read_text()
-    assert 60_000 < len(kept) <= 1 << 16 and kept.startswith("line ") and kept.endswith("line 99999\n")
+    assert (
+        60_000 < len(kept) <= 1 << 16 and kept.startswith("line ") and kept.endswith("line 99999\n")
+    )
 
 
-def test_keys_on_the_command_line_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_on_the_command_line_reach_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [
         "train.py",
         "--wandb-key",
@@ -220,7 +247,9 @@ def test_a_crash_is_told_whatever_lies_among_the_logs(tmp_path: Path) -> None:
     os.mkfifo(run.logs / "pipe.log")
     (run.logs / "driver.log").write_text("the last words\n")
     folder = run.write_crash(RuntimeError("x"))
-    assert folder is not None and [path.name for path in (folder / "logs").iterdir()] == ["driver.log"]
+    assert folder is not None and [path.name for path in (folder / "logs").iterdir()] == [
+        "driver.log"
+    ]
 
 
 def test_a_crash_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:

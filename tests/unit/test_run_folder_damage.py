@@ -1,5 +1,6 @@
-"""A run folder may contain anything: a resume goes on from the newest whole state or refuses in one sentence, and what
-only reads never fails. No launches: everything that `slime resume` reads up to where the trainer would load."""
+"""A run folder may contain anything: a resume goes on from the newest whole state or refuses in one
+sentence, and what only reads never fails. No launches: everything that `slime resume` reads up to
+where the trainer would load."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case() -> Iterator[Case]:
-    base = Path(tempfile.mkdtemp(prefix="slime-damage-"))  # pytest's own folder is for its user alone
+    base = Path(
+        tempfile.mkdtemp(prefix="slime-damage-")
+    )  # pytest's own folder is for its user alone
     (base / "model").mkdir()
     (base / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     folder = make_run(base / "outputs" / "run", rollouts=3, groups=2, size=2)
@@ -142,7 +145,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
     monkeypatch.setattr(resuming.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr("slime.run.session.open_session", open_session)
     monkeypatch.setattr("slime.loop.train", lambda session: None)
-    monkeypatch.setattr("slime.run.session.try_to_write_report", lambda run: None)  # by the test of what only reads
+    monkeypatch.setattr(
+        "slime.run.session.try_to_write_report", lambda run: None
+    )  # by the test of what only reads
     monkeypatch.setattr("slime.page.report.try_to_write_report", lambda run: None)
     return found
 
@@ -160,8 +165,14 @@ def same(file: Path, original: Path) -> bool:
 def newest_whole(root: Path, original: Path) -> int | None:
     """By comparing all bytes."""
     names = {number: directory.iteration_name(number) for number in ITERATIONS}
-    places = {n: root / name if (root / name).exists() else root / f".{name}.replaced" for n, name in names.items()}
-    return max((n for n, place in places.items() if is_as_written(place, original / names[n])), default=None)
+    places = {
+        n: root / name if (root / name).exists() else root / f".{name}.replaced"
+        for n, name in names.items()
+    }
+    return max(
+        (n for n, place in places.items() if is_as_written(place, original / names[n])),
+        default=None,
+    )
 
 
 def tree(folder: Path) -> dict[str, bytes | str]:
@@ -170,7 +181,9 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     for path in folder.rglob("*"):
         if path.name != ".lock":
             is_plain = path.is_file() and not path.is_symlink()
-            found[str(path.relative_to(folder))] = path.read_bytes() if is_plain else "no plain file"
+            found[str(path.relative_to(folder))] = (
+                path.read_bytes() if is_plain else "no plain file"
+            )
     return found
 
 
@@ -189,11 +202,23 @@ def test_a_resume_goes_on_from_the_newest_whole_state_or_refuses(
         reached.clear()
         status, said = run_command(["resume", str(folder)], capfd)
         if reached:
-            right = status == 0 and is_right(reached[0], expected) and (expected is not None or has_none)
+            right = (
+                status == 0
+                and is_right(reached[0], expected)
+                and (expected is not None or has_none)
+            )
         else:
-            right = status == 2 and said.count("error: ") == 1 and "fix: " in said and tree(folder) == before
+            right = (
+                status == 2
+                and said.count("error: ") == 1
+                and "fix: " in said
+                and tree(folder) == before
+            )
         if not right or "Traceback" in said:
-            wrong.append(f"{done}: status {status}, expected {expected}, {[one.iteration for one in reached]}\n{said}")
+            wrong.append(
+                f"{done}: status {status}, expected {expected}, "
+                f"{[one.iteration for one in reached]}\n{said}"
+            )
         ends[bool(reached)] += 1
         num_restored += sum(map(count_generated, reached))
     assert not wrong, "\n".join(wrong)
@@ -215,15 +240,24 @@ def count_generated(one: Reached) -> int:
 
 
 def is_right(one: Reached, expected: int | None) -> bool:
-    """It goes on from there, as it was configured, with nothing in the journal that was not generated."""
+    """It goes on from there, as it was configured, with nothing in the journal that was not
+    generated."""
     tokens = [sample.tokens for samples in one.groups.values() for sample in samples]
     is_configured = one.config["lr"] == 3e-6 and one.config["num_rollout"] == 9
-    return one.iteration == expected and is_configured and all(t in ([5, 6], [5, 6, 7, 8]) for t in tokens)
+    return (
+        one.iteration == expected
+        and is_configured
+        and all(t in ([5, 6], [5, 6, 7, 8]) for t in tokens)
+    )
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_what_only_reads_never_fails(
-    part: int, case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    part: int,
+    case: Case,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("slime.cli.model_source._converted", lambda model, base: model.path)
     folder = case.folder
@@ -258,7 +292,8 @@ def test_what_only_reads_never_fails(
 
 @pytest.fixture
 def as_nobody(case: Case) -> Iterator[Path]:
-    """A copy of the run at its place, which belongs to the user who now runs: root may read everything."""
+    """A copy of the run at its place, which belongs to the user who now runs: root may read
+    everything."""
     was = os.geteuid()
     home = case.folder.parents[1]
     home.chmod(0o755)
@@ -277,8 +312,24 @@ def as_nobody(case: Case) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "run.json", "metrics.jsonl", "samples", "journal", "journal/pushes.jsonl", "crash", "logs"),
-        *("checkpoints", "checkpoints/iter_0000003", "checkpoints/iter_0000003/common.pt", "history", "trace", "."),
+        *(
+            "config.json",
+            "run.json",
+            "metrics.jsonl",
+            "samples",
+            "journal",
+            "journal/pushes.jsonl",
+            "crash",
+            "logs",
+        ),
+        *(
+            "checkpoints",
+            "checkpoints/iter_0000003",
+            "checkpoints/iter_0000003/common.pt",
+            "history",
+            "trace",
+            ".",
+        ),
     ],
 )
 def test_what_this_user_may_not_read(
@@ -287,7 +338,13 @@ def test_what_this_user_may_not_read(
     folder = as_nobody
     (folder / name).chmod(0)
     for words in (["explain"], ["flags", "lr"], ["report"], ["bundle"], ["resume"]):
-        more = {"report": ["--output", f"{folder.parent}/x.html"], "bundle": ["--output", f"{folder.parent}/x.tar.gz"]}
+        more = {
+            "report": ["--output", f"{folder.parent}/x.html"],
+            "bundle": ["--output", f"{folder.parent}/x.tar.gz"],
+        }
         status, said = run_command([*words, str(folder), *more.get(words[0], [])], capfd)
-        assert status in (0, 1 if words[0] == "explain" else 0, 2) and "Traceback" not in said, (words, said)
+        assert status in (0, 1 if words[0] == "explain" else 0, 2) and "Traceback" not in said, (
+            words,
+            said,
+        )
     assert [one.iteration for one in reached] in ([], [3]) or name.startswith("checkpoints/")

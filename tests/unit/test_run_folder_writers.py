@@ -1,4 +1,5 @@
-"""Whoever does not hold the lock of a run folder changes nothing in it: all commands, in any order, beside a run."""
+"""Whoever does not hold the lock of a run folder changes nothing in it: all commands, in any order,
+beside a run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from tests.support.journals import generated, note
 INTERLEAVINGS, ACTIONS = 48, 8
 
 
-def flags(base: Path, name: str = "run", lr: str = "1e-3", save: str = "outputs/run/checkpoints") -> list[str]:
+def flags(
+    base: Path, name: str = "run", lr: str = "1e-3", save: str = "outputs/run/checkpoints"
+) -> list[str]:
     """Of a run that repeats its command until it is done."""
     given = {
         "--output-dir": base / "outputs",
@@ -83,15 +86,21 @@ class Going:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All that a run reads, or that tells of it: not its page, the text of locks, and models that were converted."""
+    """All that a run reads, or that tells of it: not its page, the text of locks, and models that
+    were converted."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     own = ("report.html", ".lock")
-    return {name: path.read_bytes() for name, path in found.items() if path.name not in own and "/hf/" not in name}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if path.name not in own and "/hf/" not in name
+    }
 
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With launches that are taken for right as far as their checkpoints are, and end as they begin."""
+    """With launches that are taken for right as far as their checkpoints are, and end as they
+    begin."""
 
     def launch(session: Session) -> None:
         raise UserError("nothing is launched here", fix="none")
@@ -159,7 +168,9 @@ def watch(run: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_command_changes_a_run_that_goes_on(part: int, base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_command_changes_a_run_that_goes_on(
+    part: int, base: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """After them it is taken up, by the first who asks."""
     for seed in range(part, INTERLEAVINGS, 4):
         shutil.rmtree(base / "outputs", ignore_errors=True)
@@ -193,8 +204,12 @@ def test_no_command_changes_a_run_that_goes_on(part: int, base: Path, capfd: pyt
 def test_no_other_run_writes_into_its_folder(base: Path, flag: str) -> None:
     """Under another name, with an output there; once it has ended it may."""
     going = begin(base)
-    place = going.run.path / "more" / "{rollout_id}" if flag == "save_hf" else going.run.path / "more"
-    config = make_config(output_dir=str(base / "outputs"), run_name="other", num_rollout=4, **{flag: str(place)})
+    place = (
+        going.run.path / "more" / "{rollout_id}" if flag == "save_hf" else going.run.path / "more"
+    )
+    config = make_config(
+        output_dir=str(base / "outputs"), run_name="other", num_rollout=4, **{flag: str(place)}
+    )
     with pytest.raises(UserError, match=r"--.* is in a folder of a run that goes on"):
         check_outputs(config)
     check_outputs(going.config)

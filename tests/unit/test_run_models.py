@@ -19,7 +19,11 @@ def run_folder(tmp_path: Path, stage: str = "", **checkpoint: Any) -> Path:
     folder = tmp_path / "outputs" / "sums"
     folder.mkdir(parents=True, exist_ok=True)
     flags = {"hf_checkpoint": "models/base", "save": None, "save_hf": None} | checkpoint
-    config = {"checkpoint": flags, "observe": {"output_dir": "outputs", "run_name": "sums"}, "origins": {}}
+    config = {
+        "checkpoint": flags,
+        "observe": {"output_dir": "outputs", "run_name": "sums"},
+        "origins": {},
+    }
     (folder / (f"config.{stage}.json" if stage else "config.json")).write_text(json.dumps(config))
     return folder
 
@@ -47,7 +51,9 @@ def test_an_export_in_the_run_folder_is_found_wherever_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("name", ["{rollout_id}", "step-{rollout_id:06d}", "{rollout_id:#x}", "{{{rollout_id}}}"])
+@pytest.mark.parametrize(
+    "name", ["{rollout_id}", "step-{rollout_id:06d}", "{rollout_id:#x}", "{{{rollout_id}}}"]
+)
 def test_relative_places_count_from_where_the_run_was_started(
     name: str, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,13 +65,19 @@ def test_relative_places_count_from_where_the_run_was_started(
     assert newest_model(folder).path.resolve() == newest
 
 
-def test_a_checkpoint_counts_where_it_is_of_a_later_rollout_than_every_export(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, save=str(tmp_path / "ck"), save_hf=str(tmp_path / "hf" / "{rollout_id}"))
+def test_a_checkpoint_counts_where_it_is_of_a_later_rollout_than_every_export(
+    tmp_path: Path,
+) -> None:
+    folder = run_folder(
+        tmp_path, save=str(tmp_path / "ck"), save_hf=str(tmp_path / "hf" / "{rollout_id}")
+    )
     with pytest.raises(UserError, match="has left no model"):
         newest_model(folder)
     first = checkpoint(tmp_path / "ck", 4, time=100)
     assert newest_model(folder).path == first
-    same = export(tmp_path / "hf" / "4", time=90)  # --async-save: the checkpoint is whole a little later
+    same = export(
+        tmp_path / "hf" / "4", time=90
+    )  # --async-save: the checkpoint is whole a little later
     assert newest_model(folder).path == same
     later = checkpoint(tmp_path / "ck", 7, time=200)
     assert newest_model(folder).path == later
@@ -92,7 +104,9 @@ def test_what_people_may_pass_for_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     export(converted / "hf", time=60)  # converted before
     for path in (folder / "checkpoints", converted):
         assert model_directory(str(path)) == converted / "hf"
-    assert newest_model(folder).path == model  # what a checkpoint was converted to is not newer than the checkpoint
+    assert (
+        newest_model(folder).path == model
+    )  # what a checkpoint was converted to is not newer than the checkpoint
 
 
 def test_what_is_no_model_says_what_it_is(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def test_the_library_reads_what_was_written(tmp_path: Path, kinds: Kinds) -> Non
     write_stream(tmp_path / "ours", table_of(tensors), tensors.items())
     assert read_table(tmp_path / "ours") == table_of(tensors)
     read = load_file(tmp_path / "ours")
-    assert read.keys() == tensors.keys() and all(same_bits(read[name], tensors[name]) for name in tensors)
+    assert read.keys() == tensors.keys() and all(
+        same_bits(read[name], tensors[name]) for name in tensors
+    )
 
 
 def test_a_view_is_written_as_it_reads(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ TOKENIZER = make_tokenizer()
 GENERATION = CHATML.replace(
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}",
     "{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' "
+    "}}{% endif %}"
     "{{ '\\n' }}",
 )
 #: Past turns lose their thoughts, the last one gets an empty block, as in Qwen3.
@@ -57,7 +58,9 @@ def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_for(**flags: Any) -> Any:
-    return make_config(**{"rollout_batch_size": 2, "num_rollout": 1, "loss_type": "sft_loss", **flags})
+    return make_config(
+        **{"rollout_batch_size": 2, "num_rollout": 1, "loss_type": "sft_loss", **flags}
+    )
 
 
 def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
@@ -75,7 +78,9 @@ def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
-    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)]
+    return [
+        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(turns)
+    ]
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
@@ -85,7 +90,9 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     SftEncoder(config_for(), tokenizer).encode(sample)
     assert trained_text(sample, tokenizer) == ["hello<|im_end|>", "4<|im_end|>"]
     whole = tokenizer.apply_chat_template(sample.prompt, tokenize=False)
-    assert tokenizer.decode(sample.tokens) == whole.rstrip("\n"), "nothing after the last trained token"
+    assert tokenizer.decode(sample.tokens) == whole.rstrip("\n"), (
+        "nothing after the last trained token"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,10 +100,20 @@ def test_only_the_assistants_turns_are_trained_with_their_end_token(template: st
     [
         (CHATML, "4<|im_end|>", ""),  # and a newline behind it
         (CHATML.replace("<|im_end|>\\n", "<|im_end|>"), "4<|im_end|>", ""),
-        (CHATML.replace("<|im_end|>\\n", "\\n"), "4", "writes none of '<|im_end|>' after the assistant's words"),
-        (CHATML.replace("<|im_end|>\\n", ""), "4", "writes none of '<|im_end|>' after the assistant's words"),
         (
-            GENERATION.replace("'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"),
+            CHATML.replace("<|im_end|>\\n", "\\n"),
+            "4",
+            "writes none of '<|im_end|>' after the assistant's words",
+        ),
+        (
+            CHATML.replace("<|im_end|>\\n", ""),
+            "4",
+            "writes none of '<|im_end|>' after the assistant's words",
+        ),
+        (
+            GENERATION.replace(
+                "'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>' }}"
+            ),
             "4",
             "behind its {% generation %} block",
         ),
@@ -114,7 +131,9 @@ def test_a_template_that_writes_no_end_is_told_once_and_trained_as_it_is(
         encoder.totals.tell(tokenizer)
         assert trained_text(sample, tokenizer) == [trained], "no token is added"
     assert len(caplog.messages) == (1 if said else 0)
-    assert all(said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages)
+    assert all(
+        said in message and "tokenizer of '/models/mine'" in message for message in caplog.messages
+    )
 
 
 def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(
@@ -126,7 +145,9 @@ def test_rows_whose_words_end_with_the_end_token_need_no_template_for_it(
     assert trained_text(sample, tokenizer) == ["4<|im_end|>"] and not caplog.messages
 
 
-def test_a_tokenizer_without_an_end_token_is_told(caplog: pytest.LogCaptureFixture, fresh_log: None) -> None:
+def test_a_tokenizer_without_an_end_token_is_told(
+    caplog: pytest.LogCaptureFixture, fresh_log: None
+) -> None:
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = None
     sample = Sample(prompt="2+2=", label="4", group_index=0)
@@ -137,7 +158,9 @@ def test_a_tokenizer_without_an_end_token_is_told(caplog: pytest.LogCaptureFixtu
     assert "the tokenizer has no end token" in caplog.text
 
 
-def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_one_execution(tmp_path: Path) -> None:
+def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_one_execution(
+    tmp_path: Path,
+) -> None:
     tokenizer = make_tokenizer(THINKING)
     rows = [{"messages": chat("hi", "hello", "2+2?", "4")}, {"messages": chat("hi", "hello")}]
     path = write_jsonl(tmp_path / "s.jsonl", rows)
@@ -145,7 +168,9 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
     output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
     (split,), (whole,) = (group.executions for group in output.samples)
     answers = ["hello", "4"]
-    assert [trained_text(one, tokenizer) for one in split] == [[THOUGHT + text + "<|im_end|>"] for text in answers]
+    assert [trained_text(one, tokenizer) for one in split] == [
+        [THOUGHT + text + "<|im_end|>"] for text in answers
+    ]
     assert len(whole) == 1 and output.metrics is not None
     assert output.metrics["rollout/sft_split_conversations"] == 1
     [batch] = to_train_batches(output.samples, config, TrainLayout(), 0)
@@ -162,10 +187,15 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
     seq_length=st.sampled_from([None, 60]),
 )
 def test_a_split_conversation_weighs_what_an_unsplit_one_does(
-    tmp_path_factory: pytest.TempPathFactory, turns: list[int], template: str, num_ranks: int, seq_length: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    turns: list[int],
+    template: str,
+    num_ranks: int,
+    seq_length: int | None,
 ) -> None:
-    """A step takes as many rows as --rollout-batch-size says, and each adds up to one of them in the loss, however many
-    samples it becomes, on whichever ranks they are, and also where some of them are too long and left out."""
+    """A step takes as many rows as --rollout-batch-size says, and each adds up to one of them in
+    the loss, however many samples it becomes, on whichever ranks they are, and also where some of
+    them are too long and left out."""
     tokenizer = make_tokenizer(template)
     rows = [{"messages": chat(*(["q", "a" * (1 + i)] * count))} for i, count in enumerate(turns)]
     path = write_jsonl(tmp_path_factory.mktemp("rows") / "s.jsonl", rows)
@@ -180,14 +210,20 @@ def test_a_split_conversation_weighs_what_an_unsplit_one_does(
         seq_length=seq_length,
     )
     output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
-    assert len(output.samples) == size and all(group.num_executions == 1 for group in output.samples)
+    assert len(output.samples) == size and all(
+        group.num_executions == 1 for group in output.samples
+    )
     if template == THINKING and seq_length is None:
         assert [len(group.samples) for group in output.samples] == turns
     weights: dict[int, float] = {}
-    for batch in to_train_batches(output.samples, config, TrainLayout(data_parallel_size=num_ranks), 0):
+    for batch in to_train_batches(
+        output.samples, config, TrainLayout(data_parallel_size=num_ranks), 0
+    ):
         [step] = batch.steps
         assert step.global_batch_size == size
-        for execution, mask, total in zip(batch.execution_ids, batch.loss_masks, batch.rollout_mask_sums):
+        for execution, mask, total in zip(
+            batch.execution_ids, batch.loss_masks, batch.rollout_mask_sums
+        ):
             weight = token_weights([mask], [total], step.global_batch_size).sum().item()
             weights[execution] = weights.get(execution, 0.0) + weight
     assert list(weights.values()) == pytest.approx([1 / size] * size)
@@ -197,9 +233,13 @@ TEXT = st.text(st.sampled_from("abc .\n?"), min_size=1, max_size=8)
 WORDS = TEXT.filter(str.strip)
 
 
-@given(st.lists(st.tuples(TEXT, WORDS), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING]))
+@given(
+    st.lists(st.tuples(TEXT, WORDS), min_size=1, max_size=4), st.sampled_from([CHATML, THINKING])
+)
 @settings(max_examples=60)
-def test_any_conversation_trains_exactly_its_answers(turns: list[tuple[str, str]], template: str) -> None:
+def test_any_conversation_trains_exactly_its_answers(
+    turns: list[tuple[str, str]], template: str
+) -> None:
     tokenizer = make_tokenizer(template)
     sample = Sample(prompt=chat(*[text for turn in turns for text in turn]), group_index=0)
     samples = SftEncoder(config_for(), tokenizer).encode(sample)
@@ -244,17 +284,23 @@ def test_rows_of_prompt_and_label(flags, prompt, tokens, text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "label", "message"), [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is a int")]
+    ("prompt", "label", "message"),
+    [("2+2=", None, "no answer to train on"), ("2+2=", 4, "label is a int")],
 )
 def test_a_row_without_an_answer_is_refused(prompt, label, message) -> None:
     with pytest.raises(UserError, match=message):
-        SftEncoder(config_for(), TOKENIZER).encode(Sample(prompt=prompt, label=label, group_index=3))
+        SftEncoder(config_for(), TOKENIZER).encode(
+            Sample(prompt=prompt, label=label, group_index=3)
+        )
 
 
 def test_a_plain_prompt_begins_with_bos_and_its_answer_does_not() -> None:
     tokenizer = make_tokenizer(bos="<|endoftext|>")
     for prompt in ("2+2=", "<|endoftext|>2+2="):
-        encoder, sample = SftEncoder(config_for(), tokenizer), Sample(prompt=prompt, label="4", group_index=0)
+        encoder, sample = (
+            SftEncoder(config_for(), tokenizer),
+            Sample(prompt=prompt, label="4", group_index=0),
+        )
         encoder.read_ahead([sample])
         encoder.encode(sample)
         assert tokenizer.decode(sample.tokens) == "<|endoftext|>2+2=4<|im_end|>"
@@ -266,10 +312,14 @@ def test_a_plain_prompt_begins_with_bos_and_its_answer_does_not() -> None:
 
 def test_an_sft_rollout_ends_as_training_data(tmp_path: Path) -> None:
     rows = [{"messages": chat("q" * n, "a" * n)} for n in (1, 50, 2, 3)]
-    config = config_for(prompt_data=write_jsonl(tmp_path / "s.jsonl", rows), input_key="messages", seq_length=60)
+    config = config_for(
+        prompt_data=write_jsonl(tmp_path / "s.jsonl", rows), input_key="messages", seq_length=60
+    )
     source = PromptSource(config, TOKENIZER)
     output = generate_sft(config, source, TOKENIZER)
-    assert [group.index for group in output.samples] == [0, 2], "the long one is left out, another one drawn"
+    assert [group.index for group in output.samples] == [0, 2], (
+        "the long one is left out, another one drawn"
+    )
     batch = to_train_batches(output.samples, config, TrainLayout(), 0)[0]
     assert batch.response_lengths == [2, 3] and batch.rewards == [0.0, 0.0]
     assert source.state_dict()["done"] == [1], "and it is not drawn again after a resume"
@@ -282,7 +332,9 @@ def test_sft_needs_something_short_enough(tmp_path: Path) -> None:
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
-def test_sft_leaves_out_long_prompts_counts_them_and_tells_once(tmp_path: Path, fresh_log: None) -> None:
+def test_sft_leaves_out_long_prompts_counts_them_and_tells_once(
+    tmp_path: Path, fresh_log: None
+) -> None:
     rows = [{"input": "q" * n, "label": "a"} for n in (1, 9, 2)]
     data = write_jsonl(tmp_path / "s.jsonl", rows)
     config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=4)
@@ -291,10 +343,18 @@ def test_sft_leaves_out_long_prompts_counts_them_and_tells_once(tmp_path: Path, 
     assert output.metrics["rollout/sft_too_long"] == 1
     generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
     [said] = [told for told in untold() if "too long and left out" in told]
-    assert "1 of 3 samples" in said and "the longest: 11 tokens, 9 before" in said and "-max-prompt-len 4" in said
-    config = config_for(prompt_data=data, label_key="label", rollout_max_prompt_len=0 + 1, seq_length=3)
+    assert (
+        "1 of 3 samples" in said
+        and "the longest: 11 tokens, 9 before" in said
+        and "-max-prompt-len 4" in said
+    )
+    config = config_for(
+        prompt_data=data, label_key="label", rollout_max_prompt_len=0 + 1, seq_length=3
+    )
     write_jsonl(tmp_path / "s.jsonl", rows[1:])
-    with pytest.raises(UserError, match=r"prompt of more than --rollout-max-prompt-len 1 tokens \(shortest: 2\)"):
+    with pytest.raises(
+        UserError, match=r"prompt of more than --rollout-max-prompt-len 1 tokens \(shortest: 2\)"
+    ):
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
@@ -303,12 +363,16 @@ def test_supervised_rollouts_are_dumped_and_logged_like_others(tmp_path: Path, n
     data = write_jsonl(tmp_path / "s.jsonl", [{"input": "q", "label": "a"}])
     flags = {"save_debug_rollout_data": str(tmp_path / "{rollout_id}.pt"), "rollout_batch_size": 1}
     hook = f"tests.support.rollout_hooks.{name}"
-    config = config_for(prompt_data=data, label_key="label", custom_rollout_log_function_path=hook, **flags)
+    config = config_for(
+        prompt_data=data, label_key="label", custom_rollout_log_function_path=hook, **flags
+    )
     rollout_hooks.calls.clear()
     output = asyncio.run(sft_rollout(config, PromptSource(config, TOKENIZER), TOKENIZER, 4))
     assert load_samples(tmp_path / "4.pt") == output.samples[0].samples
     [(_, (rollout_id, samples, metrics))] = rollout_hooks.calls
-    assert (rollout_id, samples) == (4, output.samples[0].samples) and metrics["rollout/sft_trained_tokens"] == 2
+    assert (rollout_id, samples) == (4, output.samples[0].samples) and metrics[
+        "rollout/sft_trained_tokens"
+    ] == 2
     assert output.metrics == ({} if name == "log_and_replace" else metrics)
 
 
@@ -324,7 +388,8 @@ def test_sft_ends_when_the_data_has_ended() -> None:
         generate_sft(config_for(), Empty(), TOKENIZER)
 
 
-# -- buffer ----------------------------------------------------------------------------------------------------------
+# -- buffer
+# ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(0, 6))), max_size=20))
@@ -346,7 +411,8 @@ def test_the_buffer_is_first_in_first_out(actions: list[Any]) -> None:
         assert restored.state_dict() == buffer.state_dict()
 
 
-# -- cost ------------------------------------------------------------------------------------------------------------
+# -- cost
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention() -> None:
@@ -363,4 +429,6 @@ def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention()
     }  # fmt: skip
     moe = sequence_cost(family_of(sparse), sparse)
     router = 8 * 4
-    assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4 - router), "only the active experts count"
+    assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4 - router), (
+        "only the active experts count"
+    )

@@ -23,7 +23,14 @@ from slime.sandbox.sandbox import HOME, Limits, Ran, Sandbox
 from tests.support.sandboxes import with_namespaces
 
 MIB = 1 << 20
-LIMITS = Limits(seconds=120, cpu_seconds=5, memory=400 * MIB, file_bytes=4 * MIB, processes=12, output_bytes=20_000)
+LIMITS = Limits(
+    seconds=120,
+    cpu_seconds=5,
+    memory=400 * MIB,
+    file_bytes=4 * MIB,
+    processes=12,
+    output_bytes=20_000,
+)
 
 
 @pytest.fixture(params=["plain", pytest.param("namespaces", marks=with_namespaces)])
@@ -37,7 +44,11 @@ def python(walls: str, code: str, **limits: float) -> Ran:
 
 
 def left_over(mark: str) -> list[int]:
-    return [process.pid for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if mark in (process.info["cmdline"] or [])
+    ]
 
 
 def test_output_errors_and_status_come_back(walls: str) -> None:
@@ -63,7 +74,11 @@ def test_a_program_that_only_waits_ends(walls: str) -> None:
         ran = python(walls, code, seconds=seconds)
         if ran.output:
             break
-    assert ran.ended_by == "time" and ran.status is None and ran.text.startswith("so\n\n[ended: it took longer")
+    assert (
+        ran.ended_by == "time"
+        and ran.status is None
+        and ran.text.startswith("so\n\n[ended: it took longer")
+    )
 
 
 def test_memory_ends_with_one_process(walls: str) -> None:
@@ -101,7 +116,10 @@ def test_nothing_is_written_outside(walls: str, tmp_path: Path) -> None:
         str(Path.home() / "x"),
         f"{tempfile.gettempdir()}/slime-was-here",
     ]
-    code = f"for place in {places}:\n    try: open(place, 'w').write('x')\n    except OSError: pass\nprint('done')"
+    code = (
+        f"for place in {places}:\n    try: open(place, 'w').write('x')\n    except OSError: "
+        "pass\nprint('done')"
+    )
     assert python(walls, code).output == "done\n"
     assert [place for place in places if os.path.exists(place)] == []
 
@@ -127,7 +145,16 @@ def test_nothing_of_the_environment_is_found(walls: str, monkeypatch: pytest.Mon
                 pass
         """
     ran = python(walls, "\n".join(line[8:] for line in code.splitlines()))
-    known = ["HOME", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"]
+    known = [
+        "HOME",
+        "LANG",
+        "LC_CTYPE",
+        "LD_LIBRARY_PATH",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "PATH",
+        "TMPDIR",
+    ]
     assert ran.status == 0 and set(eval(ran.output.splitlines()[0])) <= set(known)
     assert "secret-of-the-run" not in ran.output
 
@@ -140,7 +167,10 @@ def test_there_is_no_network(walls: str, family: str) -> None:
 
 def test_a_server_of_the_host_is_not_reached(walls: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ran = python(walls, f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)")
+        ran = python(
+            walls,
+            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)",
+        )
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -149,11 +179,17 @@ def test_a_server_of_the_host_is_not_reached(walls: str) -> None:
 
 def test_endless_output_ends(walls: str) -> None:
     ran = python(walls, "while True: print('y' * 1000)", output_bytes=5000)
-    assert ran.ended_by == "output" and len(ran.output) == 5000 and "wrote more than 5000 bytes" in ran.text
+    assert (
+        ran.ended_by == "output"
+        and len(ran.output) == 5000
+        and "wrote more than 5000 bytes" in ran.text
+    )
 
 
 def test_a_large_file_does_not_fit(walls: str) -> None:
-    ran = python(walls, "with open('big', 'wb') as out:\n    for _ in range(99): out.write(bytes(1 << 20))")
+    ran = python(
+        walls, "with open('big', 'wb') as out:\n    for _ in range(99): out.write(bytes(1 << 20))"
+    )
     assert ran.status != 0
 
 
@@ -167,17 +203,21 @@ def test_many_files_do_not_fit() -> None:
 def test_children_left_behind_end_with_it() -> None:
     mark = "a-daemon-of-the-test"
     code = (
-        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(1000)', '{mark}'],"
     )
     ran = python("namespaces", code + " start_new_session=True)\nprint('left')")
     assert ran.output == "left\n" and left_over(mark) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="a program of root's may have no children without namespaces")
+@pytest.mark.skipif(
+    os.geteuid() == 0, reason="a program of root's may have no children without namespaces"
+)
 def test_children_left_behind_end_with_it_without_namespaces() -> None:
     mark = "another-daemon-of-the-test"
     code = (
-        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{mark}'],"
+        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(1000)', '{mark}'],"
     )
     ran = python("plain", code + " start_new_session=True)\nprint('left')")
     assert ran.output == "left\n" and left_over(mark) == []
@@ -186,8 +226,12 @@ def test_children_left_behind_end_with_it_without_namespaces() -> None:
 def test_processes_of_the_host_get_no_signals(walls: str) -> None:
     ran = python(walls, f"import os\nos.kill({os.getpid()}, 0)")
     if "signals" not in ran.holds:
-        pytest.skip("this kernel keeps signals in with namespaces and Landlock's sixth version alone")
-    assert ran.status == 1 and ("PermissionError" in ran.output or "ProcessLookupError" in ran.output)
+        pytest.skip(
+            "this kernel keeps signals in with namespaces and Landlock's sixth version alone"
+        )
+    assert ran.status == 1 and (
+        "PermissionError" in ran.output or "ProcessLookupError" in ran.output
+    )
 
 
 def test_whoever_is_cancelled_leaves_nothing(walls: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +261,11 @@ def test_folders_of_the_host_keep_what_is_written(tmp_path: Path) -> None:
     command = ["sh", "-c", "cat in >> out; touch /x"]
     for _ in range(2):
         ran = asyncio.run(sandbox.run(command, folders={"/app": tmp_path / "app"}, folder="/app"))
-    assert (tmp_path / "app" / "out").read_text() == "11" and ran.status == 1 and "Read-only" in ran.output
+    assert (
+        (tmp_path / "app" / "out").read_text() == "11"
+        and ran.status == 1
+        and "Read-only" in ran.output
+    )
 
 
 def test_folders_need_namespaces(tmp_path: Path) -> None:
@@ -243,7 +291,8 @@ def test_what_cannot_be_started_is_the_programs_failure_and_no_walls(walls: str)
 
 @pytest.fixture
 def interpreter_in_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A virtual environment below /tmp, as of a clone that lies there; this process's interpreter for the test."""
+    """A virtual environment below /tmp, as of a clone that lies there; this process's interpreter
+    for the test."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="a clone ü ") as folder:
         os.chmod(folder, 0o755)
         venv.create(folder, symlinks=True)
@@ -254,7 +303,9 @@ def interpreter_in_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_interpreter_below_tmp_starts(walls: str, interpreter_in_tmp: Path) -> None:
-    code = "import sys, tempfile\nprint(sys.prefix)\nprint(tempfile.TemporaryFile('w').write('kept'))"
+    code = (
+        "import sys, tempfile\nprint(sys.prefix)\nprint(tempfile.TemporaryFile('w').write('kept'))"
+    )
     ran = python(walls, code)
     assert (ran.status, ran.output) == (0, f"{interpreter_in_tmp}\n4\n")
 
@@ -267,8 +318,13 @@ def test_readable_folders_are_shown_wherever_they_lie(readable: list[str], tmp_p
         (Path(folder) / "a" / "c").write_text("here")
         for path in (folder, f"{folder}/a", f"{folder}/a/b"):
             os.chmod(path, 0o755)
-        sandbox = Sandbox(LIMITS, walls="namespaces", readable=[path.format(folder) for path in readable])
-        code = f"import tempfile\nprint(open('{folder}/a/c').read(), tempfile.TemporaryFile('w').write('kept'))"
+        sandbox = Sandbox(
+            LIMITS, walls="namespaces", readable=[path.format(folder) for path in readable]
+        )
+        code = (
+            f"import tempfile\nprint(open('{folder}/a/c').read(), "
+            "tempfile.TemporaryFile('w').write('kept'))"
+        )
         assert asyncio.run(sandbox.python(code)).output == "here 4\n"
 
 
@@ -289,7 +345,9 @@ def test_a_folder_that_is_not_there_takes_no_walls_away() -> None:
 
 
 @with_namespaces
-def test_a_host_that_has_namespaces_is_not_left_without_them_by_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_has_namespaces_is_not_left_without_them_by_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sandbox = Sandbox(LIMITS)
     assert "signals" in asyncio.run(sandbox.run(["true"])).holds
     asked: list[list[str]] = []
@@ -309,14 +367,18 @@ def test_walls_that_do_not_exist_are_refused() -> None:
         Sandbox(walls="namespace")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("place", ["/", "app", "/../app", "/app/", "/usr/src/app", "/proc", "/dev/shm"])
+@pytest.mark.parametrize(
+    "place", ["/", "app", "/../app", "/app/", "/usr/src/app", "/proc", "/dev/shm"]
+)
 def test_places_where_no_folder_can_be_shown_are_refused(place: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no folder can be shown at") as caught:
         asyncio.run(Sandbox().run(["true"], folders={place: tmp_path}))
     assert "/app" in caught.value.fix and os.listdir(tmp_path) == []
 
 
-def test_a_keeper_that_does_not_end_in_time_says_so(walls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_does_not_end_in_time_says_so(
+    walls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sandbox_module, "_GRACE_SECONDS", 0.01 - LIMITS.seconds)
     with pytest.raises(UserError, match="not ended in time") as caught:
         python(walls, "import time; time.sleep(1000)")
@@ -369,7 +431,10 @@ def test_what_does_not_hold_is_told_once(caplog: pytest.LogCaptureFixture) -> No
 
 @with_namespaces
 def test_home_is_the_folder_behind_namespaces() -> None:
-    assert python("namespaces", "import os; print(os.getcwd(), os.environ['HOME'])").output == f"{HOME} {HOME}\n"
+    assert (
+        python("namespaces", "import os; print(os.getcwd(), os.environ['HOME'])").output
+        == f"{HOME} {HOME}\n"
+    )
 
 
 def test_children_are_found_where_the_kernel_does_not_name_them() -> None:

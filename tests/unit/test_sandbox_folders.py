@@ -1,4 +1,5 @@
-"""Folders of sandboxes: none stays behind, whatever a program did in it and however its run ended."""
+"""Folders of sandboxes: none stays behind, whatever a program did in it and however its run
+ended."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ asyncio.run(main())
 """
     environ = {**os.environ, "TMPDIR": str(place)}
     started = [
-        subprocess.Popen([sys.executable, "-c", hold], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", hold], env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
     ]
     killed, alive = (process.stdout.readline().strip() for process in started)  # type: ignore[union-attr]
     try:
@@ -86,7 +90,9 @@ def test_links_and_folders_of_others_are_left_alone(place: Path) -> None:
     assert remove_stale() == [f"{PROGRAM}held"] and (place / "far" / "file").read_text() == "kept"
 
 
-def test_a_folder_is_taken_by_another_process_before_it_is_held(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_taken_by_another_process_before_it_is_held(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, made = tempfile.mkdtemp, []
 
     def taken_at_first(**options: str) -> str:

@@ -62,14 +62,26 @@ def test_when_it_evaluates() -> None:
 def test_weights_are_pushed_every_interval_and_before_each_evaluation() -> None:
     assert after(schedule().pushes) == list(range(10))
     assert after(schedule(update_weights_interval=3).pushes) == [2, 5, 8]
-    assert after(schedule(update_weights_interval=3, **EVALUATES, eval_interval=4).pushes) == [2, 3, 5, 7, 8, 9]
+    assert after(schedule(update_weights_interval=3, **EVALUATES, eval_interval=4).pushes) == [
+        2,
+        3,
+        5,
+        7,
+        8,
+        9,
+    ]
     alone = schedule(debug_train_only=True, load_debug_rollout_data="data/{rollout_id}.pt")
     assert after(alone.pushes) == []
 
 
 def test_a_run_that_saves_has_ten_checkpoints_unless_told_otherwise() -> None:
     assert schedule().save_interval is None
-    assert [schedule(save="x", num_rollout=n).save_interval for n in (1, 10, 11, 95)] == [1, 1, 2, 10]
+    assert [schedule(save="x", num_rollout=n).save_interval for n in (1, 10, 11, 95)] == [
+        1,
+        1,
+        2,
+        10,
+    ]
     assert schedule(save="x", save_interval=7).save_interval == 7
 
 

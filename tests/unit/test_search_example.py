@@ -19,7 +19,10 @@ QUESTION = "<|im_start|>user\nHow high is the Zugspitze?<|im_end|>\n<|im_start|>
 
 def ask(model: ScriptedModel, room: int = 400) -> Sample:
     sample = play(generate, model, Sample(index=0, prompt=QUESTION, label="2962"), room)
-    assert all(c["params"]["skip_special_tokens"] and c["params"]["stop"] == ["</search>"] for c in model.calls)
+    assert all(
+        c["params"]["skip_special_tokens"] and c["params"]["stop"] == ["</search>"]
+        for c in model.calls
+    )
     return sample
 
 
@@ -35,7 +38,10 @@ def test_two_turns_are_a_chat_as_the_template_writes_it() -> None:
     sample = ask(ScriptedModel("<search>zugspitze</search>", "2962<|im_end|>"))
     tool = "<|im_start|>tool\nThe Zugspitze is 2962 m high.<|im_end|>\n"
     assert conversation(sample) == (
-        QUESTION + "<search>zugspitze</search><|im_end|>\n" + tool + "<|im_start|>assistant\n2962<|im_end|>"
+        QUESTION
+        + "<search>zugspitze</search><|im_end|>\n"
+        + tool
+        + "<|im_start|>assistant\n2962<|im_end|>"
     )
     assert sample.response == "<search>zugspitze</search>\nThe Zugspitze is 2962 m high.\n2962"
     assert trained(sample) == "<search>zugspitze</search>2962<|im_end|>"
@@ -69,7 +75,11 @@ def test_the_corpus(query: str, found: str) -> None:
 def test_searches_end() -> None:
     model = ScriptedModel(*["<search>k2</search>"] * 9)
     sample = ask(model)
-    assert len(model.calls) == 4 and sample.response.count("Nothing was found.") == 3 and reward(None, sample) == 0.0
+    assert (
+        len(model.calls) == 4
+        and sample.response.count("Nothing was found.") == 3
+        and reward(None, sample) == 0.0
+    )
 
 
 @pytest.mark.parametrize("room", [10, 26, 60, 90])
@@ -88,15 +98,22 @@ def test_a_model_that_has_ended_its_turn_gets_no_second_end() -> None:
     state = make_state(FakeClient(), args=hook_args(apply_chat_template_kwargs={}))
     state.tokenizer = byte_tokenizer()
     sample = Sample(prompt="", tokens=[])
-    sample.append_response_tokens(tokens=state.tokenizer.encode("a<|im_end|>"), log_probs=[-1.0, -1.0], text="a")
+    sample.append_response_tokens(
+        tokens=state.tokenizer.encode("a<|im_end|>"), log_probs=[-1.0, -1.0], text="a"
+    )
     append(state, sample)
-    assert conversation(sample) == "a<|im_end|>\n<|im_start|>tool\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        conversation(sample)
+        == "a<|im_end|>\n<|im_start|>tool\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert sample.response == "a\nb\n" and sum(sample.loss_mask or []) == 2
 
 
 def test_a_template_that_knows_no_tools_says_so() -> None:
     state = make_state(FakeClient(), args=hook_args(apply_chat_template_kwargs={}))
     state.tokenizer = byte_tokenizer()
-    state.tokenizer.chat_template = "{{ raise_exception('only user and assistant') if messages[-1].role == 'tool' }}"
+    state.tokenizer.chat_template = (
+        "{{ raise_exception('only user and assistant') if messages[-1].role == 'tool' }}"
+    )
     with pytest.raises(UserError, match="only user and assistant"):
         append(state, Sample())

@@ -1,5 +1,5 @@
-"""A run that goes on after a crash: what its first life has finished is neither generated again nor lost, whichever
-rollout takes it in the second one."""
+"""A run that goes on after a crash: what its first life has finished is neither generated again nor
+lost, whichever rollout takes it in the second one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,20 @@ class Life:
         dropped: groups that the filter drops.
     """
 
-    def __init__(self, folder: Path, turns: list[int], dropped: set[int], *, deterministic: bool = False) -> None:
-        self.journal, self.dropped, self.deterministic = Journal(folder, "flags"), dropped, deterministic
+    def __init__(
+        self, folder: Path, turns: list[int], dropped: set[int], *, deterministic: bool = False
+    ) -> None:
+        self.journal, self.dropped, self.deterministic = (
+            Journal(folder, "flags"),
+            dropped,
+            deterministic,
+        )
         self.client, self.group_size, self.tokenizer = FakeClient(turns), 1, make_tokenizer()
         self.source: Any = FakeSource(1)
 
-    async def collect(self, rollout_id: int, newest: int | None = 1, target: int = 2, draw_size: int = 2) -> Collected:
+    async def collect(
+        self, rollout_id: int, newest: int | None = 1, target: int = 2, draw_size: int = 2
+    ) -> Collected:
         with self.client.beside() as client:
             self.state = make_state(client, tokenizer=self.tokenizer)
             collector = Collector(
@@ -43,7 +51,9 @@ class Life:
                 target=target,
                 draw_size=draw_size,
                 group_size=self.group_size,
-                dynamic_filter=lambda args, samples, **_: samples[0].group_index not in self.dropped,
+                dynamic_filter=lambda args, samples, **_: (
+                    samples[0].group_index not in self.dropped
+                ),
                 deterministic=self.deterministic,
                 journal=self.journal,
                 versions=Versions(newest=newest),
@@ -55,20 +65,28 @@ class Life:
 
 
 def test_only_what_comes_out_of_the_journal_was_there_before(tmp_path: Path) -> None:
-    """What an earlier rollout of this life has put back is in the journal, too, but was drawn with all that it has: its
-    tokens count when it is trained on."""
+    """What an earlier rollout of this life has put back is in the journal, too, but was drawn with
+    all that it has: its tokens count when it is trained on."""
 
     async def main() -> None:
         life = Life(tmp_path, [0], set())
         await life.collect(0, target=1, draw_size=3)
         assert not life.state.from_journal and life.journal.metrics() == {}
         surplus = await life.collect(1, target=1, draw_size=1)
-        assert life.indices(surplus) == [1] and not life.state.from_journal and life.journal.metrics() == {}
+        assert (
+            life.indices(surplus) == [1]
+            and not life.state.from_journal
+            and life.journal.metrics() == {}
+        )
 
         second = Life(tmp_path, [0], set())
         found = await second.collect(0, target=2, draw_size=2)
-        assert not second.client.calls and second.journal.metrics() == {"rollout/num_restored_groups": 2}
-        assert second.state.from_journal == {s.index: s.response_length for run in found.chosen for s in run.samples}
+        assert not second.client.calls and second.journal.metrics() == {
+            "rollout/num_restored_groups": 2
+        }
+        assert second.state.from_journal == {
+            s.index: s.response_length for run in found.chosen for s in run.samples
+        }
         assert all(second.state.from_journal.values())
 
     asyncio.run(main())
@@ -81,8 +99,8 @@ async def two_at_once(life: Life) -> tuple[Collected, Collected]:
 
 
 def test_what_a_later_rollout_has_finished_is_not_generated_again(tmp_path: Path) -> None:
-    """Rollout 2 draws 2 and 3 while 1 is under way, which then redraws 4 and 5 for what its filter drops. In the second
-    life rollout 1 begins alone, and draws 2 and 3 itself."""
+    """Rollout 2 draws 2 and 3 while 1 is under way, which then redraws 4 and 5 for what its filter
+    drops. In the second life rollout 1 begins alone, and draws 2 and 3 itself."""
     before = Life(tmp_path, [1], dropped={0, 1})
     first, second = asyncio.run(two_at_once(before))
     assert [before.indices(found) for found in (first, second)] == [[4, 5], [2, 3]]
@@ -99,11 +117,14 @@ def test_what_a_later_rollout_has_finished_is_not_generated_again(tmp_path: Path
     assert after.journal.num_restored == 6
 
 
-@pytest.mark.parametrize(("newest", "deterministic", "asked"), [(0, False, 2), (None, False, 2), (1, True, 2)])
+@pytest.mark.parametrize(
+    ("newest", "deterministic", "asked"), [(0, False, 2), (None, False, 2), (1, True, 2)]
+)
 def test_what_is_of_weights_that_training_has_not_reached_is_generated_again(
     tmp_path: Path, newest: int | None, deterministic: bool, asked: int
 ) -> None:
-    """So is all that later rollouts did in deterministic runs, where the order of events must not matter."""
+    """So is all that later rollouts did in deterministic runs, where the order of events must not
+    matter."""
     asyncio.run(two_at_once(Life(tmp_path, [1], dropped={0, 1})))
     after = Life(tmp_path, [1], dropped={0, 1}, deterministic=deterministic)
     assert after.indices(asyncio.run(after.collect(1, newest))) == [2, 3]
@@ -123,7 +144,8 @@ def test_weights_of_a_future_that_was_given_up_are_not_reached() -> None:
 
 
 def test_weights_of_now_count_however_often_a_run_has_begun_again(tmp_path: Path) -> None:
-    """Begun again twice at the same checkpoint: 5 and 6 are of step 1, as 2 is; 3 and 4 are of steps that are open."""
+    """Begun again twice at the same checkpoint: 5 and 6 are of step 1, as 2 is; 3 and 4 are of
+    steps that are open."""
     ages = Ages(make_config(rollout_batch_size=1, entry="train_async"))
     for version, trained in ((1, 0), (2, 1), (3, 2), (4, 3), (5, 1), (6, 1)):
         ages.pushed(version, trained)
@@ -140,7 +162,8 @@ def test_weights_of_now_count_however_often_a_run_has_begun_again(tmp_path: Path
 
 
 def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
-    """Saved at step 5; the first life pushed up to step 7, the second one begins at 5 again, and so does the third."""
+    """Saved at step 5; the first life pushed up to step 7, the second one begins at 5 again, and so
+    does the third."""
     ages = Ages(make_config(rollout_batch_size=1, async_buffer_size=1, max_staleness=1))
     first_life = {version: version - 1 for version in range(1, 9)}
     ages.remember({**first_life, 9: 5, 10: 6, 11: 7})
@@ -164,12 +187,15 @@ def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
     assert found(3) == (0, False) and found(None) == (1, False)
 
 
-# -- what is noted where ---------------------------------------------------------------------------------------
+# -- what is noted where
+# ---------------------------------------------------------------------------------------
 
 
-def test_a_finished_group_is_noted_by_the_rollout_that_takes_it_out_of_the_buffer(tmp_path: Path) -> None:
-    """It came there with a checkpoint, and the file of the rollout that finished it is gone: with the next checkpoint
-    it will be in no buffer any more."""
+def test_a_finished_group_is_noted_by_the_rollout_that_takes_it_out_of_the_buffer(
+    tmp_path: Path,
+) -> None:
+    """It came there with a checkpoint, and the file of the rollout that finished it is gone: with
+    the next checkpoint it will be in no buffer any more."""
 
     async def lives() -> None:
         life = Life(tmp_path, [1], dropped=set())
@@ -199,8 +225,13 @@ def test_a_group_that_finishes_when_there_are_enough_is_noted_too(
     """It ends while others are stopped: nobody judges it, and it goes back as it is."""
     life = Life(tmp_path, [1, 1, 3, 30], dropped=set())
 
-    async def answers(client: Any, number: int, input_ids: list[int], params: dict[str, Any]) -> Any:
-        client_aborts, client._aborting = client._aborting, asyncio.Event()  # it is faster than the order to abort
+    async def answers(
+        client: Any, number: int, input_ids: list[int], params: dict[str, Any]
+    ) -> Any:
+        client_aborts, client._aborting = (
+            client._aborting,
+            asyncio.Event(),
+        )  # it is faster than the order to abort
         try:
             return await answered(client, number, input_ids, params)
         finally:
@@ -221,11 +252,13 @@ def test_a_group_that_finishes_when_there_are_enough_is_noted_too(
     assert place.kind is (Kind.BEGUN if left.reward is None else Kind.FINISHED)
 
 
-# -- a push that broke -----------------------------------------------------------------------------------------
+# -- a push that broke
+# -----------------------------------------------------------------------------------------
 
 
 def test_what_was_finished_before_a_push_that_broke_is_kept(tmp_path: Path) -> None:
-    """Engines went on with weights 3 in part: what is called so is forgotten, and what has no version."""
+    """Engines went on with weights 3 in part: what is called so is forgotten, and what has no
+    version."""
     journal = Journal(tmp_path, "flags")
     for group in (4, 5, 6):
         samples = generated(group)
@@ -236,14 +269,24 @@ def test_what_was_finished_before_a_push_that_broke_is_kept(tmp_path: Path) -> N
     note(journal, Kind.FINISHED, 2, generated(7))
     journal.forget_newer(1, 2)
     for each in (journal, Journal(tmp_path, "flags")):
-        assert [restored(each, 2, group)[0].response_length for group in (4, 5, 6, 7)] == [2, 0, 0, 2]
+        assert [restored(each, 2, group)[0].response_length for group in (4, 5, 6, 7)] == [
+            2,
+            0,
+            0,
+            2,
+        ]
 
 
 @pytest.mark.parametrize("row", ["text", "ids"])
-def test_what_was_put_back_is_found_under_the_name_that_it_was_drawn_by(tmp_path: Path, row: str) -> None:
-    """Rollout 1 has finished more than it takes, and a checkpoint is written while rollout 2 has taken the rest out of
-    the buffer: the second life draws it afresh, of text without the tokens that it has had since."""
-    rows = [{"input": f"p{i}" if row == "text" else [5, 6, 7 + i], "answer": str(i)} for i in range(30)]
+def test_what_was_put_back_is_found_under_the_name_that_it_was_drawn_by(
+    tmp_path: Path, row: str
+) -> None:
+    """Rollout 1 has finished more than it takes, and a checkpoint is written while rollout 2 has
+    taken the rest out of the buffer: the second life draws it afresh, of text without the tokens
+    that it has had since."""
+    rows = [
+        {"input": f"p{i}" if row == "text" else [5, 6, 7 + i], "answer": str(i)} for i in range(30)
+    ]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     flags: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 9}
 
@@ -260,12 +303,22 @@ def test_what_was_put_back_is_found_under_the_name_that_it_was_drawn_by(tmp_path
         await asyncio.sleep(0)  # it has drawn
         life.source.mark_consumed(life.indices(one))
         state = life.source.state_dict()
-        assert life.indices(one) == [0, 1] and life.indices(await two) == [2, 3] and not state["buffer"]
+        assert (
+            life.indices(one) == [0, 1]
+            and life.indices(await two) == [2, 3]
+            and not state["buffer"]
+        )
         return state
 
     state = asyncio.run(first_life())
     life = begin()
     life.source.load_state_dict(state)
     two = asyncio.run(life.collect(2))
-    assert life.indices(two) == [2, 3] and life.client.calls == [] and life.journal.num_restored == 2
-    assert not any({"drawn_as", "as_drawn"} & vars(sample).keys() for run in two.chosen for sample in run.samples)
+    assert (
+        life.indices(two) == [2, 3] and life.client.calls == [] and life.journal.num_restored == 2
+    )
+    assert not any(
+        {"drawn_as", "as_drawn"} & vars(sample).keys()
+        for run in two.chosen
+        for sample in run.samples
+    )

@@ -27,8 +27,19 @@ from tests.support.sglang_servers import fake_environment
 
 _DEADLINE = 120.0
 CONTROL = [
-    *("/release_memory_occupation", "/pause_generation", "/abort_request", "/update_weight_version", "/flush_cache"),
-    *("/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_tensor", "/weights_checker"),
+    *(
+        "/release_memory_occupation",
+        "/pause_generation",
+        "/abort_request",
+        "/update_weight_version",
+        "/flush_cache",
+    ),
+    *(
+        "/update_weights_from_disk",
+        "/init_weights_update_group",
+        "/update_weights_from_tensor",
+        "/weights_checker",
+    ),
     *("/get_weights_by_name", "/resume_memory_occupation", "/set_internal_state", "/no_such_route"),
 ]
 
@@ -40,7 +51,9 @@ class Serving:
         command = [sys.executable, "-m", "slime", "serve", str(model), "--port", "0", *flags]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environ}
         env.pop(VARIABLE, None)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True
+        )
         assert self.process.stdout is not None
         self.first = self.process.stdout.readline()
         self.text = self.first
@@ -55,9 +68,14 @@ class Serving:
 
     def ask(self, path: str, body: Any = None, **headers: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        sent = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        sent = {
+            "Content-Type": "application/json",
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
         try:
-            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), sent)
+            connection.request(
+                "GET" if body is None else "POST", path, body and json.dumps(body), sent
+            )
             return connection.getresponse().status
         finally:
             connection.close()
@@ -85,18 +103,34 @@ ASK = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
 
 
 def test_it_is_closed_but_for_generation_with_the_key(server: Serving, tmp_path: Path) -> None:
-    """Its address comes through a pipe before the model is loaded; a kill leaves a folder, until the next start."""
-    assert server.first.startswith("loading tiny") and server.text.count(server.key) == 1 and len(server.key) > 30
+    """Its address comes through a pipe before the model is loaded; a kill leaves a folder, until
+    the next start."""
+    assert (
+        server.first.startswith("loading tiny")
+        and server.text.count(server.key) == 1
+        and len(server.key) > 30
+    )
     bearer = {"Authorization": f"Bearer {server.key}"}
-    assert server.ask("/generate", ASK, **bearer) == 200 and server.ask("/v1/models", **bearer) == 200
+    assert (
+        server.ask("/generate", ASK, **bearer) == 200 and server.ask("/v1/models", **bearer) == 200
+    )
     for path in ("/generate", "/v1/models", "/v1/chat/completions", "/server_info"):
         assert server.ask(path, ASK) == 401 == server.ask(path, ASK, Authorization="Bearer wrong")
-    assert [path for path in CONTROL if server.ask(path, {"model_path": "x"}, **bearer) != 403] == []
+    assert [
+        path for path in CONTROL if server.ask(path, {"model_path": "x"}, **bearer) != 403
+    ] == []
     assert server.ask("/flush_cache", **bearer) == 403, "by GET as well"
     assert server.ask("/health") == 200
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ):
         assert server.ask("/generate", ASK, **bearer, **headers) == 403
-    assert server.ask("/generate", ASK, **bearer, Host="localhost:1", Origin="http://localhost:3000") == 200
+    assert (
+        server.ask("/generate", ASK, **bearer, Host="localhost:1", Origin="http://localhost:3000")
+        == 200
+    )
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
     left = list(tmp_path.glob("slime-serve-*"))
     assert len(left) == 1
@@ -134,7 +168,10 @@ def test_which_key(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="--api-key is no key"):
             _key(flags(api_key=wrong))
     monkeypatch.setenv(VARIABLE, "of-the-environment")
-    assert _key(flags()) == "of-the-environment" and _key(flags(api_key="of-the-flag")) == "of-the-flag"
+    assert (
+        _key(flags()) == "of-the-environment"
+        and _key(flags(api_key="of-the-flag")) == "of-the-flag"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +187,16 @@ def test_which_key(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"Host": "127.0.0.1:1", "Origin": "null"}, True, True),
         ({"Host": "127.0.0.1:1", "Origin": "http://[broken"}, True, True),
         ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1.evil.example"}, True, True),
-        ({"Host": "127.0.0.1:1", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, True, True),
-        ({"Host": "127.0.0.1:1", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, True, False),
+        (
+            {"Host": "127.0.0.1:1", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+            True,
+            True,
+        ),
+        (
+            {"Host": "127.0.0.1:1", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+            True,
+            False,
+        ),
         ({"Host": "127.0.0.1:1", "Sec-Fetch-Site": "same-origin"}, True, False),
     ],
 )
@@ -182,7 +227,13 @@ def test_the_guard_of_sglang() -> None:
     ask("/generate", (b"origin", b"https://evil.example"), kind="websocket")
     asyncio.run(guard({"type": "lifespan"}, None, send))
     assert passed == ["/generate", "lifespan"]
-    assert [message.get("status", message.get("code")) for message in sent] == [403, None, 403, None, 1008]
+    assert [message.get("status", message.get("code")) for message in sent] == [
+        403,
+        None,
+        403,
+        None,
+        1008,
+    ]
     assert b"slime serve --control-routes" in sent[1]["body"]
 
 

@@ -1,4 +1,5 @@
-"""What is trained of a conversation: exactly what the model would generate, for the templates of public models."""
+"""What is trained of a conversation: exactly what the model would generate, for the templates of
+public models."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ TOOL = {
     "function": {
         "name": "lookup",
         "description": "DESCRIPTION",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "x"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "x"}},
+        },
     },
 }
 
@@ -41,7 +45,9 @@ SYSTEM = {"role": "system", "content": "SYSTEM"}
 CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"id": "callid001", "function": {"name": "lookup", "arguments": '{"city": "CITY0"}'}}],
+    "tool_calls": [
+        {"id": "callid001", "function": {"name": "lookup", "arguments": '{"city": "CITY0"}'}}
+    ],
 }
 RESULT = {"role": "tool", "content": "RESULT0", "tool_call_id": "callid001", "name": "lookup"}
 SHAPES: dict[str, list[dict[str, Any]]] = {
@@ -50,31 +56,63 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "system": [SYSTEM, user(0), answer(0), user(1), answer(1)],
     "tools": [user(0), CALL, RESULT, answer(1), user(2), answer(2)],
     "reasoning": [user(0), thoughtful(0), user(1), thoughtful(1)],
-    "reasoning inline": [user(0), answer(0, content="<think>\nREASON0\n</think>\n\nANSWER0"), user(1), answer(1)],
-    "reasoning and tools": [user(0), CALL | {"reasoning_content": "REASON0"}, RESULT, thoughtful(1)],
+    "reasoning inline": [
+        user(0),
+        answer(0, content="<think>\nREASON0\n</think>\n\nANSWER0"),
+        user(1),
+        answer(1),
+    ],
+    "reasoning and tools": [
+        user(0),
+        CALL | {"reasoning_content": "REASON0"},
+        RESULT,
+        thoughtful(1),
+    ],
     "no generation prompt": [user(0), answer(0), user(1), answer(1)],
 }
-#: Templates that write no calls of tools, so rows with calls are refused. (That of DeepSeek-R1-Distill looks for a null
-#: content, which transformers takes away.)
+#: Templates that write no calls of tools, so rows with calls are refused. (That of
+#: DeepSeek-R1-Distill looks for a null content, which transformers takes away.)
 NO_CALLS = {
-    *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
+    *(
+        "cohere",
+        "cohere2",
+        "deepseek_r1_distill",
+        "gemma",
+        "gemma3",
+        "idefics3",
+        "lfm2",
+        "llama3",
+        "llava_next",
+    ),
     *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
 }
 #: Templates that raise for a system message.
 NO_SYSTEM = {"gemma"}
 #: Templates of models that do not reason: there is no place for reasoning in a key of its own.
 NO_REASONING = (NO_CALLS - {"deepseek_r1_distill"}) | {
-    *("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "lfm2_v2", "llama3_1", "llama3_2", "qwen2_5"),
+    *(
+        "gemma4",
+        "gemma4_v2",
+        "gemma4_v3",
+        "gemma4_v4",
+        "lfm2_v2",
+        "llama3_1",
+        "llama3_2",
+        "qwen2_5",
+    ),
     *("qwen3_instruct_2507", "qwen3_vl"),
 }
-#: Those that write no reasoning where it is beside a call or behind a result: the generation prompt behind a tool's
-#: result opens none (DeepSeek-V3), the marks leave it out (gpt-oss for training). Gemma 4 writes it before calls alone.
+#: Those that write no reasoning where it is beside a call or behind a result: the generation prompt
+#: behind a tool's result opens none (DeepSeek-V3), the marks leave it out (gpt-oss for training).
+#: Gemma 4 writes it before calls alone.
 NO_REASONING_WITH_TOOLS = (NO_REASONING - NO_CALLS) | {"deepseekv3", "gptoss_training"}
 _WORDS = re.compile("(?:ANSWER|REASON|CITY)\\d")
 _FOREIGN = re.compile("USER|SYSTEM|RESULT|DESCRIPTION")
 #: Marks of reasoning in the data, and those that templates write for the keys of reasoning.
 _THINK_MARKS = re.compile(r"</?think>")
-_ROLE_MARKS = re.compile("assistant|user|im_start|start_of_turn|start_header|CHATBOT|role", re.IGNORECASE)
+_ROLE_MARKS = re.compile(
+    "assistant|user|im_start|start_of_turn|start_header|CHATBOT|role", re.IGNORECASE
+)
 #: What the models of some families write around their words, besides.
 _HEADERS = {
     "gptoss": ("analysisassistantfinal", "final", ""),
@@ -89,7 +127,9 @@ def family(name: str) -> str:
 
 
 def may_be_refused(name: str, shape: str) -> bool:
-    return ("tools" in shape and family(name) in NO_CALLS) or (shape == "system" and family(name) in NO_SYSTEM)
+    return ("tools" in shape and family(name) in NO_CALLS) or (
+        shape == "system" and family(name) in NO_SYSTEM
+    )
 
 
 def loses_reasoning(name: str, shape: str) -> bool:
@@ -109,7 +149,9 @@ def trained_texts(encoded: Encoded, tokenizer: Any) -> list[str]:
     return found
 
 
-def encode(template: str, messages: list[dict[str, Any]], **options: Any) -> tuple[Encoded, list[str], Any]:
+def encode(
+    template: str, messages: list[dict[str, Any]], **options: Any
+) -> tuple[Encoded, list[str], Any]:
     tokenizer = tokenizer_of(template)
     encoded = SftEncoding(tokenizer).encode(messages, **options)
     return encoded, trained_texts(encoded, tokenizer), tokenizer
@@ -117,14 +159,16 @@ def encode(template: str, messages: list[dict[str, Any]], **options: Any) -> tup
 
 def test_templates_of_many_models_are_here() -> None:
     if not TEMPLATES:
-        pytest.skip("none of the packages with chat templates is installed (the extra 'dev' has one)")
+        pytest.skip(
+            "none of the packages with chat templates is installed (the extra 'dev' has one)"
+        )
     assert len(TEMPLATES) >= 70
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
-    """Decoding the trained runs gives each turn's words and its end, and nothing else. Only the templates listed above
-    refuse, or lose reasoning."""
+    """Decoding the trained runs gives each turn's words and its end, and nothing else. Only the
+    templates listed above refuse, or lose reasoning."""
     tokenizer = tokenizer_of(TEMPLATES[name])
     silent = tokenizer_of(TEMPLATES[name].replace("add_generation_prompt", "nobody_sets_this"))
     encodings = {shape: SftEncoding(tokenizer) for shape in SHAPES}
@@ -133,7 +177,9 @@ def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
         encoding = encodings[shape]
         tools = [TOOL] if "tools" in shape else None
         if may_be_refused(name, shape):
-            with pytest.raises(UserError, match=r"does not write its call|System role not supported"):
+            with pytest.raises(
+                UserError, match=r"does not write its call|System role not supported"
+            ):
                 encoding.encode(messages, tools=tools)
             continue
         encoded = encoding.encode(messages, tools=tools)
@@ -145,7 +191,10 @@ def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
             assert not _FOREIGN.search(text), (shape, text)
             wanted, found = set(_WORDS.findall(str(message))), set(_WORDS.findall(text))
             lost += len(wanted - found)
-            assert found <= wanted and all(word.startswith("REASON") for word in wanted - found), (shape, text)
+            assert found <= wanted and all(word.startswith("REASON") for word in wanted - found), (
+                shape,
+                text,
+            )
             if "tools" not in shape:
                 assert_only_words(name, text, encoding.tokenizer)
         assert lost == encoded.lost_reasoning, (shape, texts)
@@ -153,7 +202,8 @@ def test_what_is_trained_is_what_the_model_would_generate(name: str) -> None:
 
 
 def assert_only_words(name: str, text: str, tokenizer: Any) -> None:
-    """Nothing but words of the answer, special tokens, marks of reasoning and the headers of the family."""
+    """Nothing but words of the answer, special tokens, marks of reasoning and the headers of the
+    family."""
     rest = _WORDS.sub("", text)
     for token in sorted(tokenizer.all_special_tokens, key=len, reverse=True):
         rest = rest.replace(token, "")
@@ -162,7 +212,8 @@ def assert_only_words(name: str, text: str, tokenizer: Any) -> None:
     assert "".join(_THINK_MARKS.sub("", rest).split()) in _HEADERS.get(family(name), ("",)), text
 
 
-# -- kinds of templates, written out ---------------------------------------------------------------------------------
+# -- kinds of templates, written out
+# ---------------------------------------------------------------------------------
 
 R1 = (  # opens reasoning where the assistant is asked, and drops it from every answer
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}"
@@ -171,7 +222,8 @@ R1 = (  # opens reasoning where the assistant is asked, and drops it from every 
 )
 QWEN3 = (  # leaves the reasoning of earlier answers out
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
-    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GLM = (  # a turn ends where the next one begins
@@ -185,21 +237,28 @@ def test_reasoning_is_put_where_the_generation_prompt_opens_it() -> None:
         encoded, texts, tokenizer = encode(R1, [user(0), message])
         assert texts == ["REASON0\n</think>\n\nANSWER0<EOS>"] and encoded.lost_reasoning == 0
         [sequence] = encoded.sequences
-        assert tokenizer.decode(sequence.tokens[: sequence.prompt_length]) == "<BOS><U>USER0<A><think>\n"
+        assert (
+            tokenizer.decode(sequence.tokens[: sequence.prompt_length])
+            == "<BOS><U>USER0<A><think>\n"
+        )
 
 
 def test_an_answer_without_reasoning_follows_the_head_alone_and_is_counted() -> None:
     encoded, texts, tokenizer = encode(R1, [user(0), answer(0), user(1), answer(1)])
     assert texts == ["ANSWER0<EOS>", "ANSWER1<EOS>"] and encoded.without_reasoning == 2
     [sequence] = encoded.sequences
-    assert tokenizer.decode(sequence.tokens) == "<BOS><U>USER0<A>ANSWER0<EOS><U>USER1<A>ANSWER1<EOS>"
+    assert (
+        tokenizer.decode(sequence.tokens) == "<BOS><U>USER0<A>ANSWER0<EOS><U>USER1<A>ANSWER1<EOS>"
+    )
 
 
 def test_a_template_that_leaves_earlier_reasoning_out_splits_the_conversation() -> None:
     encoded, texts, tokenizer = encode(QWEN3, SHAPES["reasoning"])
     assert texts == [f"<think>\nREASON{i}\n</think>\n\nANSWER{i}<|im_end|>" for i in (0, 1)]
     first, second = (tokenizer.decode(sequence.tokens) for sequence in encoded.sequences)
-    assert second.startswith(first.partition("<think>")[0] + "ANSWER0<|im_end|>\n"), "as the model will see it"
+    assert second.startswith(first.partition("<think>")[0] + "ANSWER0<|im_end|>\n"), (
+        "as the model will see it"
+    )
     totals = SftTotals()
     totals.add(encoded)
     assert (totals.rows, totals.split, totals.sequences) == (1, 1, 2)
@@ -217,7 +276,12 @@ def test_reasoning_that_no_template_writes_is_counted() -> None:
     plain = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
     encoding = SftEncoding(make_tokenizer(plain))
     assert encoding.encode([user(0), thoughtful(0)]).lost_reasoning == 1
-    assert encoding.encode([user(0), answer(0, content="<think>REASON0</think>ANSWER0")]).lost_reasoning == 1
+    assert (
+        encoding.encode(
+            [user(0), answer(0, content="<think>REASON0</think>ANSWER0")]
+        ).lost_reasoning
+        == 1
+    )
     assert encoding.encode([user(0), answer(0)]).lost_reasoning == 0
 
 
@@ -230,7 +294,9 @@ def test_turns_without_weight_are_context() -> None:
 
 def test_a_template_that_drops_words_of_an_answer_is_refused() -> None:
     shy = CHATML.replace("m['content']", "m['content'][:3]")
-    with pytest.raises(UserError, match=r"messages\[1\] cannot be told.*\n.*does not write its text"):
+    with pytest.raises(
+        UserError, match=r"messages\[1\] cannot be told.*\n.*does not write its text"
+    ):
         SftEncoding(make_tokenizer(shy)).encode([user(0), answer(0)])
 
 
@@ -239,80 +305,116 @@ def test_a_conversation_may_begin_with_the_assistant() -> None:
     assert [text.split("\n\n")[-1] for text in texts] == ["ANSWER0<|im_end|>", "ANSWER1<|im_end|>"]
 
 
-# -- forms that templates want -----------------------------------------------------------------------------------------
+# -- forms that templates want
+# -----------------------------------------------------------------------------------------
 
 
 def test_calls_have_the_form_that_the_template_writes_as_it_is() -> None:
     head = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    texts = tokenizer_of(head + "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}")
-    joined = tokenizer_of(head + "{{ '' + c.function.arguments }}{% endfor %}{{ m.content }}{% endfor %}")
+    texts = tokenizer_of(
+        head + "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    joined = tokenizer_of(
+        head + "{{ '' + c.function.arguments }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
     for tokenizer in (texts, joined):
         assert render_messages(tokenizer, [CALL]) == 'lookup{"city": "CITY0"}'
-    assert (template_form(texts).text_arguments, template_form(joined).text_arguments) == (False, True)
+    assert (template_form(texts).text_arguments, template_form(joined).text_arguments) == (
+        False,
+        True,
+    )
 
 
 def test_a_developer_speaks_as_the_system_where_no_template_knows_it() -> None:
     messages = [SYSTEM, {"role": "developer", "content": "DEV"}, user(0)]
     told = render_messages(tokenizer_of(CHATML), messages, add_generation_prompt=False)
-    assert told == "<|im_start|>system\nSYSTEM\n\nDEV<|im_end|>\n<|im_start|>user\nUSER0<|im_end|>\n"
+    assert (
+        told == "<|im_start|>system\nSYSTEM\n\nDEV<|im_end|>\n<|im_start|>user\nUSER0<|im_end|>\n"
+    )
     known = tokenizer_of(CHATML + "{# developer #}")
     assert "<|im_start|>developer\nDEV<|im_end|>" in render_messages(known, messages)
 
 
 def test_content_is_a_list_of_parts_where_the_template_wants_one() -> None:
     wants = (
-        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% "
+        "endif %}{% endfor %}"
     )
-    assert render_messages(tokenizer_of(wants + "{% endfor %}"), [user(0), answer(0)]) == "USER0ANSWER0"
+    assert (
+        render_messages(tokenizer_of(wants + "{% endfor %}"), [user(0), answer(0)])
+        == "USER0ANSWER0"
+    )
 
 
-# -- what templates do that trains the wrong tokens unless it is noticed ----------------------------------------------
+# -- what templates do that trains the wrong tokens unless it is noticed
+# ----------------------------------------------
 
 CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in "
+    "m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor "
+    "%}<|im_end|>\n{% endfor %}"
 )
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-@pytest.mark.parametrize("varying", ["{{ range(9999) | random }}", "{{ strftime_now('%H:%M:%S.%f') }}"])
+@pytest.mark.parametrize(
+    "varying", ["{{ range(9999) | random }}", "{{ strftime_now('%H:%M:%S.%f') }}"]
+)
 def test_a_template_that_writes_something_else_each_time_is_refused(varying: str) -> None:
     with pytest.raises(UserError, match="differently each time"):
         encode(f"<|im_start|>system\n{varying}<|im_end|>\n{CHATML}", [user(0), answer(0)])
 
 
-def test_a_date_that_changes_while_a_conversation_is_encoded_trains_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tokenizer_of(f"<|im_start|>system\n{{# strftime_now #}}{{{{ today }}}}<|im_end|>\n{CHATML}")
+def test_a_date_that_changes_while_a_conversation_is_encoded_trains_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = tokenizer_of(
+        f"<|im_start|>system\n{{# strftime_now #}}{{{{ today }}}}<|im_end|>\n{CHATML}"
+    )
     days = iter(["Mon", "Mon", "Tue"])
     plain = tokenizer.apply_chat_template
     encoding = SftEncoding(tokenizer)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: plain(*a, today=next(days, "Tue"), **k))
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *a, **k: plain(*a, today=next(days, "Tue"), **k)
+    )
     encoded = encoding.encode([user(0), answer(0)])
     assert trained_texts(encoded, tokenizer) == ["ANSWER0<|im_end|>"]
     assert "Tue" in tokenizer.decode(encoded.sequences[0].tokens)
 
 
-def test_reasoning_that_the_prompt_opens_is_closed_although_the_answer_is_written_behind_its_mark() -> None:
-    opens = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}"
+def test_reasoning_that_the_prompt_opens_is_closed_although_the_answer_is_written_behind_its_mark() -> (
+    None
+):
+    opens = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' "
+        "%}<think>\n{% endif %}"
+    )
     opens += "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
     opens += "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     encoded, texts, _ = encode(opens, [user(0), thoughtful(0)])
     assert texts == ["REASON0\n</think>\n\nANSWER0<|im_end|>"] and encoded.lost_reasoning == 0
     encoded, texts, tokenizer = encode(opens, [user(0), answer(0)])
     assert texts == ["ANSWER0<|im_end|>"] and encoded.without_reasoning == 1
-    assert "<think>" not in tokenizer.decode(encoded.sequences[0].tokens), "the answer is no reasoning"
+    assert "<think>" not in tokenizer.decode(encoded.sequences[0].tokens), (
+        "the answer is no reasoning"
+    )
 
 
 def test_reasoning_that_a_template_writes_before_calls_alone_or_as_a_part_is_trained() -> None:
     before_calls = CALLS.replace(
-        "{{ m.content", "{% if m.tool_calls and m.reasoning %}[{{ m.reasoning }}]{% endif %}{{ m.content"
+        "{{ m.content",
+        "{% if m.tool_calls and m.reasoning %}[{{ m.reasoning }}]{% endif %}{{ m.content",
     )
     encoded, texts, _ = encode(before_calls + ASKS, SHAPES["reasoning and tools"], tools=[TOOL])
-    assert texts[0].startswith("[REASON0]<call>lookup") and encoded.lost_reasoning == 1, "that of the answer"
+    assert texts[0].startswith("[REASON0]<call>lookup") and encoded.lost_reasoning == 1, (
+        "that of the answer"
+    )
     parts = CHATML.replace("m['content']", "body(m['content'])")
     parts = (
         "{% macro body(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
-        "{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}"
+        "{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}{% endfor "
+        "%}{% endif %}"
         "{% endmacro %}" + parts
     )
     for message in (thoughtful(0), answer(0, content="<think>\nREASON0\n</think>\n\nANSWER0")):
@@ -321,10 +423,12 @@ def test_reasoning_that_a_template_writes_before_calls_alone_or_as_a_part_is_tra
 
 
 def test_a_turn_of_calls_ends_with_its_first_end_token() -> None:
-    """Some templates write an empty answer behind calls (DeepSeek), or always the head of the next turn (Command R)."""
+    """Some templates write an empty answer behind calls (DeepSeek), or always the head of the next
+    turn (Command R)."""
     for behind in ("<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"):
         template = CALLS.replace(
-            "<|im_end|>\n{% endfor %}", "<|im_end|>\n{% if m.tool_calls %}" + behind + "{% endif %}{% endfor %}"
+            "<|im_end|>\n{% endfor %}",
+            "<|im_end|>\n{% if m.tool_calls %}" + behind + "{% endif %}{% endfor %}",
         )
         _, texts, _ = encode(template + ASKS, [user(0), CALL], tools=[TOOL])
         assert texts == ['<call>lookup {"city": "CITY0"}</call><|im_end|>']
@@ -342,7 +446,8 @@ def test_the_role_mark_is_not_trained_where_a_template_ends_prompts_with_the_end
 def test_reasoning_that_is_given_twice_is_trained_once_and_two_that_differ_are_refused() -> None:
     keyed = CHATML.replace(
         "m['content'] +",
-        "('<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content else '') + m['content'] +",
+        "('<think>' ~ m.reasoning_content ~ '</think>' if m.reasoning_content else '') + "
+        "m['content'] +",
     )
     inline = "<think>REASON0</think>ANSWER0"
     _, texts, _ = encode(keyed, [user(0), answer(0, content=inline, reasoning="REASON0")])

@@ -1,4 +1,5 @@
-"""SGLang's command line and groups of servers: what goes through, what is set here, what is refused and how."""
+"""SGLang's command line and groups of servers: what goes through, what is set here, what is refused
+and how."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ def parse_args(argv: list[str]) -> Any:
 
 
 def config_of(**flags: Any) -> Any:
-    defaults = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": "m", "rollout_engine": "sglang"}
+    defaults = {
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "hf_checkpoint": "m",
+        "rollout_engine": "sglang",
+    }
     return make_config(**{**defaults, **flags})
 
 
@@ -50,21 +56,35 @@ def served_models(config: Any) -> list[ServedModel]:
 
 
 def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
-    return parse_args(sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:])
+    return parse_args(
+        sglang_command(config_of(**flags), "/models/m", "10.0.0.1", 31000, place).argv[3:]
+    )
 
 
 @pytest.mark.parametrize(("flags", "nbytes"), [
     ({}, 2), ({"fp32": True}, 4), ({"sglang_dtype": "float"}, 4), ({"fp32": True, "sglang_dtype": "half"}, 2),
 ])  # fmt: skip
-def test_the_memory_plan_counts_weights_as_the_server_is_told_to_hold_them(flags: dict[str, Any], nbytes: int) -> None:
+def test_the_memory_plan_counts_weights_as_the_server_is_told_to_hold_them(
+    flags: dict[str, Any], nbytes: int
+) -> None:
     assert sglang_footprint(config_of(**flags)).element == nbytes
 
 
 def test_what_is_set_here() -> None:
     place = EnginePlace(number=3, gpus=("4", "5"), num_gpus=2, nccl_port=20001)
     args = parsed(place, rollout_num_gpus=8, rollout_num_gpus_per_engine=2, rollout_seed=7)
-    assert (args.model_path, args.host, args.port, args.nccl_port) == ("/models/m", "10.0.0.1", 31000, 20001)
-    assert (args.tp_size, args.random_seed, args.dtype, args.weight_version) == (2, 10, "bfloat16", "0")
+    assert (args.model_path, args.host, args.port, args.nccl_port) == (
+        "/models/m",
+        "10.0.0.1",
+        31000,
+        20001,
+    )
+    assert (args.tp_size, args.random_seed, args.dtype, args.weight_version) == (
+        2,
+        10,
+        "bfloat16",
+        "0",
+    )
     assert (
         args.skip_server_warmup
         and not args.trust_remote_code
@@ -77,13 +97,22 @@ def test_what_is_set_here() -> None:
 
 
 def test_what_follows_from_the_run() -> None:
-    args = parsed(colocate=True, deterministic_rollout=True, fp32=True, distributed_timeout_minutes=3)
-    assert args.enable_memory_saver and args.enable_deterministic_inference and args.dtype == "float32"
+    args = parsed(
+        colocate=True, deterministic_rollout=True, fp32=True, distributed_timeout_minutes=3
+    )
+    assert (
+        args.enable_memory_saver and args.enable_deterministic_inference and args.dtype == "float32"
+    )
     assert args.dist_timeout == 180 and not args.enable_weights_cpu_backup
     assert parsed(colocate=True, update_weights_interval=2).enable_weights_cpu_backup
     several = EnginePlace(num_gpus=16, num_nodes=2, node_rank=1, dist_init_addr="10.0.0.1:25000")
     args = parsed(several, rollout_num_gpus_per_engine=16, rollout_num_gpus=16)
-    assert (args.nnodes, args.node_rank, args.dist_init_addr, args.tp_size) == (2, 1, "10.0.0.1:25000", 16)
+    assert (args.nnodes, args.node_rank, args.dist_init_addr, args.tp_size) == (
+        2,
+        1,
+        "10.0.0.1:25000",
+        16,
+    )
     assert sglang_command(config_of(), "m", "h", 1, several).health_path == "/health"
 
 
@@ -95,12 +124,18 @@ def test_the_users_options_go_through_by_name_and_type_and_ours_win() -> None:
         sglang_dtype="float16",
         sglang_custom_weight_loader=("a.b",),
     )
-    assert args.mem_fraction_static == 0.7 and args.disable_cuda_graph and args.cuda_graph_bs == [1, 2, 4]
+    assert (
+        args.mem_fraction_static == 0.7
+        and args.disable_cuda_graph
+        and args.cuda_graph_bs == [1, 2, 4]
+    )
     assert args.dtype == "float16" and args.host == "10.0.0.1"
     assert args.custom_weight_loader == ["a.b", WEIGHT_PROBE, WEIGHT_LOADER]
 
 
-_PLAIN = [a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)]
+_PLAIN = [
+    a for a in stored_sglang_args()[1] if a.kind in ("int", "float") and not (a.choices or a.many)
+]
 
 
 @settings(max_examples=30)
@@ -118,7 +153,10 @@ ON_DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"sglang_speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE cannot follow"),
+        (
+            {"sglang_speculative_algorithm": "EAGLE"},
+            "--sglang-speculative-algorithm EAGLE cannot follow",
+        ),
         (ON_DISK | {"sglang_speculative_algorithm": "NGRAM"}, "NGRAM does not go with .* disk"),
         ({"sglang_pp_size": 2, "rollout_num_gpus_per_engine": 2}, "--sglang-pp-size 2"),
         ({"sglang_dp_size": 2}, r"--sglang-dp-size 2 cannot take .* without DP attention"),
@@ -136,7 +174,11 @@ def test_drafts_without_weights_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [(None, "pip install 'slime-rl"), ("0.5.11", "0.5.12 is the first"), ("0.5.17", "0.5.12 to 0.5.16 are")],
+    [
+        (None, "pip install 'slime-rl"),
+        ("0.5.11", "0.5.12 is the first"),
+        ("0.5.17", "0.5.12 to 0.5.16 are"),
+    ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     monkeypatch.setattr(command, "installed_version", lambda: version)
@@ -151,18 +193,24 @@ def test_auto_is_sglang_where_a_gpu_and_sglang_are(monkeypatch: pytest.MonkeyPat
     assert make_config(**flags).engine.rollout_engine == "embedded"
     monkeypatch.setenv("SLIME_NUM_GPUS", "1")
     config = make_config(**flags)
-    assert config.engine.rollout_engine == "sglang" and "SGLang are there" in config.origins["rollout_engine"]
+    assert (
+        config.engine.rollout_engine == "sglang"
+        and "SGLang are there" in config.origins["rollout_engine"]
+    )
     assert make_config(**flags, rollout_engine="auto").engine.rollout_engine == "sglang"
     monkeypatch.setattr("slime.config.resolve.importlib.util.find_spec", lambda name: None)
     assert make_config(**flags).engine.rollout_engine == "embedded"
 
 
-# -- server groups ---------------------------------------------------------------------------------------------
+# -- server groups
+# ---------------------------------------------------------------------------------------------
 
 
 def groups_file(folder: Path, *groups: dict[str, Any], **model: Any) -> str:
     path = folder / "groups.yaml"
-    path.write_text(yaml.safe_dump({"sglang": [{"name": "policy", **model, "server_groups": list(groups)}]}))
+    path.write_text(
+        yaml.safe_dump({"sglang": [{"name": "policy", **model, "server_groups": list(groups)}]})
+    )
     return str(path)
 
 
@@ -179,7 +227,10 @@ def test_groups_become_engines(tmp_path: Path) -> None:
     parts = engine_parts(config, PlacementPlan.of(config), slots_on(8))
     assert [part.slots for part in parts] == [(1,), (2,), (4, 5), (6, 7)]
     assert [part.name for part in parts] == [f"engine-{i}" for i in range(4)]
-    assert parts[0].place.overrides == {"mem_fraction_static": 0.6} and parts[2].place.gpus == ("4", "5")
+    assert parts[0].place.overrides == {"mem_fraction_static": 0.6} and parts[2].place.gpus == (
+        "4",
+        "5",
+    )
 
 
 def slots_on(*gpus_per_node: int) -> Slots:
@@ -191,11 +242,16 @@ def slots_on(*gpus_per_node: int) -> Slots:
     return Slots(None, places, on_gpu=True)  # type: ignore[arg-type]
 
 
-def test_no_engine_reads_model_code_that_another_one_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies a model's own Python files to one place of all processes that share a home."""
+def test_no_engine_reads_model_code_that_another_one_is_copying(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers copies a model's own Python files to one place of all processes that share a
+    home."""
 
     def place(number: int) -> str:
-        environment = sglang_command(make_config(), "model", "10.0.0.1", 1, EnginePlace(number=number)).env
+        environment = sglang_command(
+            make_config(), "model", "10.0.0.1", 1, EnginePlace(number=number)
+        ).env
         return environment["HF_MODULES_CACHE"]
 
     assert len({place(0), place(1), os.environ.get("HF_MODULES_CACHE")}) == 3
@@ -228,26 +284,50 @@ def test_an_engine_over_two_nodes_has_a_part_on_each() -> None:
         ([{"num_gpus": 2, "kind": "x"}], {}, "unknown key 'kind'"),
         ([{"num_gpus": 2, "overrides": {"port": 1}}], {}, "cannot override port"),
         ([{"num_gpus": 2, "overrides": {"no_such": 1}}], {}, "SGLang 0.5.16 does not have"),
-        ([{"num_gpus": 2, "overrides": {"speculative-algorithm": "EAGLE"}}], {}, "group 0 .* EAGLE, which cannot"),
-        ([{"num_gpus": 2, "overrides": {"pp_size": 2}}], {}, "has pp_size 2, which cannot take weight pushes"),
-        ([{"num_gpus": 2, "overrides": {"dp_size": 2}}], {}, "has dp_size 2, which cannot .* without DP attention"),
+        (
+            [{"num_gpus": 2, "overrides": {"speculative-algorithm": "EAGLE"}}],
+            {},
+            "group 0 .* EAGLE, which cannot",
+        ),
+        (
+            [{"num_gpus": 2, "overrides": {"pp_size": 2}}],
+            {},
+            "has pp_size 2, which cannot take weight pushes",
+        ),
+        (
+            [{"num_gpus": 2, "overrides": {"dp_size": 2}}],
+            {},
+            "has dp_size 2, which cannot .* without DP attention",
+        ),
         ([{"num_gpus": 2, "worker_type": "encoder"}], {}, "worker_type encoder"),
         ([{"num_gpus": 2, "worker_type": "prefill"}], {}, "no decode group"),
         ([{"num_gpus": 2, "worker_type": "placeholder"}], {}, "has no servers"),
         ([{"num_gpus": 2}], {"model_path": "other"}, "no model that gets the policy's weights"),
         ([{"num_gpus": 2}], {"update_weights": False}, "no model that gets the policy's weights"),
-        ([{"num_gpus": 2}], {"model_path": "other", "update_weights": True}, "is not --hf-checkpoint"),
+        (
+            [{"num_gpus": 2}],
+            {"model_path": "other", "update_weights": True},
+            "is not --hf-checkpoint",
+        ),
         ([{"num_gpus": 2}], {"name": "a/b"}, "of the name 'a/b'"),
     ],
 )
-def test_wrong_groups_are_refused_by_name(tmp_path: Path, groups: list, model: dict, expected: str) -> None:
+def test_wrong_groups_are_refused_by_name(
+    tmp_path: Path, groups: list, model: dict, expected: str
+) -> None:
     with pytest.raises(UserError, match=expected):
-        served_models(config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2))
+        served_models(
+            config_of(sglang_config=groups_file(tmp_path, *groups, **model), rollout_num_gpus=2)
+        )
 
 
 def models_file(folder: Path, *models: dict[str, Any]) -> str:
     path = folder / "models.yaml"
-    path.write_text(yaml.safe_dump({"sglang": [{"server_groups": [{"num_gpus": 1}], **model} for model in models]}))
+    path.write_text(
+        yaml.safe_dump(
+            {"sglang": [{"server_groups": [{"num_gpus": 1}], **model} for model in models]}
+        )
+    )
     return str(path)
 
 
@@ -272,7 +352,9 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     ]  # fmt: skip
     options = [sglang_options(config, "m", "h", 1, part.place) for part in parts]
     assert [one["model_path"] for one in options] == ["models/judge", "m", "m"]
-    assert [one.get("enable_weights_cpu_backup") for one in options] == [True, None, True], "no push brings them back"
+    assert [one.get("enable_weights_cpu_backup") for one in options] == [True, None, True], (
+        "no push brings them back"
+    )
     assert [one["dtype"] for one in options] == ["auto", "bfloat16", "auto"]
 
 
@@ -281,10 +363,15 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     [
         ([{"name": "a"}, {"name": "b"}], "2 models of --hf-checkpoint: a, b"),
         ([{"name": "a"}, {"name": "a", "model_path": "other"}], "2 model.s. of the name 'a'"),
-        ([{"name": "a"}, {"name": "b", "model_path": "o", "server_groups": []}], "model b must have a list"),
+        (
+            [{"name": "a"}, {"name": "b", "model_path": "o", "server_groups": []}],
+            "model b must have a list",
+        ),
     ],
 )
-def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: list, expected: str) -> None:
+def test_models_that_cannot_be_told_apart_are_refused(
+    tmp_path: Path, models: list, expected: str
+) -> None:
     with pytest.raises(UserError, match=expected):
         served_models(config_of(sglang_config=models_file(tmp_path, *models), rollout_num_gpus=2))
 
@@ -296,9 +383,13 @@ def test_embedded_engines_serve_several_models_too(tmp_path: Path) -> None:
                        rollout_max_context_len=99)  # fmt: skip
     parts = engine_parts(config, PlacementPlan.of(config), slots_on(3))
     argvs = [engine_of(config).command(config, "m", "h", 1, part.place).argv for part in parts]
-    model, dtype = ([argv[argv.index(option) + 1] for argv in argvs] for option in ("--model-path", "--dtype"))
+    model, dtype = (
+        [argv[argv.index(option) + 1] for argv in argvs] for option in ("--model-path", "--dtype")
+    )
     assert (model, dtype) == (["m", "models/judge"], ["float32", "auto"])
-    assert ["--max-context-len" in argv for argv in argvs] == [True, False], "the limit is the policy's"
+    assert ["--max-context-len" in argv for argv in argvs] == [True, False], (
+        "the limit is the policy's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,14 +399,18 @@ def test_embedded_engines_serve_several_models_too(tmp_path: Path) -> None:
         ({"num_gpus": 2, "overrides": {"max_slots": 4}}, "group 0 of policy overrides max_slots"),
     ],
 )
-def test_what_embedded_engines_cannot_do_is_refused(tmp_path: Path, group: dict, expected: str) -> None:
+def test_what_embedded_engines_cannot_do_is_refused(
+    tmp_path: Path, group: dict, expected: str
+) -> None:
     path = groups_file(tmp_path, group)
     with pytest.raises(UserError, match=expected):
         served_models(config_of(rollout_engine="embedded", sglang_config=path, rollout_num_gpus=2))
 
 
 def test_functions_find_a_model_by_its_name() -> None:
-    args = SimpleNamespace(sglang_model_routers={"policy": ("10.0.0.1", 3000), "judge": ("10.0.0.2", 4000)})
+    args = SimpleNamespace(
+        sglang_model_routers={"policy": ("10.0.0.1", 3000), "judge": ("10.0.0.2", 4000)}
+    )
     assert get_model_url(args, "judge", "/v1/score") == "http://10.0.0.2:4000/v1/score"
     with pytest.raises(UserError, match="no model 'jugde'"):
         get_model_url(args, "jugde")
@@ -324,20 +419,31 @@ def test_functions_find_a_model_by_its_name() -> None:
 def test_pairs_of_servers_are_named_to_the_router() -> None:
     from sglang_router.launch_router import parse_router_args
 
-    spec = disaggregated_router_command(config_of(), "h", 1, [("http://a:1", 9), ("http://b:1", 8)], ["http://c:1"])
+    spec = disaggregated_router_command(
+        config_of(), "h", 1, [("http://a:1", 9), ("http://b:1", 8)], ["http://c:1"]
+    )
     args = parse_router_args(spec.argv[3:])
     assert args.pd_disaggregation and args.prefill_urls == [("http://a:1", 9), ("http://b:1", 8)]
     assert args.decode_urls == ["http://c:1"]
 
 
-# -- what goes wrong at the start --------------------------------------------------------------------------------
+# -- what goes wrong at the start
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
-        ({}, {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"}, "CUDA out of memory"),
-        ({"sglang_chunked_prefill_size": 3}, {"FAKE_SGLANG_CRASH": "[Errno 98] address already in use"}, "Errno 98"),
+        (
+            {},
+            {"FAKE_SGLANG_CRASH": "torch.OutOfMemoryError: CUDA out of memory"},
+            "CUDA out of memory",
+        ),
+        (
+            {"sglang_chunked_prefill_size": 3},
+            {"FAKE_SGLANG_CRASH": "[Errno 98] address already in use"},
+            "Errno 98",
+        ),
     ],
 )
 def test_a_server_that_does_not_come_up_shows_its_last_words(
@@ -356,7 +462,9 @@ def test_a_flag_of_another_version_names_that_version(monkeypatch: pytest.Monkey
     version, arguments = stored_sglang_args()
     newer = dataclasses.replace(arguments[0], name="no_such")
     monkeypatch.setattr("slime.config.engine_flags.sglang_args", lambda: ("0.5.12", arguments))
-    monkeypatch.setattr("slime.config.engine_flags.stored_sglang_args", lambda: (version, [*arguments, newer]))
+    monkeypatch.setattr(
+        "slime.config.engine_flags.stored_sglang_args", lambda: (version, [*arguments, newer])
+    )
     error = unknown_name("sglang-no-such", "")
     assert "SGLang 0.5.12 does not have" in str(error) and f"SGLang {version} has it" in str(error)
     assert "did you mean --sglang-dtype" in str(unknown_name("sglang-dtipe", ""))

@@ -1,4 +1,5 @@
-"""Signs of life of SGLang engines: nobody's question ends one whose memory is away, and one that died says of what."""
+"""Signs of life of SGLang engines: nobody's question ends one whose memory is away, and one that
+died says of what."""
 
 from __future__ import annotations
 
@@ -30,16 +31,26 @@ POINTER = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (c
 
 
 def config_of(**flags: Any) -> Any:
-    defaults = {"rollout_batch_size": 4, "num_rollout": 1, "hf_checkpoint": "m", "rollout_engine": "sglang"}
+    defaults = {
+        "rollout_batch_size": 4,
+        "num_rollout": 1,
+        "hf_checkpoint": "m",
+        "rollout_engine": "sglang",
+    }
     return make_config(**{**defaults, **flags})
 
 
-# -- who may make an engine generate -------------------------------------------------------------------------------
+# -- who may make an engine generate
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [{"colocate": True}, {}])
-@pytest.mark.parametrize("place", [ONE_GPU, EnginePlace(overrides={"disaggregation_mode": "prefill"})])
-def test_the_routers_question_needs_no_token_and_ours_does(flags: dict[str, Any], place: EnginePlace) -> None:
+@pytest.mark.parametrize(
+    "place", [ONE_GPU, EnginePlace(overrides={"disaggregation_mode": "prefill"})]
+)
+def test_the_routers_question_needs_no_token_and_ours_does(
+    flags: dict[str, Any], place: EnginePlace
+) -> None:
     config = config_of(**flags)
     spec = sglang_command(config, "m", "h", 1, place)
     assert spec.env[HEALTH_GENERATES] == "false"
@@ -47,11 +58,15 @@ def test_the_routers_question_needs_no_token_and_ours_does(flags: dict[str, Any]
 
 
 @pytest.mark.parametrize("said", ["true", "1", "off", ""])
-def test_a_user_who_wants_it_otherwise_gets_it_where_memory_stays(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_a_user_who_wants_it_otherwise_gets_it_where_memory_stays(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     monkeypatch.setenv(HEALTH_GENERATES, said)
     for flags in ({}, {"colocate": True, "offload_rollout": False}):
         assert sglang_command(config_of(**flags), "m", "h", 1).env[HEALTH_GENERATES] == said
-    with pytest.raises(UserError, match=f"{HEALTH_GENERATES}={said} does not go with --offload-rollout") as refused:
+    with pytest.raises(
+        UserError, match=f"{HEALTH_GENERATES}={said} does not go with --offload-rollout"
+    ) as refused:
         check_sglang(config_of(colocate=True))
     assert f"unset {HEALTH_GENERATES}" in refused.value.fix
     monkeypatch.setenv(HEALTH_GENERATES, "False")
@@ -60,17 +75,22 @@ def test_a_user_who_wants_it_otherwise_gets_it_where_memory_stays(monkeypatch: p
 
 def test_the_router_may_not_ask_where_every_answer_is_a_token() -> None:
     check_sglang(config_of(router_health_check_endpoint="/health_generate"))
-    with pytest.raises(UserError, match="--router-health-check-endpoint /health_generate does not go with"):
+    with pytest.raises(
+        UserError, match="--router-health-check-endpoint /health_generate does not go with"
+    ):
         check_sglang(config_of(colocate=True, router_health_check_endpoint="/health_generate"))
 
 
-# -- an engine whose memory is away ----------------------------------------------------------------------------------
+# -- an engine whose memory is away
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FakeSGLang]:
     model = save_tiny_model(tmp_path / "tiny", "qwen3")
-    with fake_sglang(config_of(colocate=True, hf_checkpoint=str(model)), model, tmp_path, ONE_GPU) as [server]:
+    with fake_sglang(
+        config_of(colocate=True, hf_checkpoint=str(model)), model, tmp_path, ONE_GPU
+    ) as [server]:
         yield server
 
 
@@ -81,7 +101,9 @@ def ask(server: FakeSGLang, path: str, body: dict[str, Any] | None = None) -> in
         return int(answer.status)
 
 
-def test_it_survives_the_router_and_dies_of_a_token(server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_survives_the_router_and_dies_of_a_token(
+    server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(server, "/health_generate")
     ask(server, "/release_memory_occupation", {})
     assert ask(server, "/health") == ask(server, "/v1/loads") == ask(server, "/model_info") == 200
@@ -90,14 +112,18 @@ def test_it_survives_the_router_and_dies_of_a_token(server: FakeSGLang, monkeypa
     with pytest.raises((urllib.error.URLError, OSError)):
         ask(server, "/health_generate")  # as SGLang's /health does without the variable
     wait_until(lambda: not server.process.is_alive(), "the server ends")
-    assert server.process.how_it_ended() == "was killed (SIGKILL)" and server.process.exception_line() == POINTER
+    assert (
+        server.process.how_it_ended() == "was killed (SIGKILL)"
+        and server.process.exception_line() == POINTER
+    )
     generates = importlib.import_module("sglang.scheduler").generates
     assert generates("/health")
     monkeypatch.setenv(HEALTH_GENERATES, "false")
     assert generates("/health_generate") and not generates("/health")
 
 
-# -- what a dead one says ---------------------------------------------------------------------------------------------
+# -- what a dead one says
+# ---------------------------------------------------------------------------------------------
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
 SCHEDULER = f"[2026-01-01 TP0] Scheduler hit an exception: {TRACEBACK}{POINTER}\n\n"
@@ -136,15 +162,27 @@ def test_a_server_that_starts_again_is_not_blamed_for_the_former_one(tmp_path: P
     ("engine", "exception", "remedies"),
     [
         ("sglang", POINTER, "1. --sglang-disable-cuda-graph, to find the cause"),
-        ("sglang", "torch.OutOfMemoryError: CUDA out of memory.", "1. a lower --sglang-mem-fraction-static  2. a smal"),
+        (
+            "sglang",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            "1. a lower --sglang-mem-fraction-static  2. a smal",
+        ),
         ("sglang", "", "1. a higher --sglang-mem-fraction-static"),
-        ("embedded", "torch.OutOfMemoryError: CUDA out of memory.", "1. a smaller --embedded-max-slots"),
+        (
+            "embedded",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            "1. a smaller --embedded-max-slots",
+        ),
     ],
 )
-def test_an_obituary_says_what_was_done_and_what_it_died_of(engine: str, exception: str, remedies: str) -> None:
+def test_an_obituary_says_what_was_done_and_what_it_died_of(
+    engine: str, exception: str, remedies: str
+) -> None:
     with pytest.raises(RunFailed) as failed:
         obituary = Obituary("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
-        raise_obituary("engine-1", obituary, engine_kind(engine).remedies(exception), what="giving memory up")
+        raise_obituary(
+            "engine-1", obituary, engine_kind(engine).remedies(exception), what="giving memory up"
+        )
     assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"
     assert failed.value.why.splitlines()[-2:] == [
         "       last lines of its log:" if exception else "last lines of its log:", "      the end",

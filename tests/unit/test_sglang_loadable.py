@@ -1,4 +1,5 @@
-"""Layers that SGLang repacks after loading take new weights, end as after a start with them, and do not move."""
+"""Layers that SGLang repacks after loading take new weights, end as after a start with them, and do
+not move."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_opened_loaded_and_closed_it_is_as_started_with_the_new_weights(parts: i
         items = list(new.items())
         for first in range(0, len(items), parts):
             model.load_weights(items[first : first + parts])
-        model.int4.scheme.workspace.fill_(5)  # as after a sleep, from which memory comes back with anything
+        model.int4.scheme.workspace.fill_(
+            5
+        )  # as after a sleep, from which memory comes back with anything
         assert close_layers(model) == LAYERS
         expected = computed_with(Model(new))
         for name, tensor in computed_with(model).items():
@@ -58,7 +61,9 @@ def test_opened_loaded_and_closed_it_is_as_started_with_the_new_weights(parts: i
                 continue
             assert same_bits(tensor, expected[name]), name
             assert tensor.stride() == expected[name].stride()
-            assert tensor is before[name][0] and tensor.data_ptr() == before[name][1], f"{name} has moved"
+            assert tensor is before[name][0] and tensor.data_ptr() == before[name][1], (
+                f"{name} has moved"
+            )
         new = weights(2)
     assert close_layers(model) == []
 
@@ -67,7 +72,12 @@ def test_weights_are_loaded_into_the_memory_that_they_are_computed_from() -> Non
     model = Model(weights(0))
     places = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     open_layers(model)
-    for name in ("fp8.weight", "int4.weight_packed", "int4.weight_scale", "experts.w13_weight_packed"):
+    for name in (
+        "fp8.weight",
+        "int4.weight_packed",
+        "int4.weight_scale",
+        "experts.w13_weight_packed",
+    ):
         assert model.get_parameter(name).untyped_storage().data_ptr() in places, name
 
 
@@ -92,12 +102,19 @@ def test_what_sglang_processes_itself_behind_reading_files_waits_until_layers_ar
         assert same_bits(model.get_parameter(name), new[name]), name
     close_layers(model)
     expected = computed_with(Model(new))
-    assert all(same_bits(tensor, expected[name]) for name, tensor in computed_with(model).items() if "norm" not in name)
-    assert not any("process_weights_after_loading" in vars(module.quant_method) for module in model.quantised())
+    assert all(
+        same_bits(tensor, expected[name])
+        for name, tensor in computed_with(model).items()
+        if "norm" not in name
+    )
+    assert not any(
+        "process_weights_after_loading" in vars(module.quant_method) for module in model.quantised()
+    )
 
 
 def test_scales_of_the_cache_come_back_with_a_push() -> None:
-    """SGLang takes them from files alone; after a sleep their memory holds anything, which its method refuses."""
+    """SGLang takes them from files alone; after a sleep their memory holds anything, which its
+    method refuses."""
     model, new = Model(weights(0)), weights(1)
     scale = model.attention.k_scale
     with torch.no_grad():
@@ -106,7 +123,9 @@ def test_scales_of_the_cache_come_back_with_a_push() -> None:
     model.load_weights(new.items())
     model.process()
     close_layers(model)
-    assert model.attention.k_scale is scale and scale.item() == model.attention.v_scale.item() == 1.0
+    assert (
+        model.attention.k_scale is scale and scale.item() == model.attention.v_scale.item() == 1.0
+    )
     model.process_attention()
 
 
@@ -129,13 +148,18 @@ def test_a_method_that_nobody_tried_is_refused_before_anything_changes() -> None
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_what_comes_out_otherwise_than_at_the_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_out_otherwise_than_at_the_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Model(weights(0))
     open_layers(model)
     model.load_weights(weights(1).items())
-    monkeypatch.setattr(type(model.fp8.quant_method), "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(
+        type(model.fp8.quant_method), "process_weights_after_loading", lambda self, layer: None
+    )
     with pytest.raises(
-        ValueError, match=r"fp8 could not be closed: .*weight came out as torch.float8_e4m3fn \(48, 32\)"
+        ValueError,
+        match=r"fp8 could not be closed: .*weight came out as torch.float8_e4m3fn \(48, 32\)",
     ):
         close_layers(model)
 

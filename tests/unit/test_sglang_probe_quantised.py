@@ -1,4 +1,5 @@
-"""Where SGLang's ranks have parts of quantised weights, and what a look at layers as if open leaves behind."""
+"""Where SGLang's ranks have parts of quantised weights, and what a look at layers as if open leaves
+behind."""
 
 from __future__ import annotations
 
@@ -37,20 +38,25 @@ def part_of(sent: torch.Tensor, held: Held) -> torch.Tensor:
     return sent.narrow(held.dim, held.start, held.stop - held.start)
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
+# -- experts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sent_experts(leaf: str) -> dict[str, torch.Tensor]:
     """A part of each expert's three weights, as a checkpoint has them, all numbers different."""
     shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
     return {
-        f"mlp.experts.{number}.{projection}_proj.{leaf}": numbers(*shape, start=1000 * (3 * number + place))
+        f"mlp.experts.{number}.{projection}_proj.{leaf}": numbers(
+            *shape, start=1000 * (3 * number + place)
+        )
         for number in range(EXPERTS)
         for place, (projection, shape) in enumerate(shapes.items())
     }
 
 
-def stacked(sent: dict[str, torch.Tensor], leaf: str, rank: int, size: int, *, turned: bool) -> dict[str, torch.Tensor]:
+def stacked(
+    sent: dict[str, torch.Tensor], leaf: str, rank: int, size: int, *, turned: bool
+) -> dict[str, torch.Tensor]:
     """A tensor-parallel rank's parameters of all experts."""
 
     def of(number: int, projection: str) -> torch.Tensor:
@@ -58,22 +64,30 @@ def stacked(sent: dict[str, torch.Tensor], leaf: str, rank: int, size: int, *, t
 
     w13, w2 = [], []
     for number in range(EXPERTS):
-        upper = torch.cat([of(number, projection).chunk(size)[rank] for projection in ("gate", "up")])
+        upper = torch.cat(
+            [of(number, projection).chunk(size)[rank] for projection in ("gate", "up")]
+        )
         lower = of(number, "down").chunk(size, 1)[rank]
         w13.append(upper.t() if turned else upper)
         w2.append(lower.t() if turned else lower)
-    return {f"w13_{leaf}": torch.stack(w13).contiguous(), f"w2_{leaf}": torch.stack(w2).contiguous()}
+    return {
+        f"w13_{leaf}": torch.stack(w13).contiguous(),
+        f"w2_{leaf}": torch.stack(w2).contiguous(),
+    }
 
 
 @pytest.mark.parametrize(
-    ("leaf", "turned"), [("weight_packed", True), ("weight_scale", True), ("weight_scale_inv", False)]
+    ("leaf", "turned"),
+    [("weight_packed", True), ("weight_scale", True), ("weight_scale_inv", False)],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_of_experts_are_found_on_every_rank(leaf: str, turned: bool, size: int) -> None:
     sent = sent_experts(leaf)
     covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in sent.items()}
     for rank in range(size):
-        root = module_with("mlp.experts", stacked(sent, leaf, rank, size, turned=turned), moe_tp_rank=rank)
+        root = module_with(
+            "mlp.experts", stacked(sent, leaf, rank, size, turned=turned), moe_tp_rank=rank
+        )
         if turned:
             for parameter in root.parameters():
                 parameter.is_transposed = True  # type: ignore[attr-defined]
@@ -86,13 +100,16 @@ def test_parts_of_experts_are_found_on_every_rank(leaf: str, turned: bool, size:
 
 
 @pytest.mark.parametrize(
-    ("leaf", "turned"), [("weight_packed", True), ("weight_scale", True), ("weight_scale_inv", False)]
+    ("leaf", "turned"),
+    [("weight_packed", True), ("weight_scale", True), ("weight_scale_inv", False)],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_of_parts_lies_where_its_experts_do(leaf: str, turned: bool, size: int) -> None:
     sent = sent_experts(leaf)
     for rank in range(size):
-        root = module_with("mlp.experts", stacked(sent, leaf, rank, size, turned=turned), moe_tp_rank=rank)
+        root = module_with(
+            "mlp.experts", stacked(sent, leaf, rank, size, turned=turned), moe_tp_rank=rank
+        )
         if turned:
             for parameter in root.parameters():
                 parameter.is_transposed = True  # type: ignore[attr-defined]
@@ -102,11 +119,16 @@ def test_a_run_of_parts_lies_where_its_experts_do(leaf: str, turned: bool, size:
             held = Tree(root).experts(run)
             assert held is not None and torch.equal(held.target, held.of(together))
             compared = Tree(root).find(run.name_of(leaf), tuple(together.shape))
-            assert compared is not None and torch.equal(compared.tensor, part_of(together, compared))
+            assert compared is not None and torch.equal(
+                compared.tensor, part_of(together, compared)
+            )
 
 
 def test_runs_of_scales_and_sizes_that_an_expert_has_one_of() -> None:
-    scales = {"w13_weight_scale": numbers(EXPERTS, 2), "w2_weight_scale": numbers(EXPERTS, start=100)}
+    scales = {
+        "w13_weight_scale": numbers(EXPERTS, 2),
+        "w2_weight_scale": numbers(EXPERTS, start=100),
+    }
     tree = Tree(module_with("mlp.experts", {**scales, "w13_weight_shape": numbers(EXPERTS, 2)}))
     expected = {"gate": [[2], [4]], "up": [[3], [5]], "down": [[101], [102]]}
     for projection, values in expected.items():
@@ -118,50 +140,89 @@ def test_runs_of_scales_and_sizes_that_an_expert_has_one_of() -> None:
 
 def test_scales_of_experts_in_fp8_by_tensor_lie_in_a_row() -> None:
     gate_and_up, down = numbers(EXPERTS, 2), numbers(EXPERTS, start=100)
-    tree = Tree(module_with("mlp.experts", {"w13_weight_scale": gate_and_up, "w2_weight_scale": down}))
+    tree = Tree(
+        module_with("mlp.experts", {"w13_weight_scale": gate_and_up, "w2_weight_scale": down})
+    )
     for number in range(EXPERTS):
-        for projection, expected in (("gate", 2 * number), ("up", 2 * number + 1), ("down", 100 + number)):
+        for projection, expected in (
+            ("gate", 2 * number),
+            ("up", 2 * number + 1),
+            ("down", 100 + number),
+        ):
             held = tree.find(f"mlp.experts.{number}.{projection}_proj.weight_scale", (1,))
             assert held is not None and held.tensor.tolist() == [expected]
 
 
 def test_a_rank_has_its_own_experts_alone() -> None:
     sent = sent_experts("weight_scale_inv")
-    own = {name: tensor[2:] for name, tensor in stacked(sent, "weight_scale_inv", 0, 1, turned=False).items()}
+    own = {
+        name: tensor[2:]
+        for name, tensor in stacked(sent, "weight_scale_inv", 0, 1, turned=False).items()
+    }
     tree = Tree(module_with("mlp.experts", own, moe_ep_rank=1))
-    names = [name for name, tensor in sent.items() if tree.find(name, tuple(tensor.shape)) is not None]
+    names = [
+        name for name, tensor in sent.items() if tree.find(name, tuple(tensor.shape)) is not None
+    ]
     assert names == [name for name in sent if ".experts.2." in name or ".experts.3." in name]
 
 
-# -- fused linear layers -----------------------------------------------------------------------------------------------
+# -- fused linear layers
+# -----------------------------------------------------------------------------------------------
 
 
 def test_scales_of_fused_layers_are_found_by_tensor_and_by_block() -> None:
-    sizes = {"q_proj_shard_size": 256, "kv_proj_shard_size": 128, "tp_rank": 0, "num_kv_head_replicas": 1}
+    sizes = {
+        "q_proj_shard_size": 256,
+        "kv_proj_shard_size": 128,
+        "tp_rank": 0,
+        "num_kv_head_replicas": 1,
+    }
     by_block = module_with("attn.qkv_proj", {"weight_scale_inv": numbers(4, 3)}, **sizes)
     found = [Tree(by_block).find(f"attn.{name}_proj.weight_scale_inv", shape) for name, shape in
              (("q", (2, 3)), ("k", (1, 3)), ("v", (1, 3)))]  # fmt: skip
-    assert [None if held is None else held.tensor[:, 0].tolist() for held in found] == [[0, 3], [6], [9]]
+    assert [None if held is None else held.tensor[:, 0].tolist() for held in found] == [
+        [0, 3],
+        [6],
+        [9],
+    ]
     by_tensor = Tree(module_with("attn.qkv_proj", {"weight_scale": numbers(3)}, **sizes))
     one = [by_tensor.find(f"attn.{name}_proj.weight_scale", (1,)) for name in "qkv"]
     assert [None if held is None else held.tensor.tolist() for held in one] == [[0], [1], [2]]
 
 
 def test_blocks_that_q_and_k_share_are_not_compared() -> None:
-    sizes = {"q_proj_shard_size": 192, "kv_proj_shard_size": 64, "tp_rank": 0, "num_kv_head_replicas": 1}
+    sizes = {
+        "q_proj_shard_size": 192,
+        "kv_proj_shard_size": 64,
+        "tp_rank": 0,
+        "num_kv_head_replicas": 1,
+    }
     root = module_with("attn.qkv_proj", {"weight_scale_inv": numbers(3, 3)}, **sizes)
     assert Tree(root).find("attn.q_proj.weight_scale_inv", (2, 3)) is None
 
 
 def test_parameters_of_sglangs_own_are_not_missed_in_a_full_check() -> None:
-    own = {"weight_g_idx": numbers(3), "weight_shape": numbers(2), "k_scale": numbers(1), "empty": torch.empty(0)}
-    root = module_with("mlp.up_proj", {**own, "weight_scale": numbers(1), "weight_packed": numbers(2, 2)})
-    layout = weight_probe._layout(root, {"mlp.up_proj.weight_packed": [2, 2], "mlp.up_proj.weight_shape": [2]})
+    own = {
+        "weight_g_idx": numbers(3),
+        "weight_shape": numbers(2),
+        "k_scale": numbers(1),
+        "empty": torch.empty(0),
+    }
+    root = module_with(
+        "mlp.up_proj", {**own, "weight_scale": numbers(1), "weight_packed": numbers(2, 2)}
+    )
+    layout = weight_probe._layout(
+        root, {"mlp.up_proj.weight_packed": [2, 2], "mlp.up_proj.weight_shape": [2]}
+    )
     assert layout["others"] == ["mlp.up_proj.weight_scale"]  # which nothing has brought
-    assert layout["slices"] == {"mlp.up_proj.weight_packed": [0, 0, 2], "mlp.up_proj.weight_shape": None}
+    assert layout["slices"] == {
+        "mlp.up_proj.weight_packed": [0, 0, 2],
+        "mlp.up_proj.weight_shape": None,
+    }
 
 
-# -- a look ------------------------------------------------------------------------------------------------------------
+# -- a look
+# ------------------------------------------------------------------------------------------------------------
 
 
 def state(model: Model) -> dict[str, tuple[Any, int, tuple[int, ...], torch.Tensor]]:
@@ -174,7 +235,9 @@ def test_a_look_sees_open_layers_and_leaves_everything_as_it_was() -> None:
     before, sent = state(model), weights(1)
     with opened_to_look(model):
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        assert {name: shapes[name] for name in sent} == {name: tuple(tensor.shape) for name, tensor in sent.items()}
+        assert {name: shapes[name] for name in sent} == {
+            name: tuple(tensor.shape) for name, tensor in sent.items()
+        }
     after = state(model)
     assert after.keys() == before.keys()
     for name, (tensor, place, stride, bits) in before.items():
@@ -183,19 +246,25 @@ def test_a_look_sees_open_layers_and_leaves_everything_as_it_was() -> None:
     assert model.experts.is_marlin_converted and close_layers(model) == []
 
 
-def test_a_look_that_fails_at_a_later_layer_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_fails_at_a_later_layer_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Model(weights(0))
     before = state(model)
 
     def create(self: Any, layer: Any, **given: Any) -> None:
-        layer.register_parameter("w13_weight_packed", nn.Parameter(torch.empty(1), requires_grad=False))
+        layer.register_parameter(
+            "w13_weight_packed", nn.Parameter(torch.empty(1), requires_grad=False)
+        )
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(type(model.experts.quant_method), "create_weights", create)
     shapes = {"int4.weight_packed": [48, 4]}
     said = weight_probe._answer(model, {"action": "layout", "tensors": shapes, "opens": True})
     assert "out of memory" in said["error"]
-    assert {name: held[0] for name, held in state(model).items()} == {name: held[0] for name, held in before.items()}
+    assert {name: held[0] for name, held in state(model).items()} == {
+        name: held[0] for name, held in before.items()
+    }
     assert model.experts.is_marlin_converted and close_layers(model) == []
 
 
@@ -207,7 +276,11 @@ def test_a_look_at_open_layers_leaves_them_open() -> None:
     model.load_weights(new.items())
     assert close_layers(model) != []
     expected = dict(Model(new).named_parameters())
-    assert all(same_bits(tensor, expected[name]) for name, tensor in model.named_parameters() if "norm" not in name)
+    assert all(
+        same_bits(tensor, expected[name])
+        for name, tensor in model.named_parameters()
+        if "norm" not in name
+    )
 
 
 def test_the_probe_reports_the_layout_of_open_layers_where_it_is_told_to() -> None:

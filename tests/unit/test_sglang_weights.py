@@ -1,4 +1,5 @@
-"""Weights to SGLang engines in SGLang's own words: handles, broadcasts, files; and the proof that they arrived."""
+"""Weights to SGLang engines in SGLang's own words: handles, broadcasts, files; and the proof that
+they arrived."""
 
 from __future__ import annotations
 
@@ -46,10 +47,14 @@ def config_of(model_dir: Path, **flags: object) -> Config:
 
 
 @pytest.fixture(scope="module")
-def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FakeSGLang]]:
+def servers(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[FakeSGLang]]:
     """One engine of one rank, one of two."""
     places = EnginePlace(number=0), EnginePlace(number=1, num_gpus=2)
-    with fake_sglang(config_of(model_dir, colocate=True), model_dir, tmp_path_factory.mktemp("log"), *places) as found:
+    with fake_sglang(
+        config_of(model_dir, colocate=True), model_dir, tmp_path_factory.mktemp("log"), *places
+    ) as found:
         yield found
 
 
@@ -87,7 +92,9 @@ def test_a_push_arrives_and_is_proved(
     if kind == "disk":
         flags = {**flags, "update_weight_disk_dir": str(tmp_path / "push")}
     new = trained(model_dir, seed=len(kind))
-    sync = sync_of(model_dir, new, update_weight_buffer_size=20_000, check_weight_update_equal=True, **flags)
+    sync = sync_of(
+        model_dir, new, update_weight_buffer_size=20_000, check_weight_update_equal=True, **flags
+    )
     sync.connect([EngineSlots(server.url, SLOTS[number]) for number, server in enumerate(servers)])
     for server in servers:
         server.forget()
@@ -99,27 +106,44 @@ def test_a_push_arrives_and_is_proved(
         assert paths[0] == "/pause_generation" and paths[-1] == "/continue_generation"
         assert paths.index("/weights_checker") == 1  # reset: nothing old can pass for new
         assert {c["weight_version"] for c in server.calls() if c.get("weight_version")} == {"1"}
-        assert all(c["load_format"] != "shared_memory" for c in server.calls() if "load_format" in c)
+        assert all(
+            c["load_format"] != "shared_memory" for c in server.calls() if "load_format" in c
+        )
     sync.close()
 
 
-def test_stages_push_to_engines_of_one_and_two_ranks(servers: list[FakeSGLang], model_dir: Path, ranks: Pools) -> None:
+def test_stages_push_to_engines_of_one_and_two_ranks(
+    servers: list[FakeSGLang], model_dir: Path, ranks: Pools
+) -> None:
     for server in servers:
         server.forget()
-    engines = [EngineSlots(servers[0].url, SLOTS[0]), EngineSlots(servers[1].url, (), 2)]  # the second one is external
+    engines = [
+        EngineSlots(servers[0].url, SLOTS[0]),
+        EngineSlots(servers[1].url, (), 2),
+    ]  # the second one is external
     flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
     first, last = ranks.run(2, stage_jobs.push_twice, model_dir, flags, engines)
     names = set(load_file(model_dir / "model.safetensors"))
-    for receipt in first["receipts"]:  # compared slice by slice in the engines' processes, the two ranks' apart
-        assert receipt.transport == "gloo broadcast" and receipt.full and set(receipt.checked) == names
+    for receipt in first[
+        "receipts"
+    ]:  # compared slice by slice in the engines' processes, the two ranks' apart
+        assert (
+            receipt.transport == "gloo broadcast" and receipt.full and set(receipt.checked) == names
+        )
     assert not first["seen"] & last["seen"] and not first["crossing"] and not last["crossing"]
     for server in servers:
         paths = [call["path"] for call in server.calls()]
-        assert paths.count("/init_weights_update_group") == paths.count("/destroy_weights_update_group") == 2
+        assert (
+            paths.count("/init_weights_update_group")
+            == paths.count("/destroy_weights_update_group")
+            == 2
+        )
         assert paths.count("/flush_cache") == 2  # once per push
 
 
-def test_what_did_not_arrive_is_named(servers: list[FakeSGLang], model_dir: Path, monkeypatch) -> None:
+def test_what_did_not_arrive_is_named(
+    servers: list[FakeSGLang], model_dir: Path, monkeypatch
+) -> None:
     new = trained(model_dir, seed=3)
     sync = sync_of(model_dir, new, check_weight_update_equal=True)
     sync.connect([EngineSlots(servers[1].url, (0, 1))])
@@ -130,7 +154,9 @@ def test_what_did_not_arrive_is_named(servers: list[FakeSGLang], model_dir: Path
             for name, tensor in tensors:
                 yield (
                     name,
-                    tensor.clone().index_fill_(0, torch.tensor([tensor.shape[0] - 1]), 0) if name == lost else tensor,
+                    tensor.clone().index_fill_(0, torch.tensor([tensor.shape[0] - 1]), 0)
+                    if name == lost
+                    else tensor,
                 )
 
         def observe_whole(name, tensor):
@@ -148,24 +174,30 @@ def test_what_did_not_arrive_is_named(servers: list[FakeSGLang], model_dir: Path
     sync.close()
 
 
-def test_engines_beyond_the_trainers_gpus_are_refused(servers: list[FakeSGLang], model_dir: Path) -> None:
+def test_engines_beyond_the_trainers_gpus_are_refused(
+    servers: list[FakeSGLang], model_dir: Path
+) -> None:
     sync = sync_of(model_dir, trained(model_dir, seed=4), colocate=True)
     with pytest.raises(UserError, match="without a trainer rank"):
         sync.connect([EngineSlots(servers[1].url, (0, 1))])
     sync.close()
 
 
-# -- the probe ---------------------------------------------------------------------------------------------------------
+# -- the probe
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def told() -> Iterator[Callable[..., Any]]:
-    """``told(model, **request)``: what `weight_probe.report` says; the request may be changed by name."""
+    """``told(model, **request)``: what `weight_probe.report` says; the request may be changed by
+    name."""
     store = ExternalGroup.open_store("127.0.0.1", 1, 10.0)
 
     def ask(model: torch.nn.Module, **request: Any) -> Any:
         place = {"host": "127.0.0.1", "port": store.port, "key": "k"}
-        raw = torch.frombuffer(bytearray(json.dumps({**place, **request}).encode()), dtype=torch.uint8)
+        raw = torch.frombuffer(
+            bytearray(json.dumps({**place, **request}).encode()), dtype=torch.uint8
+        )
         weight_probe.report(model, [("request", raw)])
         answer = json.loads(store.get("k/0"))
         store.delete_key("k/0")
@@ -215,15 +247,28 @@ def test_trainer_and_probe_agree_on_slices(shape: str, method: str, tmp_path: Pa
     ],
     ids=["unknown method", "no method", "nonsense", "no action"],
 )
-def test_the_probe_reports_its_errors(request_: dict[str, Any], said: str, told: Callable[..., Any]) -> None:
+def test_the_probe_reports_its_errors(
+    request_: dict[str, Any], said: str, told: Callable[..., Any]
+) -> None:
     answer = told(torch.nn.Linear(2, 2), **{"tensors": {"weight": [2, 2]}, **request_})
     assert answer["error"].startswith(said) and "Traceback" in answer["traceback"]
 
 
-def test_the_probe_outlives_a_trainer_that_is_gone(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_probe_outlives_a_trainer_that_is_gone(
+    monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(weight_probe, "_STORE_SECONDS", 0.2)
-    request = {"action": "layout", "tensors": {}, "host": "127.0.0.1", "port": free_port(), "key": "k"}
+    request = {
+        "action": "layout",
+        "tensors": {},
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "key": "k",
+    }
     for raw in (json.dumps(request).encode(), b"no request"):
         caplog.clear()
-        weight_probe.report(torch.nn.Linear(2, 2), [("request", torch.frombuffer(bytearray(raw), dtype=torch.uint8))])
+        weight_probe.report(
+            torch.nn.Linear(2, 2),
+            [("request", torch.frombuffer(bytearray(raw), dtype=torch.uint8))],
+        )
         assert "nobody could be told about the weights" in caplog.text

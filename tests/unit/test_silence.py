@@ -65,7 +65,8 @@ def test_lines_come_at_growing_intervals_while_somebody_works(
             [said[second]] = lines
     assert list(said) == [60, 120, 240, 480]
     assert said[60] == (
-        f"training: nothing heard for 60 s from trainer-0 (pid {os.getpid()} on {HERE}: 20 s of CPU in 30 s), "
+        f"training: nothing heard for 60 s from trainer-0 (pid {os.getpid()} on {HERE}: 20 s of "
+        "CPU in 30 s), "
         "trainer-1 (which has not started)"
     )
 
@@ -81,7 +82,8 @@ def test_a_sign_begins_the_silence_anew(caplog: pytest.LogCaptureFixture) -> Non
     clock.now = 161.0
     silence.look([worker("rollout")], sign=2, words=lambda: "engine http://e: no answer")
     assert lines_of(caplog) == [
-        "generating: nothing heard for 61 s from rollout (which has not started); engine http://e: no answer"
+        "generating: nothing heard for 61 s from rollout (which has not started); engine "
+        "http://e: no answer"
     ]
 
 
@@ -98,7 +100,9 @@ def test_who_is_stopped_is_named_every_minute(
         clock.now = float(second)
         silence.look([worker("trainer-0", sleeper.pid)])
     lines = lines_of(caplog)
-    assert len(lines) == 3 and all(f"trainer-0 (pid {sleeper.pid} on {HERE}: stopped)" in line for line in lines)
+    assert len(lines) == 3 and all(
+        f"trainer-0 (pid {sleeper.pid} on {HERE}: stopped)" in line for line in lines
+    )
     assert "stopped besides" not in lines[0]
     other = Silence("training", clock)
     clock.now = 300.0
@@ -133,7 +137,10 @@ def test_an_actor_works_when_its_server_does() -> None:
 
 def test_actors_are_known_by_their_names() -> None:
     names = ("ray::TrainerActor.train", "ray::IDLE", "python")
-    started = [subprocess.Popen([name, "-c", "input()"], executable=sys.executable, stdin=-1) for name in names]
+    started = [
+        subprocess.Popen([name, "-c", "input()"], executable=sys.executable, stdin=-1)
+        for name in names
+    ]
     try:
         wait_until(lambda: len(own_actors()) == 2, "both have their names")
         assert set(own_actors()) == {process.pid for process in started[:2]}

@@ -1,4 +1,5 @@
-"""Processes that hang write their stacks into their logs, whatever they do; nobody ends of being asked."""
+"""Processes that hang write their stacks into their logs, whatever they do; nobody ends of being
+asked."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def log(tmp_path: Path) -> Path:
 def hanging(log: Path) -> Iterator[subprocess.Popen[str]]:
     with (
         open(log, "w") as file,
-        subprocess.Popen([sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, stderr=file, text=True) as process,
+        subprocess.Popen(
+            [sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, stderr=file, text=True
+        ) as process,
     ):
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -51,7 +54,9 @@ def test_who_hangs_says_where_and_hangs_on(hanging: subprocess.Popen[str], log: 
     assert hanging.poll() is None
 
 
-def test_whoever_waits_for_it_asks(hanging: subprocess.Popen[str], log: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_waits_for_it_asks(
+    hanging: subprocess.Popen[str], log: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """At the deadline; and before that where it is silent for long, or idle."""
     caplog.set_level("INFO")
     worker: Any = SimpleNamespace(name="trainer-0", process=Process(hanging.pid, "127.0.0.1"))
@@ -82,7 +87,9 @@ def test_others_are_left_alone() -> None:
         other.kill()
 
 
-def test_a_process_that_ends_while_it_is_asked_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_while_it_is_asked_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     monkeypatch.setattr(stacks, "_answers", lambda pid: True)

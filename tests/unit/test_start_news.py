@@ -11,12 +11,18 @@ import pytest
 from slime.cluster.waiting import StartNews, Worker
 
 
-def test_who_is_late_is_named_with_the_last_line_of_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_late_is_named_with_the_last_line_of_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "engine-0.log").write_text("Load weight begin\nCapturing graphs\n\n")
     (tmp_path / "engine-1.log").write_text("")
     now, finished = [0.0], {"rollout"}
-    coming_up: Any = {Worker(name): name for name in ("engine-0", "engine-1", "engine-2", "rollout")}
-    news = StartNews(coming_up, tmp_path, clock=lambda: now[0], done=lambda ref: str(ref) in finished)
+    coming_up: Any = {
+        Worker(name): name for name in ("engine-0", "engine-1", "engine-2", "rollout")
+    }
+    news = StartNews(
+        coming_up, tmp_path, clock=lambda: now[0], done=lambda ref: str(ref) in finished
+    )
     said = []
     with caplog.at_level(logging.INFO, logger="slime"):
         for second in range(400):

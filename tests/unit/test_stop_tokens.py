@@ -1,4 +1,5 @@
-"""Tokens that are to stop an answer are tokens of the model, its files agree on them, and answers fit its context."""
+"""Tokens that are to stop an answer are tokens of the model, its files agree on them, and answers
+fit its context."""
 
 from __future__ import annotations
 
@@ -31,20 +32,30 @@ def model(tmp_path: Path) -> str:
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(model: str) -> None:
-    check_architecture(make_config(num_rollout=1, hf_checkpoint=model, rollout_stop_token_ids=[0, 99]))
+    check_architecture(
+        make_config(num_rollout=1, hf_checkpoint=model, rollout_stop_token_ids=[0, 99])
+    )
     with pytest.raises(UserError, match="100, 5000 can stop no answer") as refused:
-        check_architecture(make_config(num_rollout=1, hf_checkpoint=model, rollout_stop_token_ids=[5000, 7, 100]))
+        check_architecture(
+            make_config(num_rollout=1, hf_checkpoint=model, rollout_stop_token_ids=[5000, 7, 100])
+        )
     assert "0 to 99" in str(refused.value.why)
 
 
 def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
     sets = tmp_path / "sets.yaml"
-    sets.write_text(f"datasets: [{{name: a, path: {tmp_path}/rows.jsonl, rm_type: math, stop_token_ids: [101]}}]")
+    sets.write_text(
+        f"datasets: [{{name: a, path: {tmp_path}/rows.jsonl, rm_type: math, stop_token_ids: "
+        f"[101]}}]"
+    )
     with pytest.raises(UserError, match="101 can stop no answer"):
-        check_architecture(make_config(num_rollout=1, hf_checkpoint=model, eval_config=str(sets), eval_interval=1))
+        check_architecture(
+            make_config(num_rollout=1, hf_checkpoint=model, eval_config=str(sets), eval_interval=1)
+        )
 
 
-# -- context ---------------------------------------------------------------------------------------------------------
+# -- context
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,9 @@ def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
         ({"rollout_max_response_len": 63, "loss_type": "sft_loss"}, ""),
     ],
 )  # fmt: skip
-def test_answers_longer_than_the_models_context_are_refused(model: str, flags: dict[str, Any], refused: str) -> None:
+def test_answers_longer_than_the_models_context_are_refused(
+    model: str, flags: dict[str, Any], refused: str
+) -> None:
     config = make_config(num_rollout=1, hf_checkpoint=model, **flags)
     if not refused:
         return check_context(config)
@@ -76,16 +89,26 @@ def test_answers_longer_than_the_models_context_are_refused(model: str, flags: d
 
 @pytest.mark.parametrize(("prompt", "is_warned"), [(8, False), (32, False), (33, True)])
 def test_prompts_and_answers_that_are_longer_together_are_warned_of(
-    model: str, prompt: int, is_warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    prompt: int,
+    is_warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(get_logger("slime"), "propagate", True)
-    config = make_config(num_rollout=1, hf_checkpoint=model, rollout_max_prompt_len=prompt, rollout_max_response_len=32)
+    config = make_config(
+        num_rollout=1,
+        hf_checkpoint=model,
+        rollout_max_prompt_len=prompt,
+        rollout_max_response_len=32,
+    )
     with caplog.at_level(logging.WARNING):
         check_context(config)
     assert ("--rollout-max-context-len 64" in caplog.text) == is_warned
 
 
-# -- end tokens ------------------------------------------------------------------------------------------------------
+# -- end tokens
+# ------------------------------------------------------------------------------------------------------
 
 
 def ends(folder: Path, config: Any, generation: Any) -> list[str]:
@@ -99,7 +122,13 @@ def ends(folder: Path, config: Any, generation: Any) -> list[str]:
 @pytest.mark.parametrize("value", [None, "own", ["own", 3]])
 def test_files_that_name_the_tokenizers_end_token_agree(value: Any, tmp_path: Path) -> None:
     own = make_tokenizer().eos_token_id
-    ids = [own if one == "own" else one for one in value] if isinstance(value, list) else own if value else None
+    ids = (
+        [own if one == "own" else one for one in value]
+        if isinstance(value, list)
+        else own
+        if value
+        else None
+    )
     assert ends(tmp_path, ids, ids) == []
 
 
@@ -113,4 +142,8 @@ def test_files_that_name_another_end_token_are_told_with_what_follows(
     assert f"tokenizer {tokenizer.eos_token!r} ({tokenizer.eos_token_id})" in told
     assert ("config.json " in told.replace("generation_config.json", "")) == (config is not None)
     assert ("generation_config.json" in told) == (generation is not None)
-    assert "Generation stops at each of" in told and "cuts answers" in told and "correct eos_token_id in" in told
+    assert (
+        "Generation stops at each of" in told
+        and "cuts answers" in told
+        and "correct eos_token_id in" in told
+    )

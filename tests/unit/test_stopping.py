@@ -29,7 +29,9 @@ def signals() -> Iterator[StopSignals]:
         signal.SIGINT: signal.default_int_handler,
         signal.SIGQUIT: signal.SIG_DFL,
     }
-    found = {number: signal.signal(number, handler) for number, handler in of_a_terminal.items()}  # nohup ignores two
+    found = {
+        number: signal.signal(number, handler) for number, handler in of_a_terminal.items()
+    }  # nohup ignores two
     try:
         with StopSignals() as signals:
             yield signals
@@ -91,7 +93,9 @@ def test_ctrl_c_after_sigterm_leaves_at_once(signals: StopSignals) -> None:
     assert signals.insists
 
 
-def test_sigquit_writes_stacks_and_leaves_at_once(signals: StopSignals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sigquit_writes_stacks_and_leaves_at_once(
+    signals: StopSignals, capfd: pytest.CaptureFixture[str]
+) -> None:
     signals.would_lose = lambda: "rollout 12"
     with pytest.raises(KeyboardInterrupt) as end:
         send(signal.SIGQUIT)
@@ -101,7 +105,11 @@ def test_sigquit_writes_stacks_and_leaves_at_once(signals: StopSignals, capfd: p
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGQUIT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGQUIT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+    ],
 )
 def test_the_end_takes_place_and_nothing_comes_after_it(
     signals: StopSignals, number: signal.Signals, status: type[BaseException]
@@ -139,9 +147,15 @@ def test_another_thread_has_no_signals() -> None:
     assert seen == [(before, False)]
 
 
-def test_a_terminal_that_goes_is_let_go_of_and_files_are_not(signals: StopSignals, terminal: list[int]) -> None:
+def test_a_terminal_that_goes_is_let_go_of_and_files_are_not(
+    signals: StopSignals, terminal: list[int]
+) -> None:
     send(signal.SIGHUP)
-    devices = [number for number in (0, 1, 2) if os.path.realpath(f"/proc/self/fd/{number}").startswith("/dev/")]
+    devices = [
+        number
+        for number in (0, 1, 2)
+        if os.path.realpath(f"/proc/self/fd/{number}").startswith("/dev/")
+    ]
     assert terminal == devices and not signals.requested()
 
 
@@ -177,7 +191,8 @@ def test_ctrl_c_before_there_is_a_run_cannot_be_swallowed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-# -- an end that hangs -----------------------------------------------------------------------------------------------
+# -- an end that hangs
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,7 +218,10 @@ def test_wandb_without_its_server_is_not_waited_for(left: list[int]) -> None:
 
 @pytest.mark.parametrize("in_a_hurry", [False, True])
 def test_what_hangs_is_left_with_the_right_status(
-    in_a_hurry: bool, left: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_a_hurry: bool,
+    left: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(processes, "_HURRY_SECONDS", 0.0)
     for_ever, hurry = threading.Event(), threading.Event()
@@ -218,7 +236,12 @@ def test_what_hangs_is_left_with_the_right_status(
         raise error
 
     quit = KeyboardInterrupt(signal.SIGQUIT)
-    for error, status in ((SystemExit(0), 0), (KeyboardInterrupt(), 130), (quit, 131), (ZeroDivisionError(), 1)):
+    for error, status in (
+        (SystemExit(0), 0),
+        (KeyboardInterrupt(), 130),
+        (quit, 131),
+        (ZeroDivisionError(), 1),
+    ):
         assert command.guarded(lambda error=error: fails(error)) == status == left[-1]
     assert "ZeroDivisionError" in capsys.readouterr().err, "nobody else would print it"
 
@@ -246,12 +269,22 @@ print("ended by itself")
     ("number", "who", "files", "status", "said"),
     [
         ("SIGTERM", "pid 7", 0, 1, "gave up on pid 7"),
-        ("SIGTERM", "pid 7", 1100, 1, "gave up on pid 7"),  # descriptors beyond what select() can wait for
+        (
+            "SIGTERM",
+            "pid 7",
+            1100,
+            1,
+            "gave up on pid 7",
+        ),  # descriptors beyond what select() can wait for
         ("SIGTERM", "", 0, 0, "ended by itself\n"),
         ("SIGQUIT", "", 0, 1, "gave up on the main thread"),
     ],
 )
-def test_an_end_that_somebody_blocks_takes_place(number: str, who: str, files: int, status: int, said: str) -> None:
+def test_an_end_that_somebody_blocks_takes_place(
+    number: str, who: str, files: int, status: int, said: str
+) -> None:
     script = _BLOCKED.format(who=who, files=files, number=number, seconds=100 if status else 2)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, cwd=ROOT
+    )
     assert (done.returncode, done.stdout) == (status, said), done.stderr

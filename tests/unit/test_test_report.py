@@ -1,4 +1,5 @@
-"""`make test-full`: failures, crashes and hangs cost their own file alone; a run goes on where it was ended."""
+"""`make test-full`: failures, crashes and hangs cost their own file alone; a run goes on where it
+was ended."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ HANGS = "import threading\ndef test_a(): pass\ndef test_b(): threading.Event().w
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A repository with one test file of each kind."""
-    files = {"unit/test_good": GOOD, "unit/test_bad": BAD, "unit/test_skips": SKIPS, "gpu/test_gpu": NEEDS_A_GPU}
+    files = {
+        "unit/test_good": GOOD,
+        "unit/test_bad": BAD,
+        "unit/test_skips": SKIPS,
+        "gpu/test_gpu": NEEDS_A_GPU,
+    }
     files |= {"loop/test_dies": DIES, "loop/test_hangs": HANGS}
     for name, text in files.items():
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +52,8 @@ def report(project: Path, *words: str) -> tuple[int, str]:
 
 
 def without_minutes(text: str) -> list[str]:
-    """The lines, in any order: files that ended early are run again, take another while, and so another place."""
+    """The lines, in any order: files that ended early are run again, take another while, and so
+    another place."""
     return sorted(re.sub(r"\d+\.\d( minutes| \|)", r"_\1", text).splitlines())
 
 
@@ -80,7 +87,9 @@ def test_who_ends_it_ends_the_files_under_way(project: Path) -> None:
     assert process.wait(60) == 128 + signal.SIGTERM and not pytest_of_it.is_running()
 
 
-def test_a_run_goes_on_and_other_sources_begin_anew(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_and_other_sources_begin_anew(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = "tests/unit/test_good.py"
     assert report(project, good)[0] == 0
     report(project, good, "tests/unit/test_skips.py")
@@ -95,5 +104,8 @@ def test_a_run_goes_on_and_other_sources_begin_anew(project: Path, capsys: pytes
 def test_what_was_not_reached_is_named() -> None:
     done = tool.FileResult("tests/unit/a.py", "2030-01-01", 60.0, "", {"a": "passed"})
     text = tool.page("abc", ["tests/unit/a.py", "tests/loop/b.py"], [done])
-    assert "## Not run yet\n\n- `tests/loop/b.py`" in text and "| tests/loop | 0 | 0 | 0 | 0.0 |" in text
+    assert (
+        "## Not run yet\n\n- `tests/loop/b.py`" in text
+        and "| tests/loop | 0 | 0 | 0 | 0.0 |" in text
+    )
     assert "| tests/unit | 1 | 0 | 0 | 1.0 |" in text

@@ -22,7 +22,15 @@ from slime.embedded.openai_request import OpenAIRequest, parse_chat, render_chat
 from slime.embedded.openai_routes import _chat_choice, _chat_chunks
 from slime.embedded.sequence import Sequence
 from slime.engines.request_fields import BadRequest
-from slime.engines.tool_calls import FORMATS, Call, Reply, ToolFormat, chat_template, tool_format, tool_schemas
+from slime.engines.tool_calls import (
+    FORMATS,
+    Call,
+    Reply,
+    ToolFormat,
+    chat_template,
+    tool_format,
+    tool_schemas,
+)
 from slime.models import FAMILIES, family_name
 from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 from tests.support.written_calls import ADD, TOOLS, WEATHER, WRITTEN, written_as
@@ -36,8 +44,12 @@ def test_text_and_calls_of_a_whole_answer(name: str, text: str) -> None:
 
 def test_glm4_writes_one_call_without_marks() -> None:
     read = FORMATS["glm4"].read
-    assert read('\nweather\n{"city": "Zürich", "days": 2}', TOOLS, ended=True) == Reply("", (WEATHER,))
-    assert read("weather\nis what we talk about", TOOLS, ended=True) == Reply("weather\nis what we talk about")
+    assert read('\nweather\n{"city": "Zürich", "days": 2}', TOOLS, ended=True) == Reply(
+        "", (WEATHER,)
+    )
+    assert read("weather\nis what we talk about", TOOLS, ended=True) == Reply(
+        "weather\nis what we talk about"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,13 +76,31 @@ _PIECES = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<function=", "<function=add>", "</function>", "<parameter=a>", "</parameter>", ">"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "[ARGS]"),
-    *("function", "add", "weather", "text", "1", ";", ",", "{", "}", "\n```json\n", "\n```", "\n", " "),
+    *(
+        "function",
+        "add",
+        "weather",
+        "text",
+        "1",
+        ";",
+        ",",
+        "{",
+        "}",
+        "\n```json\n",
+        "\n```",
+        "\n",
+        " ",
+    ),
     *('{"a": 1}', _CALL, f"[{_CALL}]"),
 )
 ANSWERS = st.one_of(
     st.sampled_from(WRITTEN),
-    st.tuples(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(_PIECES), max_size=9).map("".join)),
-    st.tuples(st.sampled_from(list(FORMATS)), st.text('<tool_cal>{"name": }[TOOLCS]weathr\n', max_size=40)),
+    st.tuples(
+        st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(_PIECES), max_size=9).map("".join)
+    ),
+    st.tuples(
+        st.sampled_from(list(FORMATS)), st.text('<tool_cal>{"name": }[TOOLCS]weathr\n', max_size=40)
+    ),
 )
 
 
@@ -79,7 +109,9 @@ ANSWERS = st.one_of(
 def test_as_an_answer_grows_its_text_grows_and_calls_are_added(answer: tuple[str, str]) -> None:
     """Pieces that were streamed add up to the answer, wherever it is cut into pieces."""
     name, text = answer
-    replies = [FORMATS[name].read(text[:count], TOOLS, ended=False) for count in range(len(text) + 1)]
+    replies = [
+        FORMATS[name].read(text[:count], TOOLS, ended=False) for count in range(len(text) + 1)
+    ]
     replies.append(FORMATS[name].read(text, TOOLS, ended=True))
     for earlier, later in pairwise(replies):
         assert later.text.startswith(earlier.text)
@@ -96,7 +128,16 @@ DEEP = "[" * 5000
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": "\\ud83d"}', f'{{"a": {DEEP}', '"{', "[]"]
+    "arguments",
+    [
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1e999}',
+        '{"a": "\\ud83d"}',
+        f'{{"a": {DEEP}',
+        '"{',
+        "[]",
+    ],
 )
 def test_a_call_with_arguments_that_not_everybody_can_read_is_text(arguments: str) -> None:
     """Half a character, what only Python takes for JSON, and more brackets than it can follow."""
@@ -135,10 +176,14 @@ STRINGS = [
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
-@pytest.mark.parametrize("value", ['{"a": 1}', "42", "true", "[1]", '"quoted"', "x = 1\n\n  y = 2", " two ", ""])
+@pytest.mark.parametrize(
+    "value", ['{"a": 1}', "42", "true", "[1]", '"quoted"', "x = 1\n\n  y = 2", " two ", ""]
+)
 def test_a_value_stays_text_where_the_tool_wants_text(name: str, value: str) -> None:
     for wanted in STRINGS:
-        assert argument(name, value, wanted, **{"$defs": {"Code": {"type": "string"}}}) == value, wanted
+        assert argument(name, value, wanted, **{"$defs": {"Code": {"type": "string"}}}) == value, (
+            wanted
+        )
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
@@ -149,7 +194,11 @@ def test_a_value_stays_text_where_the_tool_wants_text(name: str, value: str) -> 
         ("0.5", {"type": "number"}, 0.5),
         ('{"a": 1}', {"type": "object"}, {"a": 1}),
         ("true", {"type": "boolean"}, True),
-        ("False", {"type": "boolean"}, False),  # Qwen3-Coder's template writes former calls as Python does
+        (
+            "False",
+            {"type": "boolean"},
+            False,
+        ),  # Qwen3-Coder's template writes former calls as Python does
         ("None", {"type": ["string", "null"]}, None),
         ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
         ("None", {}, "None"),
@@ -159,16 +208,25 @@ def test_a_value_stays_text_where_the_tool_wants_text(name: str, value: str) -> 
         ("42", "no schema", 42),
     ],
 )
-def test_other_values_are_read_as_the_tool_wants_them(name: str, value: str, wanted: Any, read: Any) -> None:
+def test_other_values_are_read_as_the_tool_wants_them(
+    name: str, value: str, wanted: Any, read: Any
+) -> None:
     assert argument(name, value, wanted) == read
 
 
 def test_a_schema_that_never_ends_and_one_of_no_form_say_nothing() -> None:
-    assert argument("glm45", "42", {"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}) == 42
+    assert (
+        argument("glm45", "42", {"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}})
+        == 42
+    )
     for schema in ({}, {"properties": None}, {"properties": {"x": {"type": {}}}}):
-        (call,) = FORMATS["glm45"].read(written_as("glm45", "42"), {"run": schema}, ended=True).calls
+        (call,) = (
+            FORMATS["glm45"].read(written_as("glm45", "42"), {"run": schema}, ended=True).calls
+        )
         assert json.loads(call.arguments) == {"x": 42}
-    assert tool_schemas([{"function": {"name": "f"}}, {"name": "g", "parameters": {"type": "object"}}, 1]) == {
+    assert tool_schemas(
+        [{"function": {"name": "f"}}, {"name": "g", "parameters": {"type": "object"}}, 1]
+    ) == {
         "f": {},
         "g": {"type": "object"},
     }
@@ -181,7 +239,9 @@ def test_a_name_that_is_half_a_character_is_text() -> None:
 
 def test_a_value_may_hold_the_marks_of_another_format() -> None:
     text = "<tool_call>add<arg_key>a</arg_key>\n<arg_value>x</arg_key>[TOOL_CALLS]</arg_value></tool_call>"
-    assert FORMATS["glm45"].read(text, TOOLS, ended=True).calls == (Call("add", '{"a": "x</arg_key>[TOOL_CALLS]"}'),)
+    assert FORMATS["glm45"].read(text, TOOLS, ended=True).calls == (
+        Call("add", '{"a": "x</arg_key>[TOOL_CALLS]"}'),
+    )
 
 
 def format_of(directory: Path) -> ToolFormat | None:
@@ -189,7 +249,9 @@ def format_of(directory: Path) -> ToolFormat | None:
 
 
 def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) -> None:
-    assert {family for row in FORMATS.values() for family in row.families} == {family.name for family in FAMILIES}
+    assert {family for row in FORMATS.values() for family in row.families} == {
+        family.name for family in FAMILIES
+    }
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert format_of(tmp_path) is None  # without a chat template there are no turns, and no tools
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
@@ -206,14 +268,17 @@ def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) ->
     ("call", "parser"),
     [
         (
-            "tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n' + arguments + '\\n' + '```'",
+            "tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n' + arguments + '\\n' "
+            "+ '```'",
             "deepseekv3",
         ),
         ("name + '<｜tool▁sep｜>' + arguments", "deepseekv31"),
         (None, "deepseekv3"),
     ],
 )
-def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(tmp_path: Path, call: str | None, parser: str) -> None:
+def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(
+    tmp_path: Path, call: str | None, parser: str
+) -> None:
     """SGLang's parser of one reads nothing of what the other writes."""
     taught = (
         f"{{{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + {call} + '<｜tool▁call▁end｜>' }}}}"
@@ -226,7 +291,8 @@ def test_deepseek_v3_and_v31_are_told_apart_by_their_templates(tmp_path: Path, c
     assert found is not None and found.sglang_parser == parser and found.special_marks
 
 
-# -- in answers of the server ------------------------------------------------------------------------------------------
+# -- in answers of the server
+# ------------------------------------------------------------------------------------------
 
 
 class Scripted:
@@ -238,7 +304,9 @@ class Scripted:
     def write(self, sequence: Sequence, count: int) -> None:
         sequence.output_ids[:] = self.ids[:count]
 
-    async def stream(self, engine: Engine, sequences: list[Sequence]) -> AsyncIterator[tuple[int, bool]]:
+    async def stream(
+        self, engine: Engine, sequences: list[Sequence]
+    ) -> AsyncIterator[tuple[int, bool]]:
         for count in range(1, len(self.ids) + 1):
             self.write(sequences[0], count)
             yield 0, False
@@ -247,9 +315,14 @@ class Scripted:
 
 
 def asked_for(body: dict[str, Any], name: str) -> OpenAIRequest:
-    tokenizer, limits = byte_tokenizer(), Limits(VOCAB, 512, frozenset({EOS}), None, random.Random(0))
+    tokenizer, limits = (
+        byte_tokenizer(),
+        Limits(VOCAB, 512, frozenset({EOS}), None, random.Random(0)),
+    )
     messages = [{"role": "user", "content": "Hi"}]
-    return parse_chat({"messages": messages, "tools": SCHEMAS, **body}, limits, tokenizer, "tiny", FORMATS[name])
+    return parse_chat(
+        {"messages": messages, "tools": SCHEMAS, **body}, limits, tokenizer, "tiny", FORMATS[name]
+    )
 
 
 def state_with(name: str, scripted: Scripted) -> ServerState:
@@ -263,7 +336,9 @@ async def collect(chunks: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]
     return [chunk async for chunk in chunks]
 
 
-SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
+SCHEMAS = [
+    {"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS
+]
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
@@ -273,21 +348,29 @@ def test_the_server_answers_with_tool_calls_whole_and_streamed(name: str, text: 
     chunks = asyncio.run(collect(_chat_chunks(asked, state)))
     deltas = [chunk["delta"] for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert "".join(delta.get("content") or "" for delta in deltas) == ("" if name == "llama" else "Let me look.")
+    assert "".join(delta.get("content") or "" for delta in deltas) == (
+        "" if name == "llama" else "Let me look."
+    )
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
     assert [Call(**call["function"]) for call in calls] == [WEATHER, ADD]
-    assert chunks[-1]["finish_reason"] == "tool_calls" and {chunk["finish_reason"] for chunk in chunks[:-1]} == {None}
+    assert chunks[-1]["finish_reason"] == "tool_calls" and {
+        chunk["finish_reason"] for chunk in chunks[:-1]
+    } == {None}
     whole = _chat_choice(0, asked, state)
     assert [Call(**call["function"]) for call in whole["message"]["tool_calls"]] == [WEATHER, ADD]
     assert whole["message"]["content"] == (None if name == "llama" else "Let me look.")
-    assert whole["finish_reason"] == "tool_calls" and all(call["type"] == "function" for call in calls)
+    assert whole["finish_reason"] == "tool_calls" and all(
+        call["type"] == "function" for call in calls
+    )
 
 
 def test_with_tool_choice_none_and_without_tools_calls_stay_text() -> None:
     text = WRITTEN[0][1]
     for body in ({"tool_choice": "none"}, {"tools": None}):
         asked = asked_for(body, "hermes")
-        choice_chunks = asyncio.run(collect(_chat_chunks(asked, state_with("hermes", Scripted(text)))))
+        choice_chunks = asyncio.run(
+            collect(_chat_chunks(asked, state_with("hermes", Scripted(text))))
+        )
         assert "".join(chunk["delta"].get("content") or "" for chunk in choice_chunks) == text
         assert choice_chunks[-1]["finish_reason"] == "stop"
 
@@ -303,7 +386,9 @@ def test_tools_that_the_template_does_not_show_are_refused() -> None:
 
 def test_a_call_that_is_cut_short_is_text_and_ends_as_the_answer_did() -> None:
     asked, text = asked_for({}, "hermes"), 'So: <tool_call>{"name": "add", "argum'
-    chunks = asyncio.run(collect(_chat_chunks(asked, state_with("hermes", Scripted(text, "length")))))
+    chunks = asyncio.run(
+        collect(_chat_chunks(asked, state_with("hermes", Scripted(text, "length"))))
+    )
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == text
     assert chunks[-1]["finish_reason"] == "length"
 
@@ -316,10 +401,22 @@ def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
 
 def test_arguments_of_former_calls_reach_the_template_as_objects() -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    )
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+    }
     body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
     assert tokenizer.decode(render_chat(body, tokenizer)) == "Bern"
-    broken = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}
-    with pytest.raises(BadRequest, match=r"messages\[0\].tool_calls\[0\]: arguments of a call that are not valid"):
+    broken = {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+        ]
+    }
+    with pytest.raises(
+        BadRequest, match=r"messages\[0\].tool_calls\[0\]: arguments of a call that are not valid"
+    ):
         render_chat(broken, tokenizer)

@@ -1,4 +1,5 @@
-"""Calls of tools as SGLang's own parsers read them, where it is installed: the same calls with the same arguments."""
+"""Calls of tools as SGLang's own parsers read them, where it is installed: the same calls with the
+same arguments."""
 
 from __future__ import annotations
 
@@ -20,21 +21,32 @@ _protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol", exc_ty
 
 def of_sglang(name: str, text: str, tools: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
     given = [
-        _protocol.Tool(type="function", function={"name": tool, "parameters": schema}) for tool, schema in tools.items()
+        _protocol.Tool(type="function", function={"name": tool, "parameters": schema})
+        for tool, schema in tools.items()
     ]
     detector = _parsers.FunctionCallParser.ToolCallParserEnum[FORMATS[name].sglang_parser]()
-    return [(call.name, json.loads(call.parameters)) for call in detector.detect_and_parse(text, given).calls]
+    return [
+        (call.name, json.loads(call.parameters))
+        for call in detector.detect_and_parse(text, given).calls
+    ]
 
 
 def of_ours(name: str, text: str, tools: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in FORMATS[name].read(text, tools, ended=True).calls]
+    return [
+        (call.name, json.loads(call.arguments))
+        for call in FORMATS[name].read(text, tools, ended=True).calls
+    ]
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
 def test_sglang_reads_the_same_calls(name: str, text: str) -> None:
-    if ("[ARGS]" in text and "[TOOL_CALLS]add{" in text) or (name == "deepseek") is ("sep｜>weather\n" not in text):
+    if ("[ARGS]" in text and "[TOOL_CALLS]add{" in text) or (name == "deepseek") is (
+        "sep｜>weather\n" not in text
+    ):
         pytest.skip("two ways in one row: SGLang has a parser for each")
-    text = text.replace("[TOOL_CALLS][", "[TOOL_CALLS] [")  # without the blank SGLang 0.5.23 reads nothing
+    text = text.replace(
+        "[TOOL_CALLS][", "[TOOL_CALLS] ["
+    )  # without the blank SGLang 0.5.23 reads nothing
     assert of_ours(name, text, TOOLS) == of_sglang(name, text, TOOLS)
 
 

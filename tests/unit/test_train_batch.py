@@ -1,4 +1,5 @@
-"""A `TrainBatch` on its way to the trainer: whatever its tensors are, they come out as they went in."""
+"""A `TrainBatch` on its way to the trainer: whatever its tensors are, they come out as they went
+in."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def batch(**fields: Any) -> TrainBatch:
     plain: dict[str, Any] = dict.fromkeys(
         ("response_lengths", "sample_indices", "group_indices", "execution_ids"), [1] * n
     )
-    plain |= dict.fromkeys(("rewards", "raw_rewards", "rollout_mask_sums"), [0.5] * n) | {"truncated": [False] * n}
+    plain |= dict.fromkeys(("rewards", "raw_rewards", "rollout_mask_sums"), [0.5] * n) | {
+        "truncated": [False] * n
+    }
     return TrainBatch(rollout_id=3, steps=[StepPlan([[0]], 1, 2)], loss_masks=[], **plain, **fields)
 
 
@@ -36,14 +39,24 @@ def batch(**fields: Any) -> TrainBatch:
 def test_tensors_come_out_as_they_went_in(
     shapes: list[list[int]], others: list[list[int]], dtypes: list[torch.dtype]
 ) -> None:
-    sent = batch(tokens=tensors(shapes, [torch.int64]), routed_experts=tensors(others, dtypes), metadata=[{"a": 1}])
+    sent = batch(
+        tokens=tensors(shapes, [torch.int64]),
+        routed_experts=tensors(others, dtypes),
+        metadata=[{"a": 1}],
+    )
     buffers: list[pickle.PickleBuffer] = []
     content = cloudpickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
-    found = pickle.loads(content, buffers=[bytes(buffer) for buffer in buffers])  # as from Ray: read-only
+    found = pickle.loads(
+        content, buffers=[bytes(buffer) for buffer in buffers]
+    )  # as from Ray: read-only
     for name, value in vars(sent).items():
         if name in ("tokens", "routed_experts"):
             for ours, theirs in zip(getattr(found, name), value, strict=True):
-                assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.shape == theirs.shape
+                assert (
+                    torch.equal(ours, theirs)
+                    and ours.dtype == theirs.dtype
+                    and ours.shape == theirs.shape
+                )
                 ours.zero_()
         else:
             assert getattr(found, name) == value

@@ -1,4 +1,5 @@
-"""What users bring to the trainer: what is frozen, a model provider, and functions around its phases."""
+"""What users bring to the trainer: what is frozen, a model provider, and functions around its
+phases."""
 
 from __future__ import annotations
 
@@ -27,15 +28,21 @@ def hook_path(name: str) -> str:
 
 
 def weights(backend: MegatronBackend) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in global_parameters(backend.model_chunks)}
+    return {
+        name: tensor.detach().clone() for name, tensor in global_parameters(backend.model_chunks)
+    }
 
 
-# -- freezing --------------------------------------------------------------------------------------------------------
+# -- freezing
+# --------------------------------------------------------------------------------------------------------
 
 
 def moved_job(info: Any, flags: dict[str, Any], tie: bool) -> dict[str, bool]:
-    """Which parameters of this rank two steps have moved; weight decay would move each that is not frozen."""
-    config = trainer_config(**{"lr": 0.02, "weight_decay": 0.1, **flags}, actor_num_gpus_per_node=info.world_size)
+    """Which parameters of this rank two steps have moved; weight decay would move each that is not
+    frozen."""
+    config = trainer_config(
+        **{"lr": 0.02, "weight_decay": 0.1, **flags}, actor_num_gpus_per_node=info.world_size
+    )
     backend = MegatronBackend(config, info)
     backend.setup(spec=tiny_spec(tie=tie), initialise=True)
     batch = make_batch([[0, 1], [2, 3], [4], [5]])
@@ -64,22 +71,48 @@ PP2 = {"pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("layout", "flags", "is_frozen"),
     [
-        ({}, {"freeze_params_name_list": [r"mlp", "embedding"]}, lambda name: "mlp" in name or "embedding" in name),
-        ({"tensor_model_parallel_size": 2}, {"only_train_params_name_list": ["norm"]}, lambda name: "norm" not in name),
-        (PP2, {"freeze_params_name_list": [r"layers\.[13]\."]}, lambda name: ".1." in name or ".3." in name),
-        (PP2, {"only_train_params_name_list": [r"layers\.3\."]}, lambda name: "layers.3." not in name),
+        (
+            {},
+            {"freeze_params_name_list": [r"mlp", "embedding"]},
+            lambda name: "mlp" in name or "embedding" in name,
+        ),
+        (
+            {"tensor_model_parallel_size": 2},
+            {"only_train_params_name_list": ["norm"]},
+            lambda name: "norm" not in name,
+        ),
+        (
+            PP2,
+            {"freeze_params_name_list": [r"layers\.[13]\."]},
+            lambda name: ".1." in name or ".3." in name,
+        ),
+        (
+            PP2,
+            {"only_train_params_name_list": [r"layers\.3\."]},
+            lambda name: "layers.3." not in name,
+        ),
         (
             {**PP2, "recompute_activations": True},
             {"only_train_params_name_list": [r"layers\.2\."]},
             lambda name: "layers.2." not in name,
         ),
     ],
-    ids=["dp2, distributed optimizer", "tp2", "pp2, some layers of each stage", "pp2, a stage as a whole", "recompute"],
+    ids=[
+        "dp2, distributed optimizer",
+        "tp2",
+        "pp2, some layers of each stage",
+        "pp2, a stage as a whole",
+        "recompute",
+    ],
 )
 def test_frozen_parameters_stay_at_every_layout(
     ranks: Pools, layout: dict[str, Any], flags: dict[str, Any], is_frozen: Any
 ) -> None:
-    moved = {name: m for rank in ranks.run(2, moved_job, {**layout, **flags}, False) for name, m in rank.items()}
+    moved = {
+        name: m
+        for rank in ranks.run(2, moved_job, {**layout, **flags}, False)
+        for name, m in rank.items()
+    }
     assert len(moved) == 4 * 8 + 3
     assert moved == {name: not is_frozen(name) for name in moved}
 
@@ -92,8 +125,12 @@ def test_both_copies_of_a_tied_embedding_are_frozen_or_trained(ranks: Pools, fro
 
 
 @pytest.mark.parametrize("layout", [{}, PP2], ids=["whole model", "pipeline"])
-def test_expressions_that_match_nothing_are_refused_with_the_nearest(ranks: Pools, layout: dict[str, Any]) -> None:
-    said = ranks.run(2, refusal_job, {**layout, "freeze_params_name_list": ["mlp", "embeding.word_embeddings"]})
+def test_expressions_that_match_nothing_are_refused_with_the_nearest(
+    ranks: Pools, layout: dict[str, Any]
+) -> None:
+    said = ranks.run(
+        2, refusal_job, {**layout, "freeze_params_name_list": ["mlp", "embeding.word_embeddings"]}
+    )
     assert said[0] == said[1]
     assert "no parameter matches embeding.word_embeddings" in said[0]
     assert "nearest: embedding.word_embeddings.weight" in said[0]
@@ -111,7 +148,8 @@ def test_broken_expressions_are_refused_at_launch(flag: str) -> None:
     assert "(mlp" in caught.value.what and "unterminated" in caught.value.why
 
 
-# -- model provider --------------------------------------------------------------------------------------------------
+# -- model provider
+# --------------------------------------------------------------------------------------------------
 
 
 def half_frozen(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
@@ -153,7 +191,10 @@ def test_a_provider_builds_on_the_default_model() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("linear_layer", "returned a Linear"), ("always_whole", r"\(pre_process, post_process\) = \(True, False\)")],
+    [
+        ("linear_layer", "returned a Linear"),
+        ("always_whole", r"\(pre_process, post_process\) = \(True, False\)"),
+    ],
 )
 def test_a_provider_of_something_else_is_refused(name: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
@@ -165,7 +206,8 @@ def test_the_default_model_is_for_providers() -> None:
         default_model(True, True)
 
 
-# -- layer specification -----------------------------------------------------------------------------------------------
+# -- layer specification
+# -----------------------------------------------------------------------------------------------
 
 
 class Silent(PackedSelfAttention):
@@ -218,7 +260,9 @@ def test_a_layer_spec_is_given_the_run_and_takes_effect() -> None:
     for name in ("same_layers", "one_layer_for_all"):
         assert all(torch.equal(a, b) for a, b in zip(spec_scores(name), expected, strict=True))
     assert seen[0][:2] == ("spec", 0.02) and seen[0][3] is None
-    assert not any(torch.equal(a, b) for a, b in zip(spec_scores("silent_layers"), expected, strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(spec_scores("silent_layers"), expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +278,8 @@ def test_the_default_layer_spec_is_for_specs() -> None:
         default_layer_spec(None, None)  # type: ignore[arg-type]
 
 
-# -- functions around the phases -------------------------------------------------------------------------------------
+# -- functions around the phases
+# -------------------------------------------------------------------------------------
 
 
 def on_init(args: Any) -> None:
@@ -242,10 +287,18 @@ def on_init(args: Any) -> None:
 
 
 def before_log_prob(args: Any, model: Any, store_prefix: str) -> None:
-    seen.append(("log_prob", store_prefix, sum(p.numel() for chunk in model for p in chunk.parameters()) > 1000))
+    seen.append(
+        (
+            "log_prob",
+            store_prefix,
+            sum(p.numel() for chunk in model for p in chunk.parameters()) > 1000,
+        )
+    )
 
 
-def before_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+def before_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
     seen.append(("step", rollout_id, step_id, opt_param_scheduler.num_steps))
     with torch.no_grad():
         for parameter in model[0].parameters():  # seen by the passes of this very step

@@ -1,4 +1,5 @@
-"""What else must hold of layouts, besides the parity table: ranks with nothing to do, layouts that do not fit."""
+"""What else must hold of layouts, besides the parity table: ranks with nothing to do, layouts that
+do not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from slime.trainer.megatron.context import _copy_rows
 from tests.support.tiny_models import save_tiny
 from tests.support.trainer_ranks import VOCAB, Pools, make_batch, shard, trainer_config
 
-LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "entropy_coef": 0.01, "optimizer": "sgd"}
+LOSS = {
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.2,
+    "kl_loss_type": "k3",
+    "entropy_coef": 0.01,
+    "optimizer": "sgd",
+}
 MICRO_BATCHES = [[0, 1], [2, 3], [4], [5]]
 
 
@@ -27,11 +34,16 @@ def train_job(info: Any, flags: dict[str, Any], batches: list[TrainBatch]) -> di
     from slime.checkpoints.hf_io import iter_hf_tensors
     from slime.trainer.megatron.backend import MegatronBackend
 
-    backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
+    backend = MegatronBackend(
+        trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
     for _ in range(2):
         backend.train(batches[backend.data_parallel_rank])
-    return {name: tensor.clone() for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)}
+    return {
+        name: tensor.clone()
+        for name, tensor in iter_hf_tensors(backend.model_chunks, backend.hf_config)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +71,9 @@ def timeouts_job(info: Any, flags: dict[str, Any]) -> set[datetime.timedelta]:
 
 
 def test_every_group_of_the_trainer_has_the_one_deadline(ranks: Pools) -> None:
-    found = ranks.run(2, timeouts_job, {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.75})
+    found = ranks.run(
+        2, timeouts_job, {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.75}
+    )
     assert found == [{datetime.timedelta(seconds=45)}] * 2
 
 
@@ -67,7 +81,9 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0))
 
 
-def test_a_rank_with_nothing_to_train_takes_part(ranks: Pools, checkpoint: tuple[Path, Any]) -> None:
+def test_a_rank_with_nothing_to_train_takes_part(
+    ranks: Pools, checkpoint: tuple[Path, Any]
+) -> None:
     batch = make_batch(MICRO_BATCHES)
     batches = [shard(batch, range(6), MICRO_BATCHES), shard(batch, [], [[], [], [], []])]
     flags = {**flags_for(checkpoint), "normalize_advantages": True}
@@ -78,16 +94,25 @@ def test_a_rank_with_nothing_to_train_takes_part(ranks: Pools, checkpoint: tuple
             assert close(weights[parameter], value, 1e-5), parameter
 
 
-def loss_of_logits(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half from the log-probs, half from the logits; fails without samples, as users' functions may."""
+def loss_of_logits(
+    args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half from the log-probs, half from the logits; fails without samples, as users' functions
+    may."""
     log_probs = torch.cat(batch["current_log_probs"])
     assert logits.shape == (log_probs.numel(), VOCAB)
     values = logits.logsumexp(-1) - logits.mean(-1)
-    return sum_of_sample_mean(0.5 * values - 0.5 * log_probs), {"spread": sum_of_sample_mean(values.detach())}
+    return sum_of_sample_mean(0.5 * values - 0.5 * log_probs), {
+        "spread": sum_of_sample_mean(values.detach())
+    }
 
 
 MEANS = {"normalize_advantages": True, "calculate_per_token_loss": True, "entropy_coef": 0.5}
-CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.loss_of_logits", "use_kl_loss": False}
+CUSTOM = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": f"{__name__}.loss_of_logits",
+    "use_kl_loss": False,
+}
 CUSTOM |= {"kl_loss_coef": 0.0, "kl_loss_type": "k1", "entropy_coef": 0.0}
 UNEVEN = [([4, 0], [[0], [1]]), ([1, 3, 5, 2], [[0, 1, 2], [3]])]
 IDLE = [(list(range(6)), MICRO_BATCHES), ([], [[], [], [], []])]
@@ -107,10 +132,17 @@ def test_means_and_losses_are_over_all_ranks(
     ranks: Pools, checkpoint: tuple[Path, Any], flags: dict[str, Any], plans: Any
 ) -> None:
     batch = make_batch(MICRO_BATCHES)
-    flags = {**flags_for(checkpoint), "clip_grad": 0.0, "lr": 0.1, **flags}  # clipping would hide a wrong scale
+    flags = {
+        **flags_for(checkpoint),
+        "clip_grad": 0.0,
+        "lr": 0.1,
+        **flags,
+    }  # clipping would hide a wrong scale
     one = {**flags, "context_parallel_size": 1}
     alone = ranks.run(1, train_job, one, [batch])[0]
-    for weights in ranks.run(2, train_job, flags, [shard(batch, members, plan) for members, plan in plans]):
+    for weights in ranks.run(
+        2, train_job, flags, [shard(batch, members, plan) for members, plan in plans]
+    ):
         for parameter, value in alone.items():
             assert close(weights[parameter], value, 1e-5), parameter
 
@@ -134,7 +166,9 @@ def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, A
     from slime.models.layout_rules import check_layout
 
     spec = family_of(checkpoint[0]).model_spec(checkpoint[0]).padded(1)
-    config = trainer_config(actor_num_gpus_per_node=3, tensor_model_parallel_size=3, rollout_batch_size=6)
+    config = trainer_config(
+        actor_num_gpus_per_node=3, tensor_model_parallel_size=3, rollout_batch_size=6
+    )
     with pytest.raises(UserError, match="3") as caught:
         check_layout(spec, config)
     assert "attention heads" in caught.value.why and "4" in caught.value.why
@@ -144,24 +178,36 @@ def test_layouts_that_do_not_fit_are_refused_by_number(checkpoint: tuple[Path, A
     ("facts", "tensor", "said"),
     [
         ({"num_attention_heads": 12, "num_query_groups": 4}, 6, "4 heads of keys and values"),
-        ({"num_attention_heads": 12, "num_query_groups": 12, "ffn_hidden_size": 64}, 3, "64 intermediate features"),
+        (
+            {"num_attention_heads": 12, "num_query_groups": 12, "ffn_hidden_size": 64},
+            3,
+            "64 intermediate features",
+        ),
     ],
 )
-def test_megatrons_own_asserts_are_not_met(checkpoint: tuple[Path, Any], facts: Any, tensor: int, said: str) -> None:
+def test_megatrons_own_asserts_are_not_met(
+    checkpoint: tuple[Path, Any], facts: Any, tensor: int, said: str
+) -> None:
     from slime.errors import UserError
     from slime.models import family_of
     from slime.models.layout_rules import check_layout
 
     spec = family_of(checkpoint[0]).model_spec(checkpoint[0])
-    spec = dataclasses.replace(spec, transformer={**spec.transformer, "ffn_hidden_size": 96, **facts}).padded(tensor)
-    config = trainer_config(actor_num_gpus_per_node=tensor, tensor_model_parallel_size=tensor, rollout_batch_size=6)
+    spec = dataclasses.replace(
+        spec, transformer={**spec.transformer, "ffn_hidden_size": 96, **facts}
+    ).padded(tensor)
+    config = trainer_config(
+        actor_num_gpus_per_node=tensor, tensor_model_parallel_size=tensor, rollout_batch_size=6
+    )
     with pytest.raises(UserError, match=f"--tensor-model-parallel-size {tensor}") as caught:
         check_layout(spec, config)
     assert said in caught.value.why
 
 
 @pytest.mark.parametrize(("per_stage", "expected"), [(1, 2), (2, None)])
-def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, expected: int | None) -> None:
+def test_virtual_stages_by_layers(
+    checkpoint: tuple[Path, Any], per_stage: int, expected: int | None
+) -> None:
     from slime.errors import UserError
     from slime.models import family_of
     from slime.models.layout_rules import virtual_stages
@@ -171,7 +217,11 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
         facts = {**spec.transformer, "num_layers": num_layers}
         return virtual_stages(dataclasses.replace(spec, transformer=facts), config)
 
-    layout = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "rollout_batch_size": 6}
+    layout = {
+        "actor_num_gpus_per_node": 2,
+        "pipeline_model_parallel_size": 2,
+        "rollout_batch_size": 6,
+    }
     config = trainer_config(**layout, num_layers_per_virtual_pipeline_stage=per_stage)
     assert stages(4) == expected, "one chunk per rank is no interleaving"
     if per_stage == 2:
@@ -183,15 +233,21 @@ def test_virtual_stages_by_layers(checkpoint: tuple[Path, Any], per_stage: int, 
 def layout_job(info: Any, flags: dict[str, Any]) -> int:
     from slime.trainer.megatron.backend import MegatronBackend
 
-    backend = MegatronBackend(trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info)
+    backend = MegatronBackend(
+        trainer_config(**flags, actor_num_gpus_per_node=info.world_size), info
+    )
     backend.setup()
     assert backend.canary_log_probs([1, 2, 3]) is not None or not backend.ranks.has_output
     return backend.layout.micro_batch_multiple
 
 
-def test_steps_have_whole_groups_of_micro_batches(ranks: Pools, checkpoint: tuple[Path, Any]) -> None:
+def test_steps_have_whole_groups_of_micro_batches(
+    ranks: Pools, checkpoint: tuple[Path, Any]
+) -> None:
     """Megatron's schedule stops at a part of one, in the middle of a run."""
-    flags = flags_for(checkpoint, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    flags = flags_for(
+        checkpoint, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
+    )
     assert ranks.run(2, layout_job, flags) == [2, 2]
     assert ranks.run(2, layout_job, {**flags, "microbatch_group_size_per_vp_stage": 3}) == [3, 3]
 
@@ -199,7 +255,11 @@ def test_steps_have_whole_groups_of_micro_batches(ranks: Pools, checkpoint: tupl
 def test_a_group_of_micro_batches_fills_the_pipeline() -> None:
     from slime.errors import UserError
 
-    flags = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    flags = {
+        "actor_num_gpus_per_node": 2,
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    }
     with pytest.raises(UserError, match="1 is less than the pipeline parallel size 2"):
         trainer_config(**flags, microbatch_group_size_per_vp_stage=1)
 

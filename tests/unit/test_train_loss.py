@@ -13,7 +13,12 @@ from slime.trainer.records import LossInputs, TokenScores
 from slime.trainer.user_functions import UserFunctions
 from tests.support.trainer_ranks import trainer_config
 
-NEW, OLD, REF, ENGINE = [-1.0, -0.4, -2.0], [-1.1, -0.9, -1.2], [-1.3, -0.2, -1.9], [-1.0, -1.0, -1.0]
+NEW, OLD, REF, ENGINE = (
+    [-1.0, -0.4, -2.0],
+    [-1.1, -0.9, -1.2],
+    [-1.3, -0.2, -1.9],
+    [-1.0, -1.0, -1.0],
+)
 ADVANTAGES, MASKS, WEIGHTS = [0.5, 0.5, -2.0], [1.0, 1.0, 1.0], [0.25, 0.25, 0.5]
 ENTROPY = [0.7, 1.1, 0.3]
 LENGTHS = [2, 1]
@@ -64,7 +69,9 @@ def test_entropy_is_rewarded() -> None:
 
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_divergence_from_the_reference_is_punished(unbiased: bool) -> None:
-    loss, metrics = loss_and_metrics(use_kl_loss=True, kl_loss_coef=0.4, kl_loss_type="k3", use_unbiased_kl=unbiased)
+    loss, metrics = loss_and_metrics(
+        use_kl_loss=True, kl_loss_coef=0.4, kl_loss_type="k3", use_unbiased_kl=unbiased
+    )
     ratios = [math.exp(new - old) for new, old in zip(NEW, OLD)] if unbiased else None
     assert metrics["kl_loss"] == pytest.approx(weighted(k3(ratios)))
     assert loss == pytest.approx(weighted(policy()) + 0.4 * weighted(k3(ratios)))
@@ -81,7 +88,9 @@ def test_a_bad_sample_that_drifted_away_is_masked() -> None:
 def test_importance_weights_correct_the_engines_mismatch() -> None:
     loss, metrics = loss_and_metrics(use_tis=True, tis_clip=1.05)
     ratios = [math.exp(old - engine) for old, engine in zip(OLD, ENGINE)]
-    assert loss == pytest.approx(weighted([value * min(r, 1.05) for value, r in zip(policy(), ratios)]))
+    assert loss == pytest.approx(
+        weighted([value * min(r, 1.05) for value, r in zip(policy(), ratios)])
+    )
     assert metrics["tis"] == pytest.approx(weighted(ratios))
 
 
@@ -96,7 +105,8 @@ def test_icepop_leaves_out_what_the_engine_saw_differently() -> None:
 
 
 def test_the_ratio_may_be_taken_against_the_engine() -> None:
-    """``old_log_probs`` are the engine's then; what is compared with the engine is the training pass itself."""
+    """``old_log_probs`` are the engine's then; what is compared with the engine is the training
+    pass itself."""
     metrics = loss_and_metrics(use_rollout_logprobs=True)[1]
     expected = weighted([abs(new - engine) for new, engine in zip(NEW, ENGINE)])
     assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(expected)
@@ -107,4 +117,6 @@ def test_one_ratio_per_sequence() -> None:
     first = math.exp(sum(new - old for new, old in zip(NEW[:2], OLD[:2])) / 2)
     ratios = [first, first, math.exp(NEW[2] - OLD[2])]
     clipped = [min(max(r, 0.8), 1.2) for r in ratios]
-    assert loss == pytest.approx(weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)]))
+    assert loss == pytest.approx(
+        weighted([max(-r * a, -c * a) for r, c, a in zip(ratios, clipped, ADVANTAGES)])
+    )

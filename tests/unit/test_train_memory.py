@@ -1,4 +1,5 @@
-"""Memory: what is recomputed, what lives on the host, what a phase needs at most, and what is said when it runs out."""
+"""Memory: what is recomputed, what lives on the host, what a phase needs at most, and what is said
+when it runs out."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ from tests.support.trainers import LOSS, gradients, train_job, trainer
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "activations": {"recompute_activations": True},
     "blocks of two layers": {"recompute_granularity": "full", "recompute_num_layers": 2},
-    "the first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "the first layer": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-    "several": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+    "several": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp", "layernorm"],
+    },
 }
 
 
@@ -43,14 +51,19 @@ def shared_prompts(batch: TrainBatch) -> TrainBatch:
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    """To the rounding of float32: which kernel a CPU takes for a tensor depends on where it lies in memory, too."""
+    """To the rounding of float32: which kernel a CPU takes for a tensor depends on where it lies in
+    memory, too."""
     return ours.keys() == theirs.keys() and all(
-        bool((ours[name] - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max().clamp(min=1e-3))
+        bool(
+            (ours[name] - theirs[name]).abs().max()
+            <= 1e-5 * theirs[name].abs().max().clamp(min=1e-3)
+        )
         for name in theirs
     )
 
 
-# -- recompute -------------------------------------------------------------------------------------------------------
+# -- recompute
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +78,8 @@ def plain() -> tuple[dict[str, Tensor], int]:
 
 
 def saved_bytes(backend: MegatronBackend, batch: TrainBatch) -> int:
-    """What autograd keeps of one micro-batch's forward pass, parameters left out; each storage once."""
+    """What autograd keeps of one micro-batch's forward pass, parameters left out; each storage
+    once."""
     packed = backend._pack(batch, [[0, 1, 2, 3, 4, 5]])[0]
     [model] = backend.model_chunks
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -87,11 +101,15 @@ def saved_bytes(backend: MegatronBackend, batch: TrainBatch) -> int:
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recompute_gives_the_same_gradients_and_keeps_less(name: str, plain: tuple[dict[str, Tensor], int]) -> None:
+def test_recompute_gives_the_same_gradients_and_keeps_less(
+    name: str, plain: tuple[dict[str, Tensor], int]
+) -> None:
     backend = trainer(**LOSS, **RECOMPUTE[name])
     try:
         batch = shared_prompts(make_batch())
-        assert len(backend._pack(batch, [[0, 1, 2]])[0].sequences.lengths) == 1, "the prompt is shared"
+        assert len(backend._pack(batch, [[0, 1, 2]])[0].sequences.lengths) == 1, (
+            "the prompt is shared"
+        )
         assert equal(gradients(backend, batch), plain[0])
         share = saved_bytes(backend, batch) / plain[1]
     finally:
@@ -101,7 +119,9 @@ def test_recompute_gives_the_same_gradients_and_keeps_less(name: str, plain: tup
 
 
 @pytest.mark.parametrize(
-    "modules", [["moe", "layernorm", "mlp", "core_attn"], ["moe_act", "shared_experts", "mla_up_proj"]], ids="+".join
+    "modules",
+    [["moe", "layernorm", "mlp", "core_attn"], ["moe_act", "shared_experts", "mla_up_proj"]],
+    ids="+".join,
 )
 def test_modules_of_experts_and_latent_attention(modules: list[str], tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
@@ -137,7 +157,12 @@ def test_forward_passes_run_again() -> None:
 
 def test_layers_behind_a_frozen_embedding_are_trained_all_the_same() -> None:
     batch = make_batch()
-    frozen = {"freeze_params_name_list": ["embedding"], "weight_decay": 0.0, "use_kl_loss": True, "lr": 0.02}
+    frozen = {
+        "freeze_params_name_list": ["embedding"],
+        "weight_decay": 0.0,
+        "use_kl_loss": True,
+        "lr": 0.02,
+    }
     norms = []
     for recompute in ({}, {"recompute_activations": True}, RECOMPUTE["mlp"]):
         backend = trainer(**frozen, **recompute)
@@ -159,8 +184,14 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     [
         ({"recompute_method": "uniform"}, "no effect without --recompute-granularity full"),
         ({"recompute_modules": ["mlp"]}, "no effect without --recompute-granularity selective"),
-        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "--recompute-granularity full"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attention"]}, "did you mean core_attn"),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 1},
+            "--recompute-granularity full",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attention"]},
+            "did you mean core_attn",
+        ),
     ],
 )
 def test_contradictory_recompute_flags(flags: dict[str, Any], expected: str) -> None:
@@ -174,7 +205,8 @@ def test_full_recompute_needs_no_more_words() -> None:
     assert (megatron.recompute_method, megatron.recompute_num_layers) == ("uniform", 1)
 
 
-# -- on several ranks ------------------------------------------------------------------------------------------------
+# -- on several ranks
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,19 +218,31 @@ def test_full_recompute_needs_no_more_words() -> None:
         ({"pipeline_model_parallel_size": 2}, RECOMPUTE["several"]),
         ({}, {"offload_optimizer_states": True}),
     ],
-    ids=["tp2+sp, layers", "tp2+sp, modules", "pp2, layers", "pp2, modules", "dp2, states on the host"],
+    ids=[
+        "tp2+sp, layers",
+        "tp2+sp, modules",
+        "pp2, layers",
+        "pp2, modules",
+        "dp2, states on the host",
+    ],
 )
-def test_levers_change_no_number(ranks: Pools, layout: dict[str, Any], levers: dict[str, Any]) -> None:
-    # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are moved bit for bit
+def test_levers_change_no_number(
+    ranks: Pools, layout: dict[str, Any], levers: dict[str, Any]
+) -> None:
+    # Adam would make whole steps of rounding where a gradient is nearly 0; only its states are
+    # moved bit for bit
     optimizer = "adam" if "offload_optimizer_states" in levers else "sgd"
-    before, after = (ranks.run(2, train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers))
+    before, after = (
+        ranks.run(2, train_job, {"optimizer": optimizer, **layout, **more}) for more in ({}, levers)
+    )
     for plain, lever in zip(before, after):
         assert equal(lever["weights"], plain["weights"])
         for ours, theirs in zip(lever["metrics"], plain["metrics"]):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
         assert all(lever["on host"]) is bool(levers.get("offload_optimizer_states"))
         assert lever["peaks"] == [
-            f"perf/{phase}_peak_memory_gb" for phase in ("ref_log_probs", "forward_backward", "optimizer")
+            f"perf/{phase}_peak_memory_gb"
+            for phase in ("ref_log_probs", "forward_backward", "optimizer")
         ]
 
 
@@ -207,21 +251,29 @@ def test_levers_change_no_number(ranks: Pools, layout: dict[str, Any], levers: d
     [{}, pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.full)],
     ids=["dp2", "pp2 x dp2"],
 )
-def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(ranks: Pools, layout: dict[str, Any]) -> None:
-    """They are pushed, saved and compared then, and nobody waits for a forward pass. The first step's weights must
-    be whole in the second one's passes, too, in the output layer, which is no module that is called."""
+def test_parameters_that_are_gathered_late_are_whole_after_a_rollout(
+    ranks: Pools, layout: dict[str, Any]
+) -> None:
+    """They are pushed, saved and compared then, and nobody waits for a forward pass. The first
+    step's weights must be whole in the second one's passes, too, in the output layer, which is no
+    module that is called."""
     late = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
     size = 2 * layout.get("pipeline_model_parallel_size", 1)
     plain, overlapped = (ranks.run(size, train_job, {**layout, **more}) for more in ({}, late))
     for ours, theirs in zip(overlapped, plain):
-        assert all(torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4) for n in theirs["weights"])
+        assert all(
+            torch.allclose(ours["weights"][n], theirs["weights"][n], atol=1e-4)
+            for n in theirs["weights"]
+        )
 
 
-# -- optimizer states on the host ------------------------------------------------------------------------------------
+# -- optimizer states on the host
+# ------------------------------------------------------------------------------------
 
 
 class Travelling(HostStates):
-    """With copies where a GPU would have them, and a count of the bytes away from the host at a time."""
+    """With copies where a GPU would have them, and a count of the bytes away from the host at a
+    time."""
 
     def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int) -> None:
         super().__init__(inner, bucket_bytes)
@@ -243,7 +295,10 @@ def test_states_visit_the_device_bucket_by_bucket(fused: bool) -> None:
     def make() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 16, 1, 7, 2, 3)]
-        groups = [{"params": parameters[:4], "weight_decay": 0.1}, {"params": parameters[4:], "lr": 0.3}]
+        groups = [
+            {"params": parameters[:4], "weight_decay": 0.1},
+            {"params": parameters[4:], "lr": 0.3},
+        ]
         return parameters, torch.optim.AdamW(groups, lr=0.1, fused=fused, foreach=False)
 
     (ours, inner), (theirs, reference) = make(), make()
@@ -288,21 +343,30 @@ def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
         first.close()
     second = trainer(**flags, load=str(tmp_path / "save"))
     try:
-        assert second.train(batch)["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+        assert second.train(batch)["train/grad_norm"] == pytest.approx(
+            expected["train/grad_norm"], rel=1e-5
+        )
     finally:
         second.close()
 
 
-# -- out of memory ---------------------------------------------------------------------------------------------------
+# -- out of memory
+# ---------------------------------------------------------------------------------------------------
 
 GPU_WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 
 
 @pytest.mark.parametrize(
     ("verb", "phase"),
-    [("log_probs", "ref_log_probs"), ("forward_backward", "forward_backward"), ("optim_step", "optimizer")],
+    [
+        ("log_probs", "ref_log_probs"),
+        ("forward_backward", "forward_backward"),
+        ("optim_step", "optimizer"),
+    ],
 )
-def test_running_out_of_memory_is_explained(verb: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_explained(
+    verb: str, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = trainer(**LOSS, use_dynamic_batch_size=True, max_tokens_per_gpu=8192)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -318,13 +382,19 @@ def test_running_out_of_memory_is_explained(verb: str, phase: str, monkeypatch: 
     error = caught.value
     assert f"in {phase}" in error.what and "Tried to allocate 2.00 GiB" in error.why
     assert f"{phase} " in error.why and "GB (here)" in error.why
-    largest = max([0, 1], [2, 3, 4, 5], key=lambda samples: sum(batch.total_lengths[i] for i in samples))
+    largest = max(
+        [0, 1], [2, 3, 4, 5], key=lambda samples: sum(batch.total_lengths[i] for i in samples)
+    )
     tokens = sum(batch.total_lengths[i] for i in largest)
-    assert f"largest micro-batch of this rank: {tokens} tokens in {len(largest)} samples" in error.why
+    assert (
+        f"largest micro-batch of this rank: {tokens} tokens in {len(largest)} samples" in error.why
+    )
     assert ("--recompute-activations" in error.fix) is (phase == "forward_backward")
     assert ("--max-tokens-per-gpu 8192 → " in error.fix) is (phase != "optimizer")
     assert ("--no-use-distributed-optimizer" in error.fix) is False
-    assert "--offload-optimizer-states" not in error.fix  # without a GPU they are on the host anyway
+    assert (
+        "--offload-optimizer-states" not in error.fix
+    )  # without a GPU they are on the host anyway
     assert ("or more trainer GPUs" in error.fix) is (phase == "optimizer")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # it travels through Ray
 
@@ -341,7 +411,8 @@ def test_peaks_are_metrics_of_every_phase() -> None:
 
 
 def test_a_peak_is_that_of_its_phase() -> None:
-    """Pages that were touched and given back count in the phase that touched them, not in the next one."""
+    """Pages that were touched and given back count in the phase that touched them, not in the next
+    one."""
     memory = PhaseMemory(make_config(), torch.device("cpu"))
     with memory.phase("large"):
         block = torch.ones(100_000_000, dtype=torch.uint8)
@@ -356,8 +427,18 @@ def test_a_peak_is_that_of_its_phase() -> None:
     [
         (MemoryError(), True),
         (torch.OutOfMemoryError(GPU_WORDS), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (ValueError("out of memory of last year"), False),
     ],
@@ -380,7 +461,9 @@ def advice(
     on_gpu: bool = True,
     **flags: Any,
 ) -> str:
-    return "\n".join(remedies(make_config(**flags), phase, lengths, whole_step=whole_step, on_gpu=on_gpu))
+    return "\n".join(
+        remedies(make_config(**flags), phase, lengths, whole_step=whole_step, on_gpu=on_gpu)
+    )
 
 
 def test_remedies_carry_this_runs_values() -> None:
@@ -397,8 +480,9 @@ def test_remedies_carry_this_runs_values() -> None:
 
 
 def test_what_does_not_lower_the_peak_is_not_advised_as_if_it_did() -> None:
-    """Gradients of micro-batches add up, whatever their number; blocks of logits keep their size with fewer rows,
-    until they are as wide as the vocabulary; moments are on the host where there is no GPU."""
+    """Gradients of micro-batches add up, whatever their number; blocks of logits keep their size
+    with fewer rows, until they are as wide as the vocabulary; moments are on the host where there
+    is no GPU."""
     several, one = (advice(global_batch_size=256, whole_step=whole) for whole in (False, True))
     assert "--global-batch-size 256 → 128" in several.splitlines()[-1] and "only once" in several
     assert "--global-batch-size 256 → 128" in one.splitlines()[-1] and "becomes half of it" in one
@@ -412,20 +496,33 @@ def test_what_does_not_lower_the_peak_is_not_advised_as_if_it_did() -> None:
         assert "--offload-optimizer-states" not in advice(phase, offload_optimizer_states=True)
         assert "--offload-optimizer-states" not in advice(phase, on_gpu=False)
     micro_batches = advice(use_dynamic_batch_size=True, max_tokens_per_gpu=8192).splitlines()
-    assert [line.split()[0] for line in micro_batches[:2]] == ["--recompute-activations:", "--max-tokens-per-gpu"]
+    assert [line.split()[0] for line in micro_batches[:2]] == [
+        "--recompute-activations:",
+        "--max-tokens-per-gpu",
+    ]
 
 
-@pytest.mark.parametrize(("steps", "whole"), [([[[0, 1, 2], [3]]], False), ([[[0, 1, 2]], [[3], [4, 5]]], True)])
-def test_the_largest_micro_batch_may_be_a_whole_step(steps: list[list[list[int]]], whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("steps", "whole"), [([[[0, 1, 2], [3]]], False), ([[[0, 1, 2]], [[3], [4, 5]]], True)]
+)
+def test_the_largest_micro_batch_may_be_a_whole_step(
+    steps: list[list[list[int]]], whole: bool
+) -> None:
     batch = make_batch([[0, 1, 2, 3, 4, 5]])
     [step] = batch.steps
-    batch.steps = [dataclasses.replace(step, micro_batches=micro_batches) for micro_batches in steps]
+    batch.steps = [
+        dataclasses.replace(step, micro_batches=micro_batches) for micro_batches in steps
+    ]
     largest = LargestMicroBatch.of(batch)
     assert len(largest.lengths) == 3 and largest.whole_step is whole
 
 
 def test_one_long_sample_is_told_apart() -> None:
-    flags = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "rollout_max_response_len": 16384}
+    flags = {
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 4096,
+        "rollout_max_response_len": 16384,
+    }
     said = advice(lengths=(12000,), **flags)
     assert "one sample of 12000 tokens" in said and "--context-parallel-size 1 → 2" in said
     assert "--max-tokens-per-gpu" not in said

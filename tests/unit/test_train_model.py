@@ -46,7 +46,9 @@ def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))
 @settings(max_examples=12)
-def test_packing_and_order_change_nothing(random_trainer: MegatronBackend, order: list[int], size: int) -> None:
+def test_packing_and_order_change_nothing(
+    random_trainer: MegatronBackend, order: list[int], size: int
+) -> None:
     whole = make_batch([[i] for i in range(6)])
     mixed = shard(whole, order, [list(range(k, min(k + size, 6))) for k in range(0, 6, size)])
     ours, theirs = random_trainer.log_probs(mixed), random_trainer.log_probs(whole)
@@ -61,7 +63,10 @@ def test_packing_and_order_change_nothing(random_trainer: MegatronBackend, order
 
 def test_equal_weights_give_equal_bits(random_trainer: MegatronBackend) -> None:
     batch = make_batch()
-    policy, reference = random_trainer.log_probs(batch), random_trainer.log_probs(batch, reference=True)
+    policy, reference = (
+        random_trainer.log_probs(batch),
+        random_trainer.log_probs(batch, reference=True),
+    )
     assert policy is not None and reference is not None
     assert all(torch.equal(a, b) for a, b in zip(policy, reference))
 
@@ -72,14 +77,20 @@ def test_same_inputs_same_bits(random_trainer: MegatronBackend) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@given(branches=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=10))
+@given(
+    branches=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=10)
+)
 @settings(max_examples=60)
 def test_padded_layout_is_a_bijection(branches: list[list[int]]) -> None:
     layout = padded_layout(branches)
     total = sum(map(sum, branches))
     assert torch.equal(layout.gather[layout.cells], torch.arange(total))
     assert int((~layout.padding).sum()) == total
-    assert sum(block.batch * block.length for block in layout.blocks) == layout.gather.numel() <= 1.25 * total + 80
+    assert (
+        sum(block.batch * block.length for block in layout.blocks)
+        == layout.gather.numel()
+        <= 1.25 * total + 80
+    )
     for block in layout.blocks:  # no query sees the future, every query sees itself
         assert not block.allowed.triu(1).any() and block.allowed.diagonal(dim1=-2, dim2=-1).all()
 
@@ -117,10 +128,14 @@ def test_empty_micro_batch_still_has_something_to_compute() -> None:
 def test_rotation_is_differentiated_right(interleaved: bool) -> None:
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(3, 1, 3, dtype=torch.float64)  # 6 of 8 dimensions are rotated
-    assert torch.autograd.gradcheck(lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x)
+    assert torch.autograd.gradcheck(
+        lambda x: Rotate.apply(x, angles.cos(), angles.sin(), interleaved), x
+    )
 
 
-@pytest.mark.parametrize("name", ["trainer.megatron.packed", "trainer.megatron.rotary", "models", "models.rotary"])
+@pytest.mark.parametrize(
+    "name", ["trainer.megatron.packed", "trainer.megatron.rotary", "models", "models.rotary"]
+)
 def test_worked_examples_of_the_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"slime.{name}"))
     assert result.attempted >= 1 and result.failed == 0

@@ -1,5 +1,6 @@
-"""What changes the weights, against formulas in float64 that share no code with the trainer: the optimizer over several
-steps, the schedule, the KL in the reward, attention in bfloat16, rotary frequencies."""
+"""What changes the weights, against formulas in float64 that share no code with the trainer: the
+optimizer over several steps, the schedule, the KL in the reward, attention in bfloat16, rotary
+frequencies."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.support.trainers import trainer
 
 CPU = torch.device("cpu")
 
-# -- Adam ------------------------------------------------------------------------------------------------------------
+# -- Adam
+# ------------------------------------------------------------------------------------------------------------
 
 LR, BETA1, BETA2, EPS, DECAY, LIMIT = 0.02, 0.7, 0.9, 0.05, 0.3, 0.5
 #: Norms of the gradients of successive steps, in units of the limit: clipped or not, in turns.
@@ -42,8 +44,11 @@ def backend() -> Iterator[MegatronBackend]:
     found.close()
 
 
-def adam_in_float64(weights: list[Tensor], gradients: list[list[Tensor]], limit: float) -> Iterator[list[Tensor]]:
-    """The weights after each step (Loshchilov and Hutter, arXiv:1711.05101), vectors without decay."""
+def adam_in_float64(
+    weights: list[Tensor], gradients: list[list[Tensor]], limit: float
+) -> Iterator[list[Tensor]]:
+    """The weights after each step (Loshchilov and Hutter, arXiv:1711.05101), vectors without
+    decay."""
     weights = [weight.double() for weight in weights]
     first = [torch.zeros_like(weight) for weight in weights]
     second = [torch.zeros_like(weight) for weight in weights]
@@ -62,7 +67,8 @@ def adam_in_float64(weights: list[Tensor], gradients: list[list[Tensor]], limit:
 
 
 def test_adam_over_several_steps_is_that_of_float64(backend: MegatronBackend) -> None:
-    """Betas, epsilon, weight decay and clipping, where steps that are clipped follow others that are not."""
+    """Betas, epsilon, weight decay and clipping, where steps that are clipped follow others that
+    are not."""
     parameters = [p for chunk in backend.model_chunks for p in chunk.parameters()]
     assert {p.dim() for p in parameters} == {1, 2}
     generator = torch.Generator().manual_seed(0)
@@ -81,7 +87,8 @@ def test_adam_over_several_steps_is_that_of_float64(backend: MegatronBackend) ->
             assert torch.allclose(parameter.double(), weight, rtol=0, atol=2e-6)
 
 
-# -- the schedule ----------------------------------------------------------------------------------------------------
+# -- the schedule
+# ----------------------------------------------------------------------------------------------------
 
 #: 12 samples a rollout in two steps.
 STEPS = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "num_steps_per_rollout": 2}
@@ -129,7 +136,9 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
     ],
     ids=["decay", "whole run", "warm-up and floor", "fraction of the run", "fraction of the decay", "samples", "WSD"],
 )  # fmt: skip
-def test_learning_rates_count_optimizer_steps(flags: dict[str, Any], expected: Callable[[int], float]) -> None:
+def test_learning_rates_count_optimizer_steps(
+    flags: dict[str, Any], expected: Callable[[int], float]
+) -> None:
     found = [rate for rate, _ in rates(flags)]
     assert found == pytest.approx([expected(k) for k in range(22)], abs=1e-9)
 
@@ -145,10 +154,13 @@ def test_weight_decay_rises_over_the_whole_run() -> None:
     for length in (None, 5):
         steps = 20 if length is None else 2 * length
         found = [decay for _, decay in rates(flags, length)]
-        assert found == pytest.approx([0.1 + 0.2 * min(1.0, k / steps) for k in range(22)], abs=1e-9)
+        assert found == pytest.approx(
+            [0.1 + 0.2 * min(1.0, k / steps) for k in range(22)], abs=1e-9
+        )
 
 
-# -- the KL in the reward --------------------------------------------------------------------------------------------
+# -- the KL in the reward
+# --------------------------------------------------------------------------------------------
 
 KL_OF: dict[str, Callable[[float], float]] = {
     "k1": lambda r: r,
@@ -159,9 +171,15 @@ KL_OF: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("kind", KL_OF)
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(kind: str, estimator: str) -> None:
+def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(
+    kind: str, estimator: str
+) -> None:
     config = trainer_config(
-        advantage_estimator=estimator, kl_coef=0.3, kl_loss_type=kind, gamma=1.0, normalize_advantages=True
+        advantage_estimator=estimator,
+        kl_coef=0.3,
+        kl_loss_type=kind,
+        gamma=1.0,
+        normalize_advantages=True,
     )
     batch = make_batch()
     generator = torch.Generator().manual_seed(1)
@@ -170,7 +188,11 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(kind: str, es
     data = RolloutTensors(loss_masks=batch.loss_masks, log_probs=old, ref_log_probs=reference)
     assert any(0 < float(mask.sum()) < len(mask) for mask in batch.loss_masks)
     ranks = SimpleNamespace(device=CPU, has_output=True, sum_over_replicas=lambda tensor: tensor)
-    compute_advantages(SimpleNamespace(config=config, functions=UserFunctions.load(config), ranks=ranks), batch, data)  # type: ignore[arg-type]
+    compute_advantages(
+        SimpleNamespace(config=config, functions=UserFunctions.load(config), ranks=ranks),
+        batch,
+        data,
+    )  # type: ignore[arg-type]
     assert data.advantages is not None
     found, expected = [], []
     for i, mask in enumerate(batch.loss_masks):
@@ -184,7 +206,8 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(kind: str, es
     assert found == pytest.approx([(value - mean) / deviation for value in expected], abs=1e-4)
 
 
-# -- attention -------------------------------------------------------------------------------------------------------
+# -- attention
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,11 +215,14 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(kind: str, es
 def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -> None:
     """Three sequences of unequal lengths, two heads per group."""
     lengths, heads, groups, dim = [7, 3, 11], 4, 2, 8
-    tokens = [torch.zeros(n + 1, dtype=torch.long) for n in lengths]  # the last one predicts nothing
+    tokens = [
+        torch.zeros(n + 1, dtype=torch.long) for n in lengths
+    ]  # the last one predicts nothing
     sequences = pack([0, 1, 2], tokens, [1, 1, 1], PackingOptions(CPU)).sequences
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(sum(lengths), n, dim, generator=generator).to(dtype) for n in (heads, groups, groups)
+        torch.randn(sum(lengths), n, dim, generator=generator).to(dtype)
+        for n in (heads, groups, groups)
     )
     config: Any = SimpleNamespace(attention_dropout=0.0, kv_channels=dim)
     out = PackedAttention(config, 1, softmax_scale=scale)(query, key, value, sequences)
@@ -206,19 +232,25 @@ def test_attention_is_that_of_float64(dtype: torch.dtype, scale: float | None) -
             for head in range(heads):
                 group = head // (heads // groups)
                 seen = slice(start, start + t + 1)
-                scores = key[seen, group].double() @ query[start + t, head].double() * (scale or dim**-0.5)
+                scores = (
+                    key[seen, group].double()
+                    @ query[start + t, head].double()
+                    * (scale or dim**-0.5)
+                )
                 expected = scores.softmax(0) @ value[seen, group].double()
                 tolerance = 1e-5 if dtype == torch.float32 else 0.03
                 assert torch.allclose(out[start + t, head].double(), expected, atol=tolerance)
         start += n
 
 
-# -- rotary frequencies ----------------------------------------------------------------------------------------------
+# -- rotary frequencies
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("truncate", [None, True, False])
 def test_yarn_blends_between_whole_dimensions_or_exact_ones(truncate: bool | None) -> None:
-    """Peng et al. (arXiv:2309.00071), section 3.2: by the rotations of a dimension within the trained length."""
+    """Peng et al. (arXiv:2309.00071), section 3.2: by the rotations of a dimension within the
+    trained length."""
     dim, base, factor, trained = 64, 10000.0, 8.0, 2048
     settings: dict[str, Any] = {
         "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained, "beta_fast": 24.0,
@@ -227,11 +259,16 @@ def test_yarn_blends_between_whole_dimensions_or_exact_ones(truncate: bool | Non
     if truncate is not None:
         settings["truncate"] = truncate
     found, attention = inverse_frequencies(dim, base, settings, 4 * trained)
-    low, high = (dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (24.0, 2.0))
+    low, high = (
+        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (24.0, 2.0)
+    )
     if truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     for pair in range(dim // 2):
         plain = base ** (-2 * pair / dim)
         ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
-        assert float(found[pair]) == pytest.approx(plain / factor * ramp + plain * (1 - ramp), rel=1e-5)
+        assert float(found[pair]) == pytest.approx(
+            plain / factor * ramp + plain * (1 - ramp), rel=1e-5
+        )
     assert attention == pytest.approx(0.1 * math.log(factor) + 1)

@@ -51,8 +51,11 @@ def test_resumed_training_gives_the_same_bits(flags: dict[str, Any], tmp_path: P
             assert resumed[name] == value, name
 
 
-def test_the_updated_reference_survives_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Taken after rollout 1; rollout 3's KL is measured against it also when the run was stopped in between."""
+def test_the_updated_reference_survives_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Taken after rollout 1; rollout 3's KL is measured against it also when the run was stopped in
+    between."""
     caplog.set_level("INFO", logger="slime")
     save_tiny("qwen3", tmp_path / "hf")
     flags = {
@@ -95,7 +98,9 @@ def test_the_updated_reference_survives_a_resume(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_memory_for_moments_is_locked_before_they_exist(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_moments_is_locked_before_they_exist(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slime.trainer.megatron.offload import Offloader
 
     locked: list[int] = []
@@ -115,7 +120,8 @@ def test_memory_for_moments_is_locked_before_they_exist(steps: int, monkeypatch:
         assert offloader._ahead is not None
         offloader._ahead._thread.join(30)
         whole = sum(p.numel() for p in backend.model_chunks[0].parameters())
-        # weights (their buffer is padded), master weights and moments, which are not there yet where steps is 0
+        # weights (their buffer is padded), master weights and moments, which are not there yet
+        # where steps is 0
         assert sum(locked) == pytest.approx(whole * (2 + 4 + 2 * 4), rel=0.01)
         offloader.wake()
         backend.train(make_batch(seed=1))
@@ -140,7 +146,9 @@ def test_sleep_frees_the_memory_and_wake_restores_the_bits(keep_weights: bool) -
             freed = offloader.sleep(keep_weights=keep_weights)
             size = sum(p.numel() for p in before)
             assert freed >= size * (4 + 3 * 4)  # float32 gradients, master weights and two moments
-            empty = [p.untyped_storage().nbytes() == 0 for p in backend.model_chunks[0].parameters()]
+            empty = [
+                p.untyped_storage().nbytes() == 0 for p in backend.model_chunks[0].parameters()
+            ]
             assert all(empty) is not keep_weights
             rest = offloader.sleep()  # a second sleep takes what the first one kept
             assert (rest > 0) is keep_weights and offloader.sleep() == 0
@@ -154,6 +162,8 @@ def test_sleep_frees_the_memory_and_wake_restores_the_bits(keep_weights: bool) -
     try:
         undisturbed.train(make_batch(seed=0))
         assert undisturbed.train(make_batch(seed=1))["train/grad_norm"] == slept
-        assert all(torch.equal(a, b) for a, b in zip(after, undisturbed.model_chunks[0].parameters()))
+        assert all(
+            torch.equal(a, b) for a, b in zip(after, undisturbed.model_chunks[0].parameters())
+        )
     finally:
         undisturbed.close()

@@ -21,8 +21,11 @@ MASKS = [1.0, 0.0, 1.0]
 ORIGIN = "'mine.py:function' (--flag)"
 
 
-def trained(flags: dict[str, Any], masks: list[float] = MASKS, **functions: Any) -> tuple[Tensor, Any, TokenScores]:
-    """The loss of a micro-batch (two samples, three tokens), its metrics, and its scores, which have a gradient."""
+def trained(
+    flags: dict[str, Any], masks: list[float] = MASKS, **functions: Any
+) -> tuple[Tensor, Any, TokenScores]:
+    """The loss of a micro-batch (two samples, three tokens), its metrics, and its scores, which
+    have a gradient."""
     config = trainer_config(**flags)
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     scores = TokenScores(logits.log_softmax(-1)[:, 0], torch.ones(3), logits * 1.0)
@@ -32,7 +35,9 @@ def trained(flags: dict[str, Any], masks: list[float] = MASKS, **functions: Any)
         weights=weights, sample_weight=0.5, total_lengths=[4, 3], advantages=torch.tensor([1.0, 1.0, -1.0]),
         old_log_probs=scores.log_probs.detach(), rollout_log_probs=scores.log_probs.detach(),
     )  # fmt: skip
-    loss, metrics = micro_batch_loss(scores, inputs, config, UserFunctions(None, None, None, **functions))
+    loss, metrics = micro_batch_loss(
+        scores, inputs, config, UserFunctions(None, None, None, **functions)
+    )
     return loss, metrics, scores
 
 
@@ -85,26 +90,47 @@ def test_a_function_may_change_the_logits_in_place() -> None:
         (lambda loss, metrics: loss, r"returned a Tensor of shape \[\]\n.*\(loss, metrics\)"),
         (lambda loss, metrics: (loss,), "returned a tuple of 1"),
         (lambda loss, metrics: (None, metrics), "returned None as its loss"),
-        (lambda loss, metrics: (loss.item(), metrics), "returned the float .* as its loss, without gradient"),
+        (
+            lambda loss, metrics: (loss.item(), metrics),
+            "returned the float .* as its loss, without gradient",
+        ),
         (lambda loss, metrics: (loss.detach(), metrics), "as its loss, without gradient"),
-        (lambda loss, metrics: (loss.detach().requires_grad_() * 2, metrics), "as its loss, without gradient"),
+        (
+            lambda loss, metrics: (loss.detach().requires_grad_() * 2, metrics),
+            "as its loss, without gradient",
+        ),
         (lambda loss, metrics: (loss.view(1), metrics), r"a Tensor of shape \[1\] as its loss"),
         (lambda loss, metrics: (loss, None), "returned None as its metrics"),
         (lambda loss, metrics: (loss, {"a": "x"}), "returned the str 'x' as its metric 'a'"),
-        (lambda loss, metrics: (loss, {"a": loss.expand(3)}), r"a Tensor of shape \[3\] as its metric 'a'"),
+        (
+            lambda loss, metrics: (loss, {"a": loss.expand(3)}),
+            r"a Tensor of shape \[3\] as its metric 'a'",
+        ),
         (lambda loss, metrics: (loss, {1: loss}), "returned 1 as the name of a metric"),
     ],
 )
 def test_what_is_no_loss_is_refused(change: Callable[..., Any], told: str) -> None:
     with pytest.raises(FunctionFailed, match=told) as caught:
         with_loss(lambda args, batch, logits, mean: change(loss_of(batch, mean), {}))
-    assert caught.value.what.startswith("'mine.loss' (--custom-loss-function-path)") and caught.value.fix
+    assert (
+        caught.value.what.startswith("'mine.loss' (--custom-loss-function-path)")
+        and caught.value.fix
+    )
 
 
-@pytest.mark.parametrize("values", [lambda x: x[:, None], lambda x: x[:2], lambda x: x.sum(), lambda x: 1.0])
+@pytest.mark.parametrize(
+    "values", [lambda x: x[:, None], lambda x: x[:2], lambda x: x.sum(), lambda x: 1.0]
+)
 def test_what_would_spread_over_all_tokens_is_not_summed(values: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(FunctionFailed, match=r"called sum_of_sample_mean with .*\n.*of shape \[3\]"):
-        with_loss(lambda args, batch, logits, mean: (mean(values(torch.cat(batch["current_log_probs"]))), {}))
+    with pytest.raises(
+        FunctionFailed, match=r"called sum_of_sample_mean with .*\n.*of shape \[3\]"
+    ):
+        with_loss(
+            lambda args, batch, logits, mean: (
+                mean(values(torch.cat(batch["current_log_probs"]))),
+                {},
+            )
+        )
 
 
 def test_where_no_token_is_trained_a_loss_needs_no_gradient() -> None:
@@ -122,28 +148,50 @@ def test_where_no_token_is_trained_a_loss_needs_no_gradient() -> None:
     [
         (lambda loss, masks: None, "returned None"),
         (lambda loss, masks: (loss, masks), "returned a tuple of 2"),
-        (lambda loss, masks: (loss.mean(), masks, {}), r"returned a Tensor of shape \[\] as the loss"),
-        (lambda loss, masks: (loss[:, None], masks, {}), r"returned a Tensor of shape \[3, 1\] as the loss"),
+        (
+            lambda loss, masks: (loss.mean(), masks, {}),
+            r"returned a Tensor of shape \[\] as the loss",
+        ),
+        (
+            lambda loss, masks: (loss[:, None], masks, {}),
+            r"returned a Tensor of shape \[3, 1\] as the loss",
+        ),
         (lambda loss, masks: (1.0, masks, {}), "returned the float 1.0 as the loss"),
         (lambda loss, masks: (loss.detach(), masks, {}), "as the loss, without gradient"),
         (lambda loss, masks: (loss, None, {}), "returned the loss masks as None"),
-        (lambda loss, masks: (loss, torch.cat(masks), {}), r"the loss masks as a Tensor of shape \[3\]"),
-        (lambda loss, masks: (loss, [m[:, None] for m in masks], {}), "the loss masks of other shapes"),
+        (
+            lambda loss, masks: (loss, torch.cat(masks), {}),
+            r"the loss masks as a Tensor of shape \[3\]",
+        ),
+        (
+            lambda loss, masks: (loss, [m[:, None] for m in masks], {}),
+            "the loss masks of other shapes",
+        ),
         (lambda loss, masks: (loss, [m * 0.5 for m in masks], {}), "values other than 0 and 1"),
         (lambda loss, masks: (loss, masks, None), "returned None as its metrics"),
-        (lambda loss, masks: (loss, masks, {"a": loss[:2]}), r"a Tensor of shape \[2\] as its metric 'a'"),
+        (
+            lambda loss, masks: (loss, masks, {"a": loss[:2]}),
+            r"a Tensor of shape \[2\] as its metric 'a'",
+        ),
         (lambda loss, masks: (loss, masks, {"a": masks}), "a list of 2 as its metric 'a'"),
-        (lambda loss, masks: (loss, masks, {"pg_loss": loss}), "a metric 'pg_loss', which the trainer has"),
+        (
+            lambda loss, masks: (loss, masks, {"pg_loss": loss}),
+            "a metric 'pg_loss', which the trainer has",
+        ),
     ],
 )
 def test_what_is_no_correction_is_refused(make: Callable[..., Any], told: str) -> None:
     with pytest.raises(FunctionFailed, match=told) as caught:
         with_tis(make)
-    assert caught.value.what.startswith("'mine.tis' (--custom-tis-function-path)") and caught.value.fix
+    assert (
+        caught.value.what.startswith("'mine.tis' (--custom-tis-function-path)") and caught.value.fix
+    )
 
 
 def test_a_correction_is_taken() -> None:
-    loss, metrics, _ = with_tis(lambda pg_loss, masks: (pg_loss * 3, [m > 0 for m in masks], {"a": pg_loss, "b": 2.0}))
+    loss, metrics, _ = with_tis(
+        lambda pg_loss, masks: (pg_loss * 3, [m > 0 for m in masks], {"a": pg_loss, "b": 2.0})
+    )
     assert loss == metrics["pg_loss"] == 3 * metrics["a"] and metrics["b"] == 2.0
 
 
@@ -158,14 +206,20 @@ def test_with_the_mismatch_alone_only_the_metrics_are_looked_at() -> None:
         (lambda losses: None, "returned None"),
         (lambda losses: losses, r"returned a Tensor of shape \[3\]"),
         (lambda losses: losses.sum().item(), "returned the float .*, without gradient"),
-        (lambda losses: losses.sum().detach(), r"returned a Tensor of shape \[\], without gradient"),
+        (
+            lambda losses: losses.sum().detach(),
+            r"returned a Tensor of shape \[\], without gradient",
+        ),
         (lambda losses: (losses.sum(), {}), "returned a tuple of 2"),
     ],
 )
 def test_what_is_no_sum_of_losses_is_refused(reduce: Callable[[Tensor], Any], told: str) -> None:
     with pytest.raises(FunctionFailed, match=told) as caught:
         with_reducer(reduce)
-    assert "'mine.reducer' (--custom-pg-loss-reducer-function-path)" in caught.value.what and caught.value.fix
+    assert (
+        "'mine.reducer' (--custom-pg-loss-reducer-function-path)" in caught.value.what
+        and caught.value.fix
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,13 +241,16 @@ def test_what_is_no_reducer_is_refused(tmp_path: Any, made: str, told: str) -> N
     assert f"'{path}:make' (--custom-pg-loss-reducer-function-path)" in caught.value.what
 
 
-# -- advantages ------------------------------------------------------------------------------------------------------
+# -- advantages
+# ------------------------------------------------------------------------------------------------------
 
 
 def assigned(values: Callable[[dict[str, Any]], Any]) -> RolloutTensors:
     batch = make_batch()
     data = RolloutTensors(loss_masks=batch.loss_masks)
-    change_rollout(lambda view: view.__setitem__("advantages", values(view)), ORIGIN, batch, data, {})
+    change_rollout(
+        lambda view: view.__setitem__("advantages", values(view)), ORIGIN, batch, data, {}
+    )
     return data
 
 
@@ -204,11 +261,16 @@ def ones(view: dict[str, Any], factor: float = 1.0) -> list[Tensor]:
 def test_numbers_in_lists_will_do() -> None:
     data = assigned(lambda view: [value.tolist() for value in ones(view)])
     assert data.advantages is not None and data.returns is data.advantages
-    assert all(torch.equal(value, torch.ones_like(mask)) for value, mask in zip(data.advantages, data.loss_masks))
+    assert all(
+        torch.equal(value, torch.ones_like(mask))
+        for value, mask in zip(data.advantages, data.loss_masks)
+    )
 
 
 def test_a_nan_where_nothing_is_trained_does_no_harm() -> None:
-    data = assigned(lambda view: [torch.where(mask > 0, 1.0, math.nan) for mask in view["loss_masks"]])
+    data = assigned(
+        lambda view: [torch.where(mask > 0, 1.0, math.nan) for mask in view["loss_masks"]]
+    )
     assert data.advantages is not None and any(value.isnan().any() for value in data.advantages)
 
 
@@ -219,7 +281,10 @@ def test_a_nan_where_nothing_is_trained_does_no_harm() -> None:
         (lambda view: torch.cat(ones(view)), r"as a Tensor of shape \[\d+\]"),
         (lambda view: ones(view)[:-1], "as a list of 5\n.*6 samples"),
         (lambda view: dict(enumerate(ones(view))), "as a dict of 6"),
-        (lambda view: view["rewards"], r"of other shapes.*\n.*index 100 is the float .* instead of \[\d+\]"),
+        (
+            lambda view: view["rewards"],
+            r"of other shapes.*\n.*index 100 is the float .* instead of \[\d+\]",
+        ),
         (lambda view: [value[1:] for value in ones(view)], "of other shapes"),
         (lambda view: [value[:, None] for value in ones(view)], "of other shapes"),
         (lambda view: [["x"] * len(value) for value in ones(view)], "not all of it is numbers"),
@@ -230,4 +295,7 @@ def test_a_nan_where_nothing_is_trained_does_no_harm() -> None:
 def test_what_is_not_one_number_per_token_is_refused(values: Callable[..., Any], told: str) -> None:
     with pytest.raises(FunctionFailed, match=told) as caught:
         assigned(values)
-    assert caught.value.what.startswith(f"{ORIGIN} assigned rollout_data['advantages']") and caught.value.fix
+    assert (
+        caught.value.what.startswith(f"{ORIGIN} assigned rollout_data['advantages']")
+        and caught.value.fix
+    )

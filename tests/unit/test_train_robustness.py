@@ -33,7 +33,8 @@ class Letters:
         return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-# -- NaN and Inf -----------------------------------------------------------------------------------------------------
+# -- NaN and Inf
+# -----------------------------------------------------------------------------------------------------
 
 
 def failing_job(info: Any, layout: dict[str, Any], sample: int) -> Any:
@@ -69,7 +70,9 @@ def test_a_failed_step_can_be_read(ranks: Pools, layout: dict[str, Any], tmp_pat
     batch = make_batch()
     assert bad["prompt"] + bad["response"] == Letters().decode(batch.tokens[3].tolist())
     assert len(bad["response"]) == batch.response_lengths[3]
-    assert bad["trained_tokens"] == int(batch.loss_masks[3].sum()) and samples[0]["not_finite"] == []
+    assert (
+        bad["trained_tokens"] == int(batch.loss_masks[3].sum()) and samples[0]["not_finite"] == []
+    )
 
     details = json.loads(summary.read_text())
     assert [m["sample_indices"] for m in details["micro_batches_not_finite"]] == [[102, 103]]
@@ -114,7 +117,8 @@ def test_an_overflow_going_back_names_the_parameters() -> None:
 
 
 def test_a_loss_scale_that_overflows_finds_its_value() -> None:
-    """float16: the first scale is too large; steps are skipped, not the run stopped, until it fits."""
+    """float16: the first scale is too large; steps are skipped, not the run stopped, until it
+    fits."""
     backend = trainer(fp16=True, fp32=False, lr=1e-4, initial_loss_scale=2.0**40, hysteresis=1)
     try:
         skipped = []
@@ -145,11 +149,13 @@ def test_a_rank_whose_share_is_empty_clips_nothing() -> None:
         backend.close()
 
 
-# -- log-probs of the engine -----------------------------------------------------------------------------------------
+# -- log-probs of the engine
+# -----------------------------------------------------------------------------------------
 
 
 def test_the_difference_to_the_engine_is_measured_before_training() -> None:
-    """With the engine's log-probs as the old ones and several steps, later steps would count what training changed."""
+    """With the engine's log-probs as the old ones and several steps, later steps would count what
+    training changed."""
     batch = make_batch(num_steps=3)
     backend = trainer(use_rollout_logprobs=True, lr=0.05)
     try:
@@ -160,12 +166,16 @@ def test_the_difference_to_the_engine_is_measured_before_training() -> None:
         later = [step["train/train_rollout_logprob_abs_diff"] for step in backend.step_metrics]
     finally:
         backend.close()
-    assert later[0] == pytest.approx(0.0, abs=1e-6) and min(later[1:]) > 1e-3, "training moves the policy"
+    assert later[0] == pytest.approx(0.0, abs=1e-6) and min(later[1:]) > 1e-3, (
+        "training moves the policy"
+    )
     assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.0, abs=1e-5)
     first = batch.steps[0]
     expected = sum(
-        float((exact[i] * batch.loss_masks[i]).sum()) / batch.rollout_mask_sums[i] / first.global_batch_size
+        float((exact[i] * batch.loss_masks[i]).sum())
+        / batch.rollout_mask_sums[i]
+        / first.global_batch_size
         for samples in first.micro_batches
         for i in samples
     )
@@ -174,7 +184,12 @@ def test_the_difference_to_the_engine_is_measured_before_training() -> None:
 
 def finished(index: int, **fields: Any) -> Sample:
     return Sample(
-        index=index, tokens=[1, 2, 3, 4, 5], response_length=3, reward=1.0, status=SampleStatus.COMPLETED, **fields
+        index=index,
+        tokens=[1, 2, 3, 4, 5],
+        response_length=3,
+        reward=1.0,
+        status=SampleStatus.COMPLETED,
+        **fields,
     )
 
 
@@ -183,14 +198,22 @@ def test_a_missing_number_among_log_probs_is_named(name: str) -> None:
     samples = [finished(7, **{name: [-1.0, -2.0, -3.0]}), finished(8, **{name: [-1.0, None, -3.0]})]
     config = make_config(rollout_batch_size=1, n_samples_per_prompt=2, hf_checkpoint="/nowhere")
     with pytest.raises(UserError) as caught:
-        to_train_batches([Group(index=0, executions=[[s] for s in samples])], config, TrainLayout(), 0)
-    assert f"a sample (index 8) with {name} that are not finite: nan at position 1" in caught.value.what
+        to_train_batches(
+            [Group(index=0, executions=[[s] for s in samples])], config, TrainLayout(), 0
+        )
+    assert (
+        f"a sample (index 8) with {name} that are not finite: nan at position 1"
+        in caught.value.what
+    )
 
 
-# -- determinism -----------------------------------------------------------------------------------------------------
+# -- determinism
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_deterministic_mode_reaches_torch_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_reaches_torch_and_the_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     for name in names:
         monkeypatch.setenv(name, "x")  # so that they are put back afterwards
@@ -201,7 +224,9 @@ def test_deterministic_mode_reaches_torch_and_the_libraries(monkeypatch: pytest.
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
             assert [os.environ[name] for name in names] == [":4096:8", "Ring", "0"]
-            assert backend.train(make_batch())["train/grad_norm"] > 0, "nothing it uses lacks a deterministic kernel"
+            assert backend.train(make_batch())["train/grad_norm"] > 0, (
+                "nothing it uses lacks a deterministic kernel"
+            )
         finally:
             backend.close()
     finally:
@@ -225,7 +250,8 @@ def test_dropout_of_attention_is_refused() -> None:
         trainer(attention_dropout=0.1)
 
 
-# -- Transformer Engine ----------------------------------------------------------------------------------------------
+# -- Transformer Engine
+# ----------------------------------------------------------------------------------------------
 
 NEEDY = [
     {"transformer_impl": "transformer_engine"},
@@ -240,7 +266,11 @@ def test_flags_that_need_transformer_engine_say_so(flags: dict[str, Any]) -> Non
     option = "--" + next(iter(flags)).replace("_", "-")
     with pytest.raises(UserError) as caught:
         te_layers.check(config)
-    assert option in caught.value.what and "not installed" in caught.value.why and "pip install" in caught.value.fix
+    assert (
+        option in caught.value.what
+        and "not installed" in caught.value.why
+        and "pip install" in caught.value.fix
+    )
     with pytest.raises(UserError, match=option):
         trainer(**flags)
 
@@ -248,19 +278,28 @@ def test_flags_that_need_transformer_engine_say_so(flags: dict[str, Any]) -> Non
 def test_flags_that_act_in_its_layers_need_them() -> None:
     error = missing({"fp8_format": "hybrid", "transformer_impl": "auto"}, installed=True)
     assert error is not None and "--transformer-impl transformer_engine" in error.what
-    assert missing({"fp8_format": "hybrid", "transformer_impl": "transformer_engine"}, installed=True) is None
+    assert (
+        missing({"fp8_format": "hybrid", "transformer_impl": "transformer_engine"}, installed=True)
+        is None
+    )
     assert missing({"attention_backend": "flash"}, installed=False) is None
 
 
 def test_fp8_flags_reach_the_transformer_config() -> None:
-    config = make_config(fp8_format="hybrid", fp8_recipe="tensorwise", transformer_impl="transformer_engine")
-    assert config.megatron.transformer["fp8"] == "hybrid" and config.megatron.transformer["fp8_recipe"] == "tensorwise"
+    config = make_config(
+        fp8_format="hybrid", fp8_recipe="tensorwise", transformer_impl="transformer_engine"
+    )
+    assert (
+        config.megatron.transformer["fp8"] == "hybrid"
+        and config.megatron.transformer["fp8_recipe"] == "tensorwise"
+    )
     assert te_layers.transformer_arguments(config)["transformer_impl"] == "transformer_engine"
     assert te_layers.transformer_arguments(make_config()) == {"transformer_impl": "local"}
 
 
 def test_every_part_of_a_layer_has_its_counterpart() -> None:
-    """The walk over the block spec, with stand-ins for Transformer Engine's classes: no local part is left."""
+    """The walk over the block spec, with stand-ins for Transformer Engine's classes: no local part
+    is left."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from slime.trainer.megatron.attention import PackedAttention
@@ -274,7 +313,10 @@ def test_every_part_of_a_layer_has_its_counterpart() -> None:
         put_in_parts(block, config, backend.spec)
     finally:
         backend.close()
-    parts = {kind: type(f"TE{kind.__name__}", (), {}) for kind in (ColumnParallelLinear, RowParallelLinear)}
+    parts = {
+        kind: type(f"TE{kind.__name__}", (), {})
+        for kind in (ColumnParallelLinear, RowParallelLinear)
+    }
     parts |= {RMSNorm: type("TENorm", (), {}), PackedAttention: type("TEAttention", (), {})}
     te_layers.replace_parts(block, parts)
     layer = block.layer_specs[0].submodules
@@ -292,8 +334,13 @@ def test_attention_backend_flash_is_torchs_kernel_even_where_there_is_another_on
     backend = trainer()
     try:
         config, spec = backend.config, backend.spec
-        chosen = dataclasses.replace(config, train=dataclasses.replace(config.train, attention_backend="flash"))
-        kernels = [build_model_chunks(spec, one, initialise=True)[0].decoder.layers[0] for one in (config, chosen)]
+        chosen = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, attention_backend="flash")
+        )
+        kernels = [
+            build_model_chunks(spec, one, initialise=True)[0].decoder.layers[0]
+            for one in (config, chosen)
+        ]
     finally:
         backend.close()
     assert [layer.self_attention.core_attention.torch_only for layer in kernels] == [False, True]
@@ -303,7 +350,9 @@ def test_no_gpu_is_no_obstacle() -> None:
     assert not device.has_gpu()
     backend = trainer(optimizer_cpu_offload=True)  # here the optimizer is on the CPU anyway
     try:
-        assert backend.optimizer.config.optimizer_offload_fraction == 1.0, "on a GPU all of it moves, not nothing"
+        assert backend.optimizer.config.optimizer_offload_fraction == 1.0, (
+            "on a GPU all of it moves, not nothing"
+        )
         assert backend.train(make_batch())["train/grad_norm"] > 0
     finally:
         backend.close()

@@ -18,7 +18,9 @@ from tests.support.trainers import gradients, trainer
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[MegatronBackend]:
-    made = trainer(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3", **getattr(request, "param", {}))
+    made = trainer(
+        use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3", **getattr(request, "param", {})
+    )
     yield made
     made.close()
 
@@ -54,7 +56,9 @@ def test_sharing_a_prompt_changes_nothing(backend: MegatronBackend, seed: int) -
         assert ((gradient - plain_grads[name]).abs().max() / scale).item() < 1e-5, name
 
 
-@pytest.mark.parametrize("backend", [{}, {"bf16": True}], ids=["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize(
+    "backend", [{}, {"bf16": True}], ids=["float32", "bfloat16"], indirect=True
+)
 def test_a_branch_does_not_see_its_siblings(backend: MegatronBackend) -> None:
     """Changing one response leaves the log-probs of the others as they are, to the bit."""
     backend._pair_cost = lambda: 0.0  # type: ignore[method-assign]

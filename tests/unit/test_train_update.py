@@ -40,11 +40,14 @@ def hook_path(name: str) -> str:
     return f"{__name__}.{name}"
 
 
-# -- which passes ----------------------------------------------------------------------------------------------------
+# -- which passes
+# ----------------------------------------------------------------------------------------------------
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1)
-def test_first_step_is_aligned_bit_for_bit(backend: MegatronBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_step_is_aligned_bit_for_bit(
+    backend: MegatronBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/kl_loss"] == 0.0 and metrics["train/ppo_kl"] == 0.0
     assert metrics["rollout/log_probs"] == metrics["rollout/ref_log_probs"]
@@ -54,7 +57,9 @@ def test_first_step_is_aligned_bit_for_bit(backend: MegatronBackend, caplog: pyt
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1)
-def test_misalignment_is_told_with_its_causes(backend: MegatronBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_misalignment_is_told_with_its_causes(
+    backend: MegatronBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     assert backend.reference is not None
     backend.reference.tensors[0].add_(0.01)
     with caplog.at_level(logging.WARNING):
@@ -81,7 +86,15 @@ def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBack
         ({}, 1, True),
         ({}, 3, False),
         ({"advantage_estimator": "gspo"}, 1, False),
-        ({"kl_coef": 0.1, "advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, 1, False),
+        (
+            {
+                "kl_coef": 0.1,
+                "advantage_estimator": "reinforce_plus_plus",
+                "normalize_advantages": True,
+            },
+            1,
+            False,
+        ),
         ({"use_rollout_logprobs": True}, 3, True),
         ({"loss_type": "sft_loss"}, 3, True),
     ],
@@ -90,7 +103,10 @@ def test_when_log_probs_are_reused(flags: dict[str, Any], num_steps: int, expect
     from tests.support.trainer_ranks import trainer_config
 
     assert (
-        reuses_log_probs(trainer_config(hf_checkpoint="/nowhere", **flags), make_batch(num_steps=num_steps)) is expected
+        reuses_log_probs(
+            trainer_config(hf_checkpoint="/nowhere", **flags), make_batch(num_steps=num_steps)
+        )
+        is expected
     )
 
 
@@ -129,7 +145,9 @@ def test_an_empty_micro_batch_changes_nothing(backend: MegatronBackend) -> None:
     results = []
     for micro_batches in ([[0, 1], [2, 3], [4, 5]], [[0, 1], [], [2, 3], [4, 5], []]):
         with torch.no_grad():
-            for parameter, value in zip((p for chunk in backend.model_chunks for p in chunk.parameters()), before):
+            for parameter, value in zip(
+                (p for chunk in backend.model_chunks for p in chunk.parameters()), before
+            ):
                 parameter.copy_(value)
         results.append(backend.train(make_batch(micro_batches)))
     for name in ("train/loss", "train/grad_norm"):
@@ -138,7 +156,8 @@ def test_an_empty_micro_batch_changes_nothing(backend: MegatronBackend) -> None:
 
 @with_flags(advantage_estimator="grpo", lr=0.05)
 def test_three_steps_leave_the_policy_behind(backend: MegatronBackend) -> None:
-    """With several steps the old log-probs come from before the first, so later ratios are not 1."""
+    """With several steps the old log-probs come from before the first, so later ratios are not
+    1."""
     metrics = backend.train(make_batch(num_steps=3))
     kls = [step["train/ppo_kl"] for step in backend.step_metrics]
     assert len(kls) == 3 and kls[0] == 0.0 and kls[1] != 0.0 and kls[2] != 0.0
@@ -182,7 +201,10 @@ def test_loss_is_the_mean_it_claims_to_be(per_token: bool) -> None:
     if per_token:
         expected = sum(sums) / batch.steps[0].num_loss_tokens
     else:
-        expected = sum(s / total for s, total in zip(sums, batch.rollout_mask_sums)) / batch.steps[0].global_batch_size
+        expected = (
+            sum(s / total for s, total in zip(sums, batch.rollout_mask_sums))
+            / batch.steps[0].global_batch_size
+        )
     # the temperature of sampling does not apply to supervised training
     assert backend.config.rollout.rollout_temperature != 1.0
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -195,7 +217,8 @@ def test_truncated_importance_sampling_is_logged(backend: MegatronBackend) -> No
     assert metrics["train/ois"] == pytest.approx(1.0)
 
 
-# -- what stops it ---------------------------------------------------------------------------------------------------
+# -- what stops it
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_nan_stops_with_the_samples_and_changes_nothing(backend: MegatronBackend) -> None:
@@ -222,7 +245,9 @@ def test_nan_is_skipped_and_counted_when_asked_to(backend: MegatronBackend) -> N
 
 def test_overflow_in_the_backward_pass_is_told_apart(backend: MegatronBackend) -> None:
     batch = make_batch()
-    batch.rewards = [3e38 * r for r in (1, -1, 1, -1, 1, -1)]  # finite losses, infinite gradient norm
+    batch.rewards = [
+        3e38 * r for r in (1, -1, 1, -1, 1, -1)
+    ]  # finite losses, infinite gradient norm
     with pytest.raises(NonFiniteTraining, match="losses are finite"):
         backend.train(batch)
 
@@ -235,7 +260,8 @@ def test_missing_engine_log_probs_are_named(backend: MegatronBackend) -> None:
         backend.train(batch)
 
 
-# -- precision and optimizer -----------------------------------------------------------------------------------------
+# -- precision and optimizer
+# -----------------------------------------------------------------------------------------
 
 
 @with_flags(bf16=True, lr=1e-5, weight_decay=0.0)
@@ -254,12 +280,15 @@ def test_bfloat16_keeps_float32_master_weights(backend: MegatronBackend) -> None
 
 @with_flags(lr=1e-3, clip_grad=1e-3, weight_decay=0.1)
 def test_clipped_adam_step_equals_the_formula(backend: MegatronBackend) -> None:
-    """The first Adam step by hand: m̂ = g, v̂ = g², so every weight moves by lr · sign-like g / (|g| + eps)."""
+    """The first Adam step by hand: m̂ = g, v̂ = g², so every weight moves by lr · sign-like g /
+    (|g| + eps)."""
     before = weights(backend)
     metrics = backend.train(make_batch())
     assert metrics["train/grad_norm"] > 1e-3
     named = dict(backend.model_chunks[0].named_parameters())
-    norm = torch.stack([p.main_grad.norm() for p in named.values()]).norm()  # clipped in place or not
+    norm = torch.stack(
+        [p.main_grad.norm() for p in named.values()]
+    ).norm()  # clipped in place or not
     for (name, parameter), old in zip(named.items(), before, strict=True):
         gradient = parameter.main_grad * (1e-3 / norm)
         decay = 0.1 if old.dim() > 1 else 0.0
@@ -278,11 +307,14 @@ def test_schedule_warms_up_and_decays(backend: MegatronBackend) -> None:
 
 @with_flags(num_epoch=2, lr=1e-2, lr_decay_style="linear", min_lr=0.0)
 def test_schedule_waits_for_the_length_of_the_run(backend: MegatronBackend) -> None:
-    """With --num-epoch the trainer is built before the prompts are counted; the rate must not decay meanwhile."""
+    """With --num-epoch the trainer is built before the prompts are counted; the rate must not decay
+    meanwhile."""
     assert backend.learning_rates() == pytest.approx([1e-2] * len(backend.learning_rates()))
     backend.set_run_length(4)
     seen = [backend.train(make_batch())["train/lr-pg_0"] for _ in range(4)]
-    assert seen == pytest.approx([1e-2 * (1 - 5 * k / 24) for k in range(1, 5)])  # 24 samples in all, 5 a step
+    assert seen == pytest.approx(
+        [1e-2 * (1 - 5 * k / 24) for k in range(1, 5)]
+    )  # 24 samples in all, 5 a step
 
 
 @with_flags(freeze_params_name_list=["mlp", "embedding"], lr=0.01)
@@ -299,7 +331,8 @@ def test_an_expression_that_freezes_nothing_is_refused() -> None:
         trainer(freeze_params_name_list=["no_such_layer"])
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks
+# -----------------------------------------------------------------------------------------------------------
 
 calls: list[Any] = []
 
@@ -313,7 +346,9 @@ def too_short(args: Any, rollout_data: Any) -> None:
     rollout_data["advantages"] = [torch.zeros(1) for _ in rollout_data["loss_masks"]]
 
 
-def my_loss(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> tuple[Any, dict[str, Any]]:
+def my_loss(
+    args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any
+) -> tuple[Any, dict[str, Any]]:
     flat = torch.cat(batch["current_log_probs"])
     assert set(batch["sample_indices"]) <= set(make_batch().sample_indices)
     assert logits.shape[0] == flat.numel()
@@ -321,7 +356,9 @@ def my_loss(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> tupl
     return loss, {"my_metric": loss.detach()}
 
 
-def before_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def before_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
     calls.append(("step", rollout_id, step_id, args.lr))
 
 
@@ -336,7 +373,12 @@ def postprocess(args: Any, rollout_id: int, rollout_data: Any) -> None:
 def shift_everything(args: Any, rollout_id: int, rollout_data: Any) -> None:
     """Assigns each key that may be, in a way that shows in the metrics; some as plain lists."""
     masks = rollout_data["loss_masks"]
-    for key, value in (("advantages", 3.0), ("returns", 4.0), ("log_probs", -1.0), ("ref_log_probs", -2.0)):
+    for key, value in (
+        ("advantages", 3.0),
+        ("returns", 4.0),
+        ("log_probs", -1.0),
+        ("ref_log_probs", -2.0),
+    ):
         rollout_data[key] = [[value] * len(mask) for mask in masks]
     rollout_data["rollout_log_probs"] = [torch.full_like(mask, -1.5) for mask in masks]
 
@@ -377,13 +419,21 @@ def masked_sum(total: Any, responses: Any, masks: Any, per_token: bool) -> Any:
     return lambda values: (values * torch.cat(masks)).sum()
 
 
-def half_of_it(args: Any, *, pg_loss: Any, train_log_probs: Any, loss_masks: Any, **rest: Any) -> tuple[Any, Any, Any]:
+def half_of_it(
+    args: Any, *, pg_loss: Any, train_log_probs: Any, loss_masks: Any, **rest: Any
+) -> tuple[Any, Any, Any]:
     assert len(train_log_probs) == len(loss_masks) == len(rest["response_lengths"])
     return pg_loss * 0.5, loss_masks, {"mis_half": torch.full_like(pg_loss, 0.5)}
 
 
-def gap_to_engine(args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, **rest: Any) -> Any:
-    return pg_loss, rest["loss_masks"], {"gap": torch.cat(train_log_probs) - torch.cat(rollout_log_probs)}
+def gap_to_engine(
+    args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, **rest: Any
+) -> Any:
+    return (
+        pg_loss,
+        rest["loss_masks"],
+        {"gap": torch.cat(train_log_probs) - torch.cat(rollout_log_probs)},
+    )
 
 
 def constant_divisor(total: Any, responses: Any, masks: Any, per_token: bool) -> Any:
@@ -403,11 +453,15 @@ def test_custom_advantages_of_the_wrong_length_are_refused(backend: MegatronBack
 
 @with_flags(custom_advantage_function_path=hook_path("returned_advantages"))
 def test_advantages_that_are_returned_and_not_set_are_refused(backend: MegatronBackend) -> None:
-    with pytest.raises(FunctionFailed, match=r"set no advantages\n.*it returned a list of 6, which nothing reads"):
+    with pytest.raises(
+        FunctionFailed, match=r"set no advantages\n.*it returned a list of 6, which nothing reads"
+    ):
         backend.train(make_batch())
 
 
-@with_flags(loss_type="custom_loss", custom_loss_function_path=hook_path("my_loss"), rollout_temperature=1.0)
+@with_flags(
+    loss_type="custom_loss", custom_loss_function_path=hook_path("my_loss"), rollout_temperature=1.0
+)
 def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/my_metric"] == pytest.approx(metrics["train/loss"])
@@ -423,7 +477,11 @@ def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> No
 def test_hooks_around_passes_and_steps(backend: MegatronBackend) -> None:
     calls.clear()
     backend.train(make_batch(num_steps=3))
-    assert calls == [("log_prob", "ref_"), ("log_prob", ""), *(("step", 0, i, 1e-2) for i in range(3))]
+    assert calls == [
+        ("log_prob", "ref_"),
+        ("log_prob", ""),
+        *(("step", 0, i, 1e-2) for i in range(3)),
+    ]
 
 
 @with_flags(rollout_data_postprocess_path=hook_path("postprocess"))
@@ -435,12 +493,20 @@ def test_postprocess_may_change_masks(backend: MegatronBackend) -> None:
 
 
 @with_flags(
-    rollout_data_postprocess_path=hook_path("shift_everything"), use_kl_loss=True, kl_loss_coef=0.5, use_tis=True
+    rollout_data_postprocess_path=hook_path("shift_everything"),
+    use_kl_loss=True,
+    kl_loss_coef=0.5,
+    use_tis=True,
 )
 def test_postprocess_may_assign_every_tensor_of_the_rollout(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     weight = trained_weight(make_batch())
-    for name, value in (("advantages", 3), ("returns", 4), ("ref_log_probs", -2), ("rollout_log_probs", -1.5)):
+    for name, value in (
+        ("advantages", 3),
+        ("returns", 4),
+        ("ref_log_probs", -2),
+        ("rollout_log_probs", -1.5),
+    ):
         assert metrics[f"rollout/{name}"] == pytest.approx(value * weight), name
     # the old policy's log-probs are those that it assigned
     assert metrics["rollout/log_probs"] == pytest.approx(-weight)
@@ -450,20 +516,40 @@ def test_postprocess_may_assign_every_tensor_of_the_rollout(backend: MegatronBac
 @pytest.mark.parametrize(
     ("backend", "key", "why"),
     [
-        ({"rollout_data_postprocess_path": hook_path("scale_rewards")}, "rewards", "it may assign advantages"),
-        ({"rollout_data_postprocess_path": hook_path("own_key")}, "temperatures", "it may assign advantages"),
-        ({"rollout_data_postprocess_path": hook_path("set_reference")}, "ref_log_probs", "no flag asks for"),
+        (
+            {"rollout_data_postprocess_path": hook_path("scale_rewards")},
+            "rewards",
+            "it may assign advantages",
+        ),
+        (
+            {"rollout_data_postprocess_path": hook_path("own_key")},
+            "temperatures",
+            "it may assign advantages",
+        ),
+        (
+            {"rollout_data_postprocess_path": hook_path("set_reference")},
+            "ref_log_probs",
+            "no flag asks for",
+        ),
         (
             {"rollout_data_postprocess_path": hook_path("set_advantages"), "loss_type": "sft_loss"},
             "advantages",
             "sft_loss takes none",
         ),
-        ({"custom_advantage_function_path": hook_path("forget_advantages")}, "loss_masks", "as None"),
+        (
+            {"custom_advantage_function_path": hook_path("forget_advantages")},
+            "loss_masks",
+            "as None",
+        ),
     ],
     indirect=["backend"],
-    ids=lambda value: next(iter(value.values())).rpartition(".")[2] if isinstance(value, dict) else "",
+    ids=lambda value: (
+        next(iter(value.values())).rpartition(".")[2] if isinstance(value, dict) else ""
+    ),
 )
-def test_what_would_be_dropped_is_refused_by_name(backend: MegatronBackend, key: str, why: str) -> None:
+def test_what_would_be_dropped_is_refused_by_name(
+    backend: MegatronBackend, key: str, why: str
+) -> None:
     with pytest.raises(UserError, match=why) as caught:
         backend.train(make_batch())
     assert f"assigned rollout_data[{key!r}]" in caught.value.what
@@ -478,8 +564,12 @@ def test_what_would_be_dropped_is_refused_by_name(backend: MegatronBackend, key:
     indirect=True,
     ids=["advantage function", "postprocess"],
 )
-def test_without_the_estimator_the_users_advantages_are_trained_on(backend: MegatronBackend) -> None:
-    flags = dataclasses.replace(backend.config.algorithm, disable_compute_advantages_and_returns=True)
+def test_without_the_estimator_the_users_advantages_are_trained_on(
+    backend: MegatronBackend,
+) -> None:
+    flags = dataclasses.replace(
+        backend.config.algorithm, disable_compute_advantages_and_returns=True
+    )
     backend.config = dataclasses.replace(backend.config, algorithm=flags)
     metrics = backend.train(make_batch())
     weight = trained_weight(make_batch())
@@ -488,8 +578,12 @@ def test_without_the_estimator_the_users_advantages_are_trained_on(backend: Mega
 
 
 @with_flags(lr=0.01)
-def test_a_policy_loss_without_advantages_is_refused_before_the_first_step(backend: MegatronBackend) -> None:
-    flags = dataclasses.replace(backend.config.algorithm, disable_compute_advantages_and_returns=True)
+def test_a_policy_loss_without_advantages_is_refused_before_the_first_step(
+    backend: MegatronBackend,
+) -> None:
+    flags = dataclasses.replace(
+        backend.config.algorithm, disable_compute_advantages_and_returns=True
+    )
     backend.config = dataclasses.replace(backend.config, algorithm=flags)
     before = weights(backend)
     with pytest.raises(UserError, match="nothing sets any") as caught:
@@ -507,12 +601,16 @@ def test_a_reducer_gets_the_masks_that_the_correction_returned(backend: Megatron
     batch = make_batch()
     metrics = backend.train(batch)
     # at ratio 1 a token's loss is -advantage: one token of each sample is left
-    assert metrics["train/pg_loss"] == pytest.approx(-sum(batch.rewards) / batch.steps[0].global_batch_size, abs=1e-5)
+    assert metrics["train/pg_loss"] == pytest.approx(
+        -sum(batch.rewards) / batch.steps[0].global_batch_size, abs=1e-5
+    )
 
 
 @with_flags(use_tis=True, custom_tis_function_path=hook_path("one_mask_for_all"))
 def test_a_correction_of_other_shapes_is_refused(backend: MegatronBackend) -> None:
-    with pytest.raises(UserError, match=r"--custom-tis-function-path\) returned the loss masks as a list of 1"):
+    with pytest.raises(
+        UserError, match=r"--custom-tis-function-path\) returned the loss masks as a list of 1"
+    ):
         backend.train(make_batch())
 
 
@@ -528,8 +626,14 @@ def test_custom_correction_scales_the_loss() -> None:
     assert results[1]["train/mis_half"] == pytest.approx(0.5 * trained_weight(make_batch()))
 
 
-@with_flags(use_rollout_logprobs=True, get_mismatch_metrics=True, custom_tis_function_path=hook_path("gap_to_engine"))
-def test_the_mismatch_is_that_of_the_trainer_whatever_the_ratio_is_taken_against(backend: MegatronBackend) -> None:
+@with_flags(
+    use_rollout_logprobs=True,
+    get_mismatch_metrics=True,
+    custom_tis_function_path=hook_path("gap_to_engine"),
+)
+def test_the_mismatch_is_that_of_the_trainer_whatever_the_ratio_is_taken_against(
+    backend: MegatronBackend,
+) -> None:
     metrics = backend.train(make_batch(num_steps=3))
     steps = [step["train/gap"] for step in backend.step_metrics]
     gap = metrics["rollout/log_probs"] - metrics["rollout/rollout_log_probs"]
@@ -546,10 +650,13 @@ def test_custom_reducer(backend: MegatronBackend) -> None:
     batch = make_batch()
     metrics = backend.train(batch)
     total = -sum(reward * r for reward, r in zip(batch.rewards, batch.response_lengths))
-    assert metrics["train/pg_loss"] == pytest.approx(total / 100 / batch.steps[0].global_batch_size, rel=1e-4)
+    assert metrics["train/pg_loss"] == pytest.approx(
+        total / 100 / batch.steps[0].global_batch_size, rel=1e-4
+    )
 
 
-# -- state -----------------------------------------------------------------------------------------------------------
+# -- state
+# -----------------------------------------------------------------------------------------------------------
 
 
 @with_flags(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)

@@ -1,4 +1,5 @@
-"""Lost trainer ranks: the new ones come up while what is under way is generated to its end, where memory lets them."""
+"""Lost trainer ranks: the new ones come up while what is under way is generated to its end, where
+memory lets them."""
 
 from __future__ import annotations
 
@@ -24,18 +25,26 @@ from slime.run import session
 class Told(Cluster):
     """What `restart_trainers` does, in order, on parts that only say that they were asked."""
 
-    def __init__(self, path: Path, *, takes_turns: bool, half_pushed: bool = False, answers: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, takes_turns: bool, half_pushed: bool = False, answers: bool = True
+    ) -> None:
         super().__init__(make_config(rollout_batch_size=1, colocate=takes_turns), path)
         self.done: list[str] = []
         self._answers = answers
         self._slots: Any = SimpleNamespace()
-        self._turns: Any = SimpleNamespace(taken=takes_turns, before_trainer=lambda: self.done.append("memory"))
+        self._turns: Any = SimpleNamespace(
+            taken=takes_turns, before_trainer=lambda: self.done.append("memory")
+        )
         self._weights: Any = SimpleNamespace(is_pushing=half_pushed)
-        self._engines: Any = SimpleNamespace(watch=lambda: None, go_on=lambda: self.done.append("go on"))
+        self._engines: Any = SimpleNamespace(
+            watch=lambda: None, go_on=lambda: self.done.append("go on")
+        )
         self._trainers: Any = SimpleNamespace(close=lambda seconds: self.done.append("close"))
         self._rollout: Any = SimpleNamespace(
             give_up=lambda rollout: self.done.append(f"give up {rollout}"),
-            forget_newer=lambda rollout, version: self.done.append(f"forget what {rollout} has beyond {version}"),
+            forget_newer=lambda rollout, version: self.done.append(
+                f"forget what {rollout} has beyond {version}"
+            ),
         )
         self._generating = {rollout: Generating(rollout, None) for rollout in (4, 5)}  # type: ignore[arg-type]
 
@@ -48,7 +57,8 @@ class Told(Cluster):
     def _make_trainers(self, *_: Any) -> Any:
         started = TrainerStart(3, {"source": {}})
         return SimpleNamespace(
-            begin_setup=lambda should_stop: self.done.append("set up"), agreed_start=lambda found: started
+            begin_setup=lambda should_stop: self.done.append("set up"),
+            agreed_start=lambda found: started,
         )
 
     def _load_source(self, *_: Any, **__: Any) -> None:
@@ -74,12 +84,20 @@ def test_ranks_on_gpus_of_their_own_come_up_beside_what_is_under_way(tmp_path: P
 def test_ranks_that_share_their_gpus_wait_until_the_engines_give_memory_up(tmp_path: Path) -> None:
     cluster = Told(tmp_path, takes_turns=True)
     cluster.restart_trainers(7)
-    assert cluster.done == ["close", "collect 4", "collect 5", "memory", "set up", "load", "introduce 7"]
+    assert cluster.done == [
+        "close",
+        "collect 4",
+        "collect 5",
+        "memory",
+        "set up",
+        "load",
+        "introduce 7",
+    ]
 
 
 def test_after_a_push_that_broke(tmp_path: Path) -> None:
-    """Engines go on with what they have, and what is called newer than the last push is forgotten; with no engine left,
-    rollouts are given up, and what they had finished before stays."""
+    """Engines go on with what they have, and what is called newer than the last push is forgotten;
+    with no engine left, rollouts are given up, and what they had finished before stays."""
     cluster = Told(tmp_path, takes_turns=False, half_pushed=True, answers=False)
     cluster.restart_trainers(7)
     ended = [
@@ -90,7 +108,8 @@ def test_after_a_push_that_broke(tmp_path: Path) -> None:
     assert cluster.done == ["close", "go on", "set up", *ended, "load", "introduce 7"]
 
 
-# -- a router that dies as the run comes up --------------------------------------------------------------------
+# -- a router that dies as the run comes up
+# --------------------------------------------------------------------
 
 
 class DyingRouter:
@@ -112,7 +131,9 @@ class DyingRouter:
             raise RunFailed(f"{what}: {error}") from error
 
 
-@pytest.mark.parametrize(("tolerant", "tries", "works"), [(True, 2, True), (True, 3, False), (False, 2, False)])
+@pytest.mark.parametrize(
+    ("tolerant", "tries", "works"), [(True, 2, True), (True, 3, False), (False, 2, False)]
+)
 def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_again(
     tolerant: bool, tries: int, works: bool
 ) -> None:
@@ -122,7 +143,8 @@ def test_a_router_that_dies_in_the_launch_is_asked_again_where_it_is_started_aga
     assert router.asked == 1 + tolerant
 
 
-# -- Ray's daemons ---------------------------------------------------------------------------------------------
+# -- Ray's daemons
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dead", [[], ["raylet"]])
@@ -141,7 +163,9 @@ def test_no_trainer_is_started_again_without_ray(
     assert ("Ray's raylet has ended" in caplog.text) == bool(dead)
 
 
-def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trainer_is_started_again_of_a_run_that_is_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session, "dead_daemons", lambda: [])
     run: Any = SimpleNamespace(
         config=make_config(rollout_batch_size=1, save="checkpoints", max_restarts=2),

@@ -1,9 +1,10 @@
 """Transformer Engine's layers give what the local ones give; what its presence must not change.
 
-The tests marked ``gpu`` need a GPU and Transformer Engine. bfloat16 keeps 8 bits, so two right ways to compute the same
-differ, by an amount that depends on the depth and the shape of a model. It is measured instead of guessed: the local
-layers in float32 are the truth, their bfloat16 is one right way, and Transformer Engine may be no more than twice as
-far off (the same number of roundings, in other places).
+The tests marked ``gpu`` need a GPU and Transformer Engine. bfloat16 keeps 8 bits, so two right ways
+to compute the same differ, by an amount that depends on the depth and the shape of a model. It is
+measured instead of guessed: the local layers in float32 are the truth, their bfloat16 is one right
+way, and Transformer Engine may be no more than twice as far off (the same number of roundings, in
+other places).
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
 TE = {"bf16": True, "transformer_impl": "transformer_engine"}
 WAYS: dict[str, dict[str, Any]] = {
     "truth": {},  # float32, local
-    "local": {"bf16": True, "attention_backend": "flash"},  # torch's kernel, which need not be compiled
+    "local": {
+        "bf16": True,
+        "attention_backend": "flash",
+    },  # torch's kernel, which need not be compiled
     "te": TE,
 }
 #: Of the first model only.
@@ -74,12 +78,19 @@ MORE_WAYS: dict[str, dict[str, Any]] = {
 
 
 def save_model(directory: Path, family: str) -> dict[str, Tensor]:
-    """Random weights that are bfloat16 numbers, each product of about the size of what it is made of."""
+    """Random weights that are bfloat16 numbers, each product of about the size of what it is made
+    of."""
     config = config_of(family, **{**_SHAPE, **MODELS[family]})
     spec = family_of(config).model_spec(config)
     tensors = {}
     for name, tensor in random_hf(family_of(config), spec, seed=3).items():
-        scaled = 1 + 0.1 * tensor if "norm" in name else tensor / tensor.size(-1) ** 0.5 if tensor.dim() > 1 else tensor
+        scaled = (
+            1 + 0.1 * tensor
+            if "norm" in name
+            else tensor / tensor.size(-1) ** 0.5
+            if tensor.dim() > 1
+            else tensor
+        )
         tensors[name] = scaled.bfloat16().contiguous()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
@@ -134,11 +145,14 @@ def compute(model: Path, **flags: Any) -> Result:
         scores = forward.score(backend._modules(), packed, temperature=1.0, with_entropy=True)
         loss = backend.train(batch)["train/loss"]
         gradients = {
-            name: parameter.main_grad.double().cpu() for name, parameter in backend.model_chunks[0].named_parameters()
+            name: parameter.main_grad.double().cpu()
+            for name, parameter in backend.model_chunks[0].named_parameters()
         }
         return Result(
             torch.cat([score.log_probs for score in scores]).double().cpu(),
-            torch.cat([score.entropy for score in scores if score.entropy is not None]).double().cpu(),
+            torch.cat([score.entropy for score in scores if score.entropy is not None])
+            .double()
+            .cpu(),
             torch.tensor([loss]).double(),
             gradients,
             {name: tensor.cpu() for name, tensor in weights.items()},
@@ -156,7 +170,9 @@ Results = dict[str, Result]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Results, Any]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Results, Any]]:
     """Of every way, and the weights in the files."""
     model = tmp_path_factory.mktemp(request.param)
     saved = save_model(model, request.param)
@@ -171,11 +187,15 @@ def theirs_of(found: Results) -> dict[str, Result]:
 class TestOnAGpu:
     pytestmark = needs_it
 
-    def test_scores_and_loss_are_as_near_the_truth_as_ours(self, results: tuple[Results, Any]) -> None:
+    def test_scores_and_loss_are_as_near_the_truth_as_ours(
+        self, results: tuple[Results, Any]
+    ) -> None:
         truth, ours = results[0]["truth"], results[0]["local"]
         for way, theirs in theirs_of(results[0]).items():
             for name in ("log_probs", "entropy"):
-                own, their = (distance(getattr(one, name), getattr(truth, name)) for one in (ours, theirs))
+                own, their = (
+                    distance(getattr(one, name), getattr(truth, name)) for one in (ours, theirs)
+                )
                 print(f"{way}: {name} off by {their:.2e}, ours by {own:.2e}")
                 assert their < 0.02 and their <= 2 * own + 1e-4, (way, name, own, their)
             # a mean over all tokens, in which roundings cancel
@@ -187,13 +207,24 @@ class TestOnAGpu:
         for way, result in theirs_of(results[0]).items():
             theirs = result.gradients
             assert truth.keys() == ours.keys() == theirs.keys()
-            own, their = (distance(torch.cat([one[n].flatten() for n in truth]), everything) for one in (ours, theirs))
-            each = {name: (distance(ours[name], true), distance(theirs[name], true)) for name, true in truth.items()}
+            own, their = (
+                distance(torch.cat([one[n].flatten() for n in truth]), everything)
+                for one in (ours, theirs)
+            )
+            each = {
+                name: (distance(ours[name], true), distance(theirs[name], true))
+                for name, true in truth.items()
+            }
             farthest = max(each, key=lambda name: each[name][1])
-            print(f"{way}: gradients off by {their:.2e}, ours by {own:.2e}; farthest {farthest} {each[farthest]}")
+            print(
+                f"{way}: gradients off by {their:.2e}, ours by {own:.2e}; farthest {farthest} "
+                f"{each[farthest]}"
+            )
             assert their < 0.05 and their <= 2 * own + 1e-4, (way, own, their)
             # a single small parameter has luck or not
-            assert not {name: pair for name, pair in each.items() if pair[1] > 3 * pair[0] + 5e-3}, way
+            assert not {
+                name: pair for name, pair in each.items() if pair[1] > 3 * pair[0] + 5e-3
+            }, way
 
     def test_weights_go_in_and_out_bit_by_bit(self, results: tuple[Results, Any]) -> None:
         found, saved = results
@@ -219,7 +250,10 @@ class TestOnAGpu:
             assert not backend.nonfinite_gradients()
         finally:
             backend.close()
-        assert all(torch.isfinite(torch.tensor(value)) for value in (metrics["train/loss"], metrics["train/grad_norm"]))
+        assert all(
+            torch.isfinite(torch.tensor(value))
+            for value in (metrics["train/loss"], metrics["train/grad_norm"])
+        )
         off = distance(log_probs, plain.log_probs)
         print(f"FP8, {recipe}: log-probs differ by {off}")
         assert 1e-4 < off < 0.1
@@ -240,7 +274,8 @@ class TestOnAGpu:
             assert all(torch.equal(back[key].cpu(), saved[key]) for key in saved)
 
 
-# -- without it ------------------------------------------------------------------------------------------------------
+# -- without it
+# ------------------------------------------------------------------------------------------------------
 
 
 class NormWithState(RMSNorm):
@@ -261,22 +296,32 @@ def test_layers_with_an_extra_state_share_checkpoints_with_others(
     monkeypatch.setattr(te_layers, "_parts", lambda: {RMSNorm: NormWithState})
     kinds: list[dict[str, Any]] = [{}, {"transformer_impl": "transformer_engine"}]
     save_model(tmp_path, "qwen2")
-    writer = trainer(hf_checkpoint=str(tmp_path), save=str(tmp_path / "saved"), **kinds[first_has_state])
+    writer = trainer(
+        hf_checkpoint=str(tmp_path), save=str(tmp_path / "saved"), **kinds[first_has_state]
+    )
     weights = exported(writer)
     writer.save(0)
     writer.close()
     for kind in kinds:
         reader = trainer(hf_checkpoint=str(tmp_path), load=str(tmp_path / "saved"), **kind)
-        norms = {type(module) for module in reader.model_chunks[0].modules() if isinstance(module, RMSNorm)}
+        norms = {
+            type(module)
+            for module in reader.model_chunks[0].modules()
+            if isinstance(module, RMSNorm)
+        }
         found = exported(reader)
         reader.close()
         assert norms == {NormWithState if kind else RMSNorm} and reader.next_rollout_id == 1
         assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_one_that_cannot_be_imported_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_imported_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(te_layers, "is_installed", lambda: True)
-    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))  # and no more of it
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine", types.ModuleType("transformer_engine")
+    )  # and no more of it
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
     with pytest.raises(UserError) as caught:
         trainer(transformer_impl="transformer_engine")
@@ -284,7 +329,9 @@ def test_one_that_cannot_be_imported_is_an_error_that_says_why(monkeypatch: pyte
     assert ">=2.9,<2.12" in caught.value.fix
 
 
-def test_the_optimizer_is_torchs_also_where_megatron_knows_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_is_torchs_also_where_megatron_knows_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Other(torch.optim.Adam):
         """What `megatron.core.optimizer` would have imported."""
 

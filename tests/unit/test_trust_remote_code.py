@@ -40,7 +40,9 @@ def brought(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("without_torch", [False, True])
-def test_a_tokenizer_that_is_code_is_refused_in_a_sentence(brought: tuple[Path, Path], without_torch: bool) -> None:
+def test_a_tokenizer_that_is_code_is_refused_in_a_sentence(
+    brought: tuple[Path, Path], without_torch: bool
+) -> None:
     folder, mark = brought
     with pytest.raises(UserError, match="is Python code that the model brings") as refused:
         load_tokenizer(str(folder), without_torch=without_torch)
@@ -51,14 +53,22 @@ def test_it_runs_when_it_is_trusted(
     brought: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, mark = brought
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    assert type(load_tokenizer(str(folder), trust_remote_code=True)).__name__ == "Mine" and mark.exists()
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    assert (
+        type(load_tokenizer(str(folder), trust_remote_code=True)).__name__ == "Mine"
+        and mark.exists()
+    )
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_engines_are_told(trusted: bool) -> None:
     config = make_config(hf_checkpoint="m", trust_remote_code=trusted)
-    assert sglang_options(config, "m", "127.0.0.1", 1, ONE_GPU).get("trust_remote_code", False) is trusted
+    assert (
+        sglang_options(config, "m", "127.0.0.1", 1, ONE_GPU).get("trust_remote_code", False)
+        is trusted
+    )
     assert ("--trust-remote-code" in embedded_command(config, "m", "127.0.0.1", 1).argv) is trusted
 
 

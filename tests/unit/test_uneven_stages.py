@@ -1,4 +1,5 @@
-"""Pipeline stages of different size: the numbers of one process, and what does not divide is refused."""
+"""Pipeline stages of different size: the numbers of one process, and what does not divide is
+refused."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def single(model: Path, ranks: Pools) -> dict[str, Any]:
     ],
     ids=["first", "last", "loss counted", "written out"],
 )
-def test_stages_of_their_own_size(flags: dict[str, Any], model: Path, ranks: Pools, single: dict[str, Any]) -> None:
+def test_stages_of_their_own_size(
+    flags: dict[str, Any], model: Path, ranks: Pools, single: dict[str, Any]
+) -> None:
     settings = {"hf_checkpoint": str(model), **PP2, **flags}
     for result in ranks.run(2, parity_job, settings, [make_batch(MICRO_BATCHES)]):
         for kind in ("gradients", "weights"):
@@ -52,15 +55,30 @@ def test_stages_of_their_own_size(flags: dict[str, Any], model: Path, ranks: Poo
         (5, 2, {}, "5 layers cannot be divided by 2"),
         (6, 2, {FIRST: 2, LAST: 2}, "4 of its 6 layers"),
         (6, 4, {FIRST: 1}, "5 layers outside the first or last stage cannot be divided by 3"),
-        (6, 4, {"account_for_embedding_in_pipeline_split": True}, "7 layers and the embedding cannot be divided by 4"),
+        (
+            6,
+            4,
+            {"account_for_embedding_in_pipeline_split": True},
+            "7 layers and the embedding cannot be divided by 4",
+        ),
         (6, 4, {FIRST: 1, LAST: 1}, ""),
         (6, 2, {FIRST: 2, LAST: 4}, ""),
-        (6, 4, {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, ""),
+        (
+            6,
+            4,
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "",
+        ),
         (5, 2, {"pipeline_model_parallel_layout": "Et|t*4L"}, ""),
     ],
 )
 def test_what_divides(layers: int, stages: int, flags: dict[str, Any], why: str) -> None:
-    config = trainer_config(pipeline_model_parallel_size=stages, actor_num_gpus_per_node=stages, **flags)
+    config = trainer_config(
+        pipeline_model_parallel_size=stages, actor_num_gpus_per_node=stages, **flags
+    )
     spec = tiny_spec(layers=layers)
     if not why:
         check_layout(spec, config)

@@ -1,4 +1,5 @@
-"""Calls of users' code end with their own call: threads, coroutines, blocked loops, forked children."""
+"""Calls of users' code end with their own call: threads, coroutines, blocked loops, forked
+children."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from tests.support.processes import wait_until
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_LOOK_SECONDS": 0.02, "_LEAVE_SECONDS": 0.2, "_BLOCKED_SECONDS": 0.1}.items():
+    for name, seconds in {
+        "_LOOK_SECONDS": 0.02,
+        "_LEAVE_SECONDS": 0.2,
+        "_BLOCKED_SECONDS": 0.1,
+    }.items():
         monkeypatch.setattr(user_calls, name, seconds)
 
 
@@ -32,7 +37,8 @@ async def hangs(function: Any, limit: float = 0.05) -> None:
         await call_hook(function, what="mine", limit=limit)
 
 
-# -- threads -----------------------------------------------------------------------------------------------------
+# -- threads
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_hung_thread_is_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +78,9 @@ def test_a_thread_that_waits_for_a_deadlocked_child_ends_with_it() -> None:
     assert not psutil.pid_exists(children[0].pid), "killed, and waited for by the thread"
 
 
-def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gate = threading.Event()
 
     def deadlocks() -> None:
@@ -81,7 +89,9 @@ def test_a_thread_that_cannot_be_ended_is_named_with_its_stack(caplog: pytest.Lo
     before = hung_threads()
     asyncio.run(hangs(deadlocks))
     wait_until(lambda: hung_threads() == before + 1, "it is counted")
-    wait_until(lambda: "the thread of mine cannot be ended" in caplog.text, "it is named")  # right after it is counted
+    wait_until(
+        lambda: "the thread of mine cannot be ended" in caplog.text, "it is named"
+    )  # right after it is counted
     assert "in deadlocks\n    gate.wait()" in caplog.text
     gate.set()
     wait_until(lambda: hung_threads() == before, "it has ended after all")
@@ -98,7 +108,9 @@ async def main():
         print("hung")
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout == "hung\n"
 
 
@@ -115,7 +127,9 @@ class Own(BaseException):
     pass
 
 
-@pytest.mark.parametrize("error", [StopIteration(1), SystemExit(2), Own("mine"), asyncio.CancelledError("by nobody")])
+@pytest.mark.parametrize(
+    "error", [StopIteration(1), SystemExit(2), Own("mine"), asyncio.CancelledError("by nobody")]
+)
 @pytest.mark.parametrize("sync", [True, False])
 def test_what_would_end_the_loop_is_a_failure(error: BaseException, sync: bool) -> None:
     def raises() -> None:
@@ -131,10 +145,13 @@ def test_what_would_end_the_loop_is_a_failure(error: BaseException, sync: bool) 
     asyncio.run(main())
 
 
-# -- coroutines --------------------------------------------------------------------------------------------------
+# -- coroutines
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stop = False
 
     async def swallows() -> None:
@@ -145,14 +162,18 @@ def test_a_coroutine_that_swallows_its_cancellation_is_left_behind(caplog: pytes
     async def main() -> None:
         nonlocal stop
         await hangs(swallows)
-        assert "mine goes on after it was cancelled" in caplog.text and "await asyncio.sleep(0.001)" in caplog.text
+        assert (
+            "mine goes on after it was cancelled" in caplog.text
+            and "await asyncio.sleep(0.001)" in caplog.text
+        )
         stop = True
         await asyncio.gather(*user_calls._LEFT)
 
     asyncio.run(main())
 
 
-# -- loops -------------------------------------------------------------------------------------------------------
+# -- loops
+# -------------------------------------------------------------------------------------------------------
 
 
 def watched(work: Any, lost: Any = lambda said: None, limit: float = 0.3) -> Any:
@@ -203,10 +224,14 @@ def test_a_child_that_blocks_the_loop_is_ended(monkeypatch: pytest.MonkeyPatch) 
     waiting_for_a_child_is_ended(monkeypatch)
 
 
-def test_a_child_that_begins_as_its_parent_is_ended_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_begins_as_its_parent_is_ended_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody saw it when the exception was set, which waits until the child ends."""
     see, times = user_calls.children_of, iter([True])
-    monkeypatch.setattr(user_calls, "children_of", lambda native: [] if next(times, False) else see(native))
+    monkeypatch.setattr(
+        user_calls, "children_of", lambda native: [] if next(times, False) else see(native)
+    )
     waiting_for_a_child_is_ended(monkeypatch)
 
 
@@ -243,7 +268,8 @@ def test_our_own_code_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) 
     assert watched(works, limit=0.0) == "done"
 
 
-# -- children ----------------------------------------------------------------------------------------------------
+# -- children
+# ----------------------------------------------------------------------------------------------------
 
 FORKS = """
 import asyncio, os, signal
@@ -274,7 +300,9 @@ asyncio.run(main())
 
 
 def test_a_forked_child_does_not_come_back() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines() == [
         "fork came back in the parent",
         "its child ended with 0",
@@ -291,7 +319,9 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"
 end_children()
 print(child.pid, child.wait())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     pid, status = done.stdout.split()
     assert status == "-9" and not psutil.pid_exists(int(pid))
     assert os.getpid() != int(pid)

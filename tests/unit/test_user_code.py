@@ -24,7 +24,13 @@ from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Group, Sample, SampleStatus
 from slime.trainer.user_functions import UserFunctions
-from slime.user_code.loading import call_user_function, failures_of, load_function, user_frames, user_function
+from slime.user_code.loading import (
+    call_user_function,
+    failures_of,
+    load_function,
+    user_frames,
+    user_function,
+)
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, hook_args, make_state
 from tests.support.prompt_fixtures import make_tokenizer
 from tests.support.run_folders import create_run
@@ -87,12 +93,16 @@ def source_of(path: str) -> Any:
 
 
 def batches(**flags: Any) -> Any:
-    return to_train_batches([Group(0, [[finished(0)], [finished(1)]])], config(**flags), TrainLayout(), 0)
+    return to_train_batches(
+        [Group(0, [[finished(0)], [finished(1)]])], config(**flags), TrainLayout(), 0
+    )
 
 
 async def generated(path: str, **flags: Any) -> Any:
     """A rollout whose generate function, or sample hook, fails."""
-    state = make_state(FakeClient(), args=hook_args(**{"custom_generate_function_path": None, **flags}))
+    state = make_state(
+        FakeClient(), args=hook_args(**{"custom_generate_function_path": None, **flags})
+    )
     runner = GroupRunner(state, FakeRewards(), rollout_id=0)
     collector = Collector(runner, FakeSource(2), target=1, draw_size=1, group_size=2)
     return await collector.collect()
@@ -104,7 +114,9 @@ def of_functions(name: str, **flags: Any) -> Callable[[], Any]:
 
 #: What a hook is called by → the call, given the path of a function that fails.
 CALLS: dict[str, Callable[[str], Any]] = {
-    "reward": lambda path: asyncio.run(RewardPool(config(custom_rm_path=path)).score(Sample(index=0))),
+    "reward": lambda path: asyncio.run(
+        RewardPool(config(custom_rm_path=path)).score(Sample(index=0))
+    ),
     "group reward": lambda path: asyncio.run(
         RewardPool(config(custom_rm_path=path, group_rm=True)).score_group([Sample(index=0)])
     ),
@@ -119,7 +131,9 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "conversion": lambda path: batches(custom_convert_samples_to_train_data_path=path),
     "advantages": lambda path: of_functions("advantages", custom_advantage_function_path=path)(),
     "postprocess": lambda path: of_functions("postprocess", rollout_data_postprocess_path=path)(),
-    "loss": lambda path: of_functions("loss", loss_type="custom_loss", custom_loss_function_path=path)(),
+    "loss": lambda path: of_functions(
+        "loss", loss_type="custom_loss", custom_loss_function_path=path
+    )(),
     "tis": lambda path: of_functions("tis", use_tis=True, custom_tis_function_path=path)(),
     "reducer": lambda path: of_functions("reducer", custom_pg_loss_reducer_function_path=path)(),
     "trainer hook": lambda path: user_function(path)(),
@@ -129,7 +143,16 @@ CALLS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("name", ["fails", "fails_async"])
 def test_a_failing_hook_tells_the_users_lines(file: Path, kind: str, name: str) -> None:
-    sync_only = ("post-process", "conversion", "advantages", "postprocess", "loss", "tis", "reducer", "trainer hook")
+    sync_only = (
+        "post-process",
+        "conversion",
+        "advantages",
+        "postprocess",
+        "loss",
+        "tis",
+        "reducer",
+        "trainer hook",
+    )
     if kind == "generate" and name == "fails":
         name = "fails_async"  # which it has to be
     if kind.endswith(sync_only):
@@ -137,10 +160,14 @@ def test_a_failing_hook_tells_the_users_lines(file: Path, kind: str, name: str) 
     with pytest.raises(UserError) as caught:
         CALLS[kind](f"{file}:{name}")
     told = "\n".join(caught.value.__notes__)
-    assert f'File "{file}", line 6, in fails' in told and f'File "{file}", line 9, in helper' in told
+    assert (
+        f'File "{file}", line 6, in fails' in told and f'File "{file}", line 9, in helper' in told
+    )
     assert 'raise LookupError(f"no {number} here")' in told and "slime/rollout" not in told
     assert "LookupError: no 7 here" in str(caught.value)
-    assert caught.value.__notes__ == pickle.loads(pickle.dumps(caught.value)).__notes__, "it survives Ray"
+    assert caught.value.__notes__ == pickle.loads(pickle.dumps(caught.value)).__notes__, (
+        "it survives Ray"
+    )
 
 
 def test_leaving_the_program_tells_the_users_line(tmp_path: Path) -> None:
@@ -165,7 +192,9 @@ def test_leaving_the_program_tells_the_users_line(tmp_path: Path) -> None:
         lambda path: user_function(f"{path}:makes_a_failing_reducer")()(),
     ],
 )
-def test_a_failing_data_source_tells_the_users_lines(file: Path, call: Callable[[Path], Any]) -> None:
+def test_a_failing_data_source_tells_the_users_lines(
+    file: Path, call: Callable[[Path], Any]
+) -> None:
     with pytest.raises((UserError, LookupError)) as caught:
         call(file)
     assert f'File "{file}", line 9, in helper' in user_frames(caught.value) + "".join(
@@ -174,7 +203,9 @@ def test_a_failing_data_source_tells_the_users_lines(file: Path, call: Callable[
 
 
 def test_what_the_reducer_returned_is_the_users_code_too(file: Path) -> None:
-    functions = UserFunctions.load(config(custom_pg_loss_reducer_function_path=f"{file}:makes_a_failing_reducer"))
+    functions = UserFunctions.load(
+        config(custom_pg_loss_reducer_function_path=f"{file}:makes_a_failing_reducer")
+    )
     assert functions.reducer is not None
     with pytest.raises(UserError, match=r"what .* returned failed") as caught:
         functions.reducer([], [], [], False)(None)
@@ -188,7 +219,9 @@ def test_a_failure_inside_a_library_tells_who_called_it(file: Path) -> None:
 
 
 def test_what_our_code_raises_keeps_its_kind_and_tells_who_called(file: Path) -> None:
-    with pytest.raises(UserError, match="1 sampled tokens were appended with none log-probs") as caught:
+    with pytest.raises(
+        UserError, match="1 sampled tokens were appended with none log-probs"
+    ) as caught:
         user_function(f"{file}:misuses_slime")()
     assert f'File "{file}", line 18, in misuses_slime' in caught.value.__notes__[0]
     with pytest.raises(BadRequest), failures_of("a rollout function"):

@@ -1,7 +1,9 @@
-"""Whatever a user's function returns or changes is trained on as it is meant, or refused by its flag and path.
+"""Whatever a user's function returns or changes is trained on as it is meant, or refused by its
+flag and path.
 
-Three tables meet each kind of function: fields that nobody may change, fields that anybody may, and values that are no
-rewards. Odd fields of samples come from a strategy. No traceback of slime's own counts as an answer.
+Three tables meet each kind of function: fields that nobody may change, fields that anybody may, and
+values that are no rewards. Odd fields of samples come from a strategy. No traceback of slime's own
+counts as an answer.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ from slime.rollout.generate import generate
 from slime.rollout.group_run import GroupRun
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.trajectory import GroupRunner
-from slime.rollout.user_rollouts import call_rollout_fn, call_with_groups, check_groups, validate_groups
+from slime.rollout.user_rollouts import (
+    call_rollout_fn,
+    call_with_groups,
+    check_groups,
+    validate_groups,
+)
 from slime.samples.batch import TrainLayout
 from slime.samples.convert import to_train_batches
 from slime.samples.sample_fields import FIELDS, FROZEN, unpicklable
@@ -61,7 +68,8 @@ def finished(index: int, **fields: Any) -> Sample:
     return Sample(**(given | fields))
 
 
-# -- each kind of function that gets finished samples ------------------------------------------------------------------
+# -- each kind of function that gets finished samples
+# ------------------------------------------------------------------
 
 
 def reward(args: Any, samples: Any, **kwargs: Any) -> Any:
@@ -84,7 +92,9 @@ def of_groups(args: Any, groups: list[list[Sample]], *more: Any) -> None:
     DO[0](groups[0][0])
 
 
-def rollout_log(rollout_id: int, args: Any, samples: list[Sample], extra_metrics: Any, rollout_time: float) -> None:
+def rollout_log(
+    rollout_id: int, args: Any, samples: list[Sample], extra_metrics: Any, rollout_time: float
+) -> None:
     DO[0](samples[0])
 
 
@@ -119,7 +129,9 @@ def log_with(samples: list[Sample], path: str) -> None:
 
 
 def batches(samples: list[Sample], **flags: Any) -> Any:
-    return to_train_batches([Group(0, [[sample] for sample in samples])], config(**flags), TrainLayout(), 0)
+    return to_train_batches(
+        [Group(0, [[sample] for sample in samples])], config(**flags), TrainLayout(), 0
+    )
 
 
 def groups_with(dest: str, samples: list[Sample], path: str) -> None:
@@ -177,8 +189,14 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Sample], Any]]] = {
     "other tokens": ("tokens", setting("tokens", [1, 2])),
     "a mask in place": ("loss_mask", lambda s: s.loss_mask.__setitem__(0, 0)),
     "no mask": ("loss_mask", setting("loss_mask", None)),
-    "a log-prob in place": ("rollout_log_probs", lambda s: s.rollout_log_probs.__setitem__(1, -9.0)),
-    "log-probs as an array": ("rollout_log_probs", setting("rollout_log_probs", np.array([-1.0, -0.5]))),
+    "a log-prob in place": (
+        "rollout_log_probs",
+        lambda s: s.rollout_log_probs.__setitem__(1, -9.0),
+    ),
+    "log-probs as an array": (
+        "rollout_log_probs",
+        setting("rollout_log_probs", np.array([-1.0, -0.5])),
+    ),
     "the length": ("response_length", setting("response_length", 1)),
     "the index": ("index", setting("index", 17)),
     "the group": ("group_index", setting("group_index", 17)),
@@ -189,7 +207,10 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Sample], Any]]] = {
     "the versions": ("weight_versions", lambda s: s.weight_versions.append("2")),
     "a span in place": ("token_spans", lambda s: setattr(s.token_spans[0], "weight_version", 7)),
     "the status": ("status", setting("status", SampleStatus.FAILED)),
-    "the experts": ("rollout_routed_experts", setting("rollout_routed_experts", np.zeros((3, 1, 1), dtype=np.int32))),
+    "the experts": (
+        "rollout_routed_experts",
+        setting("rollout_routed_experts", np.zeros((3, 1, 1), dtype=np.int32)),
+    ),
     "an appended turn": ("tokens", lambda s: s.append_response_tokens(tokens=[9], trainable=False)),
     "a reset": ("tokens", lambda s: s.reset_response()),
 }
@@ -206,7 +227,9 @@ ALLOWED: dict[str, Callable[[Sample], Any]] = {
 
 
 def test_every_field_of_a_sample_has_a_row() -> None:
-    assert set(FIELDS) == set(vars(Sample())) and {name for name, _ in FORBIDDEN.values()} == set(FROZEN)
+    assert set(FIELDS) == set(vars(Sample())) and {name for name, _ in FORBIDDEN.values()} == set(
+        FROZEN
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +243,9 @@ def test_what_was_generated_is_not_changed(kind: str, change: str) -> None:
         call(samples, ME + name)
     assert f"'{ME}{name}' ({flag}) changed {field}" in caught.value.what and caught.value.fix
     kept = [{field: vars(sample)[field] for field in FROZEN} for sample in samples]
-    assert kept == [{field: values[field] for field in FROZEN} for values in before], "it is set back"
+    assert kept == [{field: values[field] for field in FROZEN} for values in before], (
+        "it is set back"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +261,10 @@ ODD_NOTES: dict[str, tuple[str, Callable[[Sample], Any]]] = {
     "metadata as text": ("metadata", setting("metadata", "x")),
     "a word for a flag": ("remove_sample", setting("remove_sample", "no")),
     "too few teacher's": ("teacher_log_probs", setting("teacher_log_probs", [-1.0])),
-    "teacher's nan": ("teacher_log_probs", setting("teacher_log_probs", np.array([math.nan, -1.0]))),
+    "teacher's nan": (
+        "teacher_log_probs",
+        setting("teacher_log_probs", np.array([math.nan, -1.0])),
+    ),
     "a list of notes": ("train_metadata", setting("train_metadata", [1])),
 }
 
@@ -250,7 +278,11 @@ def test_notes_that_cannot_be_used_name_the_function_that_made_them(kind: str, c
     before = copy.deepcopy(vars(samples[0])[field])
     with pytest.raises(FunctionFailed) as caught:
         call(samples, ME + name)
-    assert f"'{ME}{name}' ({flag}) set " in caught.value.what and field in caught.value.what and caught.value.fix
+    assert (
+        f"'{ME}{name}' ({flag}) set " in caught.value.what
+        and field in caught.value.what
+        and caught.value.fix
+    )
     assert vars(samples[0])[field] == before, "it is set back"
 
 
@@ -261,7 +293,10 @@ def test_a_filter_that_sets_no_reward_is_named(kind: str, reward: Any) -> None:
     DO[:] = [setting("reward", reward)]
     with pytest.raises(FunctionFailed) as caught:
         call([finished(0), finished(1)], ME + name)
-    assert f"'{ME}{name}' ({flag}) returned" in caught.value.what and "the reward of sample 0" in caught.value.what
+    assert (
+        f"'{ME}{name}' ({flag}) returned" in caught.value.what
+        and "the reward of sample 0" in caught.value.what
+    )
 
 
 def test_a_sample_keeps_its_class() -> None:
@@ -313,7 +348,14 @@ def test_lists_by_which_results_go_stay_as_they_are(
     _, name, call = KINDS[kind]
     DO[:] = [lambda sample: None]
     whole, do = globals()[name], globals()[change]
-    position = {"reward": 1, "dynamic_filter": 1, "of_groups": 1, "rollout_log": 2, "post_process": 1, "convert": 1}
+    position = {
+        "reward": 1,
+        "dynamic_filter": 1,
+        "of_groups": 1,
+        "rollout_log": 2,
+        "post_process": 1,
+        "convert": 1,
+    }
 
     def changes(*args: Any, **kwargs: Any) -> Any:
         result = whole(*args, **kwargs)
@@ -334,7 +376,8 @@ def test_lists_by_which_results_go_stay_as_they_are(
         load_function.cache_clear()
 
 
-# -- rewards -----------------------------------------------------------------------------------------------------------
+# -- rewards
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Odd:
@@ -415,7 +458,9 @@ def evaluating(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
 
 async def evaluate_with(path: str) -> Any:
     args = SimpleNamespace(eval_function_path=path)
-    output = await call_rollout_fn(load_function(path), args, 0, FakeSource(2), evaluation=True, path=path)
+    output = await call_rollout_fn(
+        load_function(path), args, 0, FakeSource(2), evaluation=True, path=path
+    )
     assert isinstance(output, RolloutFnEvalOutput)
     return await finish_evaluation(config(), args, 0, output, 1.0)
 
@@ -424,7 +469,9 @@ def generated(path: str = ME + "generating", **flags: Any) -> GroupRun:
     """A group of one prompt through a generate function."""
     args = hook_args(**{"custom_generate_function_path": path, **flags})
     state = make_state(FakeClient(), args=args, vocab_size=1000)
-    group = GroupRun.of([Sample(index=j, group_index=0, tokens=[1, 7], prompt="p") for j in range(2)])
+    group = GroupRun.of(
+        [Sample(index=j, group_index=0, tokens=[1, 7], prompt="p") for j in range(2)]
+    )
     asyncio.run(GroupRunner(state, FakeRewards(), rollout_id=0).run(group))
     return group
 
@@ -485,14 +532,20 @@ def test_numbers_of_every_library_are_rewards(kind: str, value: str) -> None:
     REWARDING[kind][2](ME + REWARDING[kind][1])
 
 
-def test_a_number_beside_the_reward_is_told_and_left_out(fresh: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_beside_the_reward_is_told_and_left_out(
+    fresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
     from slime.rollout.metrics import reward_parts
 
     pool = RewardPool(config(custom_rm_path=ME + "with_parts", reward_key="score"))
     rewards = [asyncio.run(pool.score(finished(index))) for index in range(2)]
-    assert [m for m in caplog.messages if "with_parts' (--custom-rm-path) returned nan as 'bleu'" in m]
+    assert [
+        m for m in caplog.messages if "with_parts' (--custom-rm-path) returned nan as 'bleu'" in m
+    ]
     args = SimpleNamespace(reward_key="score")
-    assert reward_parts([Sample(reward=reward) for reward in rewards], "r", args) == {"r/reward_part/n": 1.0}
+    assert reward_parts([Sample(reward=reward) for reward in rewards], "r", args) == {
+        "r/reward_part/n": 1.0
+    }
 
 
 def with_parts(args: Any, sample: Any, **kwargs: Any) -> Any:
@@ -509,37 +562,65 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
 
 
-# -- what makes samples ------------------------------------------------------------------------------------------------
+# -- what makes samples
+# ------------------------------------------------------------------------------------------------
 
 #: What a generate function or a sample hook sets → what is said of it.
 WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
-    "no prompt": (lambda s: setattr(s, "tokens", s.tokens[-s.response_length :]), "all of them of the response"),
-    "a length too long": (lambda s: setattr(s, "response_length", len(s.tokens) + 1), "response_length"),
+    "no prompt": (
+        lambda s: setattr(s, "tokens", s.tokens[-s.response_length :]),
+        "all of them of the response",
+    ),
+    "a length too long": (
+        lambda s: setattr(s, "response_length", len(s.tokens) + 1),
+        "response_length",
+    ),
     "a length below 0": (setting("response_length", -1), "response_length -1"),
     "a length of text": (setting("response_length", "2"), "response_length '2'"),
     "a float length": (setting("response_length", 2.0), "response_length 2.0"),
     "no tokens": (setting("tokens", None), "tokens None"),
     "tokens of text": (setting("tokens", "abc"), "tokens 'abc'"),
-    "a token beyond": (lambda s: s.tokens.__setitem__(0, 1000), "the token 1000, and the model has 1000 tokens"),
+    "a token beyond": (
+        lambda s: s.tokens.__setitem__(0, 1000),
+        "the token 1000, and the model has 1000 tokens",
+    ),
     "a token far beyond": (lambda s: s.tokens.__setitem__(0, 10**30), "among its tokens"),
     "a token below 0": (lambda s: s.tokens.__setitem__(0, -1), "the token -1"),
     "a float token": (lambda s: s.tokens.__setitem__(0, 1.5), "1.5 among its tokens"),
     "a token of None": (lambda s: s.tokens.__setitem__(0, None), "None among its tokens"),
     "nested tokens": (lambda s: s.tokens.__setitem__(0, [1]), "[1] among its tokens"),
     "a short mask": (setting("loss_mask", [1]), "a loss_mask of 1 entries"),
-    "a mask of halves": (lambda s: setattr(s, "loss_mask", [0.5] * s.response_length), "other than 0 and 1"),
+    "a mask of halves": (
+        lambda s: setattr(s, "loss_mask", [0.5] * s.response_length),
+        "other than 0 and 1",
+    ),
     "a mask of lists": (lambda s: setattr(s, "loss_mask", [[1]] * s.response_length), "loss_mask"),
     "a mask of None": (lambda s: setattr(s, "loss_mask", [None] * s.response_length), "loss_mask"),
     "a mask that is a number": (setting("loss_mask", 1), "loss_mask 1"),
     "short log-probs": (setting("rollout_log_probs", [-1.0]), "1 rollout_log_probs"),
     "log-probs of None": (lambda s: s.rollout_log_probs.__setitem__(0, None), "None at position 0"),
     "log-probs of text": (lambda s: s.rollout_log_probs.__setitem__(0, "-1"), "'-1' at position 0"),
-    "log-probs of nan": (lambda s: s.rollout_log_probs.__setitem__(1, math.nan), "nan at position 1"),
-    "log-probs of -inf": (lambda s: s.rollout_log_probs.__setitem__(1, -math.inf), "-inf at position 1"),
-    "probabilities": (lambda s: setattr(s, "rollout_log_probs", [0.9] * s.response_length), "above 0: 0.9"),
-    "log-probs of 5": (lambda s: s.rollout_log_probs.__setitem__(1, 5.0), "above 0: 5 at position 1"),
+    "log-probs of nan": (
+        lambda s: s.rollout_log_probs.__setitem__(1, math.nan),
+        "nan at position 1",
+    ),
+    "log-probs of -inf": (
+        lambda s: s.rollout_log_probs.__setitem__(1, -math.inf),
+        "-inf at position 1",
+    ),
+    "probabilities": (
+        lambda s: setattr(s, "rollout_log_probs", [0.9] * s.response_length),
+        "above 0: 0.9",
+    ),
+    "log-probs of 5": (
+        lambda s: s.rollout_log_probs.__setitem__(1, 5.0),
+        "above 0: 5 at position 1",
+    ),
     "a log-prob": (setting("rollout_log_probs", -1.0), "rollout_log_probs -1.0"),
-    "teacher's of nan": (lambda s: setattr(s, "teacher_log_probs", [math.nan] * s.response_length), "teacher_log_"),
+    "teacher's of nan": (
+        lambda s: setattr(s, "teacher_log_probs", [math.nan] * s.response_length),
+        "teacher_log_",
+    ),
     "metadata None": (setting("metadata", None), "metadata None"),
     "train_metadata": (setting("train_metadata", [1]), "train_metadata [1]"),
     "a status": (setting("status", "done"), "status 'done'"),
@@ -556,7 +637,10 @@ WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
     "seconds of nan": (setting("non_generation_time", math.nan), "non_generation_time nan"),
     "counters": (setting("spec_info", None), "spec_info None"),
     "experts of text": (setting("rollout_routed_experts", "x"), "rollout_routed_experts"),
-    "too many experts": (setting("rollout_routed_experts", np.zeros((99, 1, 1), dtype=int)), "rollout_routed_experts"),
+    "too many experts": (
+        setting("rollout_routed_experts", np.zeros((99, 1, 1), dtype=int)),
+        "rollout_routed_experts",
+    ),
     "nucleus": (setting("rollout_top_p_token_ids", []), "rollout_top_p_token_ids"),
 }
 RIGHT: dict[str, Callable[[Sample], Any]] = {
@@ -574,7 +658,10 @@ RIGHT: dict[str, Callable[[Sample], Any]] = {
     "the index of a row": setting("index", 0),
     "the group of a row": setting("group_index", 0),
     "one execution for all": setting("rollout_id", 0),
-    "its own prompt": lambda s: (setattr(s, "prompt", "other"), setattr(s, "tokens", [3, *s.tokens])),
+    "its own prompt": lambda s: (
+        setattr(s, "prompt", "other"),
+        setattr(s, "tokens", [3, *s.tokens]),
+    ),
 }
 
 
@@ -614,16 +701,32 @@ ODD_VALUES = st.one_of(
     st.floats(),
     st.text(max_size=3),
     st.binary(max_size=2),
-    st.lists(st.one_of(st.none(), st.integers(-2, 1200), st.floats(), st.text(max_size=1)), max_size=12),
+    st.lists(
+        st.one_of(st.none(), st.integers(-2, 1200), st.floats(), st.text(max_size=1)), max_size=12
+    ),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
-    st.sampled_from([np.zeros(3), np.array(2), torch.ones(4), Decimal(1), Odd(), object(), Sample, lambda: 1, {1}]),
+    st.sampled_from(
+        [
+            np.zeros(3),
+            np.array(2),
+            torch.ones(4),
+            Decimal(1),
+            Odd(),
+            object(),
+            Sample,
+            lambda: 1,
+            {1},
+        ]
+    ),
 )
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), ODD_VALUES, min_size=1, max_size=3))
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_field_with_any_value_is_trained_on_or_refused_by_name(values: dict[str, Any]) -> None:
-    DO[:] = [lambda sample: [setattr(sample, name, copy.copy(value)) for name, value in values.items()]]
+    DO[:] = [
+        lambda sample: [setattr(sample, name, copy.copy(value)) for name, value in values.items()]
+    ]
     group = generated()
     if group.failure is not None:
         assert isinstance(group.failure, FunctionFailed)
@@ -634,15 +737,21 @@ def test_any_field_with_any_value_is_trained_on_or_refused_by_name(values: dict[
     flags = config(custom_generate_function_path=ME + "generating", reward_key="score")
     try:
         [batch] = to_train_batches([group.to_group()], flags, TrainLayout(), 0)
-    except UserError as error:  # a dict reward without its key, a sample that is too long, all failed
+    except (
+        UserError
+    ) as error:  # a dict reward without its key, a sample that is too long, all failed
         assert error.fix
         return
     assert all(torch.isfinite(values).all() for values in batch.rollout_log_probs or ())
     assert all(map(math.isfinite, batch.rewards))
-    assert all(len(mask) == n < len(t) for mask, n, t in zip(batch.loss_masks, batch.response_lengths, batch.tokens))
+    assert all(
+        len(mask) == n < len(t)
+        for mask, n, t in zip(batch.loss_masks, batch.response_lengths, batch.tokens)
+    )
 
 
-# -- indices -----------------------------------------------------------------------------------------------------------
+# -- indices
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Zeros(FakeSource):
@@ -660,7 +769,9 @@ def test_a_data_source_that_gives_each_sample_one_index_is_refused(field: str) -
     DO[:] = [field]  # type: ignore[list-item]
     args = hook_args(data_source_path="mine.Source")
     runner = GroupRunner(make_state(FakeClient(), args=args), FakeRewards(), rollout_id=0)
-    with pytest.raises(FunctionFailed, match=r"'mine.Source' \(--data-source-path\) gave a group") as caught:
+    with pytest.raises(
+        FunctionFailed, match=r"'mine.Source' \(--data-source-path\) gave a group"
+    ) as caught:
         asyncio.run(Collector(runner, Zeros(2), target=4, draw_size=4, group_size=2).collect())
     assert field.split("_")[-1] in caught.value.what
 
@@ -704,7 +815,9 @@ TWIN = finished(0)
         with_fields(tokens=[5, 6, 7, 1000]),
         with_fields(metadata=None),
         with_fields(rollout_id=[1]),
-        with_fields(tokens=[], response_length=0, loss_mask=None, rollout_log_probs=None, token_spans=[]),
+        with_fields(
+            tokens=[], response_length=0, loss_mask=None, rollout_log_probs=None, token_spans=[]
+        ),
         [[1]],
         [None],
         [],
@@ -727,15 +840,20 @@ def test_a_rollout_function_may_leave_indices_to_the_order() -> None:
 def test_what_no_file_can_hold_is_named(tmp_path: Any) -> None:
     sample = finished(3)
     sample.metadata["lock"] = threading.Lock()
-    with pytest.raises(UserError, match=r"metadata\['lock'\] of the sample with index 3 \(TypeError"):
+    with pytest.raises(
+        UserError, match=r"metadata\['lock'\] of the sample with index 3 \(TypeError"
+    ):
         save_rollout(str(tmp_path / "{rollout_id}.pt"), 0, [finished(2), sample])
     assert unpicklable([finished(0)]) == ""
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
+# -- metrics
+# -----------------------------------------------------------------------------------------------------------
 
 
-def logs_odd_metrics(rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float) -> Any:
+def logs_odd_metrics(
+    rollout_id: int, args: Any, samples: Any, extra_metrics: Any, rollout_time: float
+) -> Any:
     extra_metrics |= {"mine/huge": 10**400, "mine/nan": np.float32("nan"), "mine/text": "x"}
     return DO[0]
 
@@ -747,24 +865,47 @@ def test_metrics_that_are_not_finite_are_told_with_the_functions_name(
     flags = config(custom_rollout_log_function_path=ME + "logs_odd_metrics")
     output = asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
     assert output.metrics is not None and math.isnan(output.metrics["mine/huge"])
-    said = [m for m in caplog.messages if "logs_odd_metrics' (--custom-rollout-log-function-path) gives" in m]
+    said = [
+        m
+        for m in caplog.messages
+        if "logs_odd_metrics' (--custom-rollout-log-function-path) gives" in m
+    ]
     assert len(said) == 2
     DO[:] = [np.zeros(2)]  # type: ignore[list-item]
     with pytest.raises(FunctionFailed, match=r"returned a ndarray of shape \[2\]"):
         asyncio.run(finish_rollout(flags, flags.flat(), 0, RolloutFnTrainOutput([]), 1.0))
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training
+# ----------------------------------------------------------------------------------------------------------
 
 ORIGIN = "'mine.py:function' (--flag)"
 IN_PLACE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "tokens": (lambda view: view["tokens"][0].fill_(1), "changed rollout_data['tokens'] in place"),
-    "rewards": (lambda view: view["rewards"].__setitem__(0, 5.0), "changed rollout_data['rewards'] in place"),
-    "lengths": (lambda view: view["response_lengths"].pop(), "changed rollout_data['response_lengths'] in place"),
-    "nan": (lambda view: view["log_probs"][0].fill_(math.nan), "assigned rollout_data['log_probs'] with NaN"),
-    "masks": (lambda view: view["loss_masks"][0].fill_(0.5), "loss masks with values other than 0 and 1"),
-    "huge": (lambda view: view.update(advantages=[[10**400] * len(m) for m in view["loss_masks"]]), "not all of it"),
-    "1e300": (lambda view: view.update(advantages=[[1e300] * len(m) for m in view["loss_masks"]]), "NaN or infinite"),
+    "rewards": (
+        lambda view: view["rewards"].__setitem__(0, 5.0),
+        "changed rollout_data['rewards'] in place",
+    ),
+    "lengths": (
+        lambda view: view["response_lengths"].pop(),
+        "changed rollout_data['response_lengths'] in place",
+    ),
+    "nan": (
+        lambda view: view["log_probs"][0].fill_(math.nan),
+        "assigned rollout_data['log_probs'] with NaN",
+    ),
+    "masks": (
+        lambda view: view["loss_masks"][0].fill_(0.5),
+        "loss masks with values other than 0 and 1",
+    ),
+    "huge": (
+        lambda view: view.update(advantages=[[10**400] * len(m) for m in view["loss_masks"]]),
+        "not all of it",
+    ),
+    "1e300": (
+        lambda view: view.update(advantages=[[1e300] * len(m) for m in view["loss_masks"]]),
+        "NaN or infinite",
+    ),
 }
 
 
@@ -784,13 +925,20 @@ def test_a_loss_that_is_not_finite_names_the_users_functions_first() -> None:
     functions = behind_the_loss(flags)
     assert functions == ["'mine.loss' (--custom-loss-function-path)"]
     error = NonFiniteTraining(0, 0, math.nan, [3], [], functions)
-    assert error.why.startswith("the loss comes by functions of yours: 'mine.loss'") and error.fix.startswith("check")
+    assert error.why.startswith(
+        "the loss comes by functions of yours: 'mine.loss'"
+    ) and error.fix.startswith("check")
     assert "functions of yours" not in NonFiniteTraining(0, 0, math.nan, [3], []).why
 
 
 def test_an_alarm_names_the_functions_that_made_the_log_probs() -> None:
     rows = [{"step": 1, "train/train_rollout_logprob_abs_diff": 0.5}]
-    flags = {"custom_generate_function_path": "mine.generate", "rollout_function_path": "slime.rollout.loop.x"}
+    flags = {
+        "custom_generate_function_path": "mine.generate",
+        "rollout_function_path": "slime.rollout.loop.x",
+    }
     [plain], [named] = find_alarms(rows), find_alarms(rows, flags=flags)
     assert plain.title == "Trainer and engine disagree" and "engine" not in named.title
-    assert named.detail.startswith(makers_of_samples(flags)[0]) and named.fix.startswith("check first")
+    assert named.detail.startswith(makers_of_samples(flags)[0]) and named.fix.startswith(
+        "check first"
+    )

@@ -59,7 +59,8 @@ def chat(question: str, *answers: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, *said]}
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- what is said
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_all_kinds_of_problems_are_in_one_answer_with_their_remedies(tmp_path: Path) -> None:
@@ -76,7 +77,11 @@ def test_a_file_that_begins_with_a_malformed_line(tmp_path: Path, streaming: boo
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input":\n{"input": "", "label": "3"}\n')
     error = error_of(str(path), rm_type="math", streaming_data=streaming)
-    assert f"{path}:1" in error and "no valid JSON" in error and (streaming or f"(first: {path}:2)" in error)
+    assert (
+        f"{path}:1" in error
+        and "no valid JSON" in error
+        and (streaming or f"(first: {path}:2)" in error)
+    )
 
 
 def test_problems_of_all_data_sets_are_told_together(tmp_path: Path) -> None:
@@ -107,19 +112,31 @@ def test_labels_that_their_reward_cannot_grade(
     tmp_path: Path, rm_type: str, label: str, metadata: dict[str, Any], reason: str
 ) -> None:
     good = {"input": "q", "label": "B"}
-    path = write_jsonl(tmp_path / "rows.jsonl", [good, {**good, "label": label, "metadata": metadata}])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [good, {**good, "label": label, "metadata": metadata}]
+    )
     error = error_of(path, rm_type=rm_type)
-    assert "1 of 2 rows have a label that --rm-type" in error and f"(first: {path}:2)" in error and reason in error
+    assert (
+        "1 of 2 rows have a label that --rm-type" in error
+        and f"(first: {path}:2)" in error
+        and reason in error
+    )
     assert report_of(path, rm_type=rm_type, custom_rm_path="their.function").error is None
 
 
 def test_labels_that_a_response_can_match_are_told_and_not_refused(tmp_path: Path) -> None:
     solution = {**GOOD, "label": "word " * 60}
-    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, GOOD, {**GOOD, "label": "<"}, solution, {**GOOD, "label": True}])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [GOOD, GOOD, {**GOOD, "label": "<"}, solution, {**GOOD, "label": True}],
+    )
     report = report_of(path, rm_type="math")
     assert report.error is None and report.sizes[path].num_kept == 5
     as_text, long = sorted(report.warnings)
-    assert f"1 of 5 rows have a label that --rm-type math compares as text (first: {path}:3)" in as_text
+    assert (
+        f"1 of 5 rows have a label that --rm-type math compares as text (first: {path}:3)"
+        in as_text
+    )
     assert f"(first: {path}:4)" in long and "a text of 60 words" in long
 
 
@@ -130,14 +147,18 @@ def test_a_column_of_solutions_is_refused_as_a_label(tmp_path: Path) -> None:
     assert "2 of 3 rows have a long text for a label" in error and "--label-key" in error
 
 
-def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(tmp_path: Path) -> None:
+def test_message_keys_that_nothing_reads_are_told_once_with_the_number_of_rows(
+    tmp_path: Path,
+) -> None:
     row = {"input": [{"role": "user", "content": "hi", "citations": [1]}], "label": "3", "id": 7}
     path = write_jsonl(tmp_path / "rows.jsonl", [row, row, GOOD])
     (line,) = report_of(path, rm_type="math", apply_chat_template=True).warnings
     assert "citations (2 of 3 rows)" in line and "id (2 of 3 rows)" in line
     path = write_jsonl(tmp_path / "rows.jsonl", [{**GOOD, "id": 7}])
     report = report_of(path, rm_type="math")
-    assert report.warnings == [] and report.notes == [f"{path}: nothing reads the columns id (1 of 1 rows)"]
+    assert report.warnings == [] and report.notes == [
+        f"{path}: nothing reads the columns id (1 of 1 rows)"
+    ]
 
 
 def test_doctor_says_what_the_launch_says(
@@ -145,21 +166,43 @@ def test_doctor_says_what_the_launch_says(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("slime"), "propagate", True)
     model = toy.write_tokenizer(tmp_path / "model")
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1" * 30, "label": "3"}, {"input": "", "label": "3"}, GOOD])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"input": "1" * 30, "label": "3"}, {"input": "", "label": "3"}, GOOD],
+    )
     config = config_of(path, rm_type="math", hf_checkpoint=str(model), rollout_max_prompt_len=20)
     with pytest.raises(UserError) as refused:
         preflight.check_data(config)
     look = Look(DATA_ROWS)
     doctor_data(Case(config), look)
     fatal, warning = look.findings
-    assert fatal.is_fatal and fatal.detail.splitlines()[0] == refused.value.what and f"{path}:2" in fatal.detail
-    assert not warning.is_fatal and warning.detail in caplog.messages and f"first: {path}:1" in warning.detail
+    assert (
+        fatal.is_fatal
+        and fatal.detail.splitlines()[0] == refused.value.what
+        and f"{path}:2" in fatal.detail
+    )
+    assert (
+        not warning.is_fatal
+        and warning.detail in caplog.messages
+        and f"first: {path}:1" in warning.detail
+    )
 
 
-def test_a_launch_ends_before_ray_with_the_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_ends_before_ray_with_the_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = toy.write_answering_model(tmp_path / "model")
     path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, {"input": "1+2="}])
-    flags = ["--hf-checkpoint", model, "--prompt-data", path, "--label-key", "label", "--rm-type", "math"]
+    flags = [
+        "--hf-checkpoint",
+        model,
+        "--prompt-data",
+        path,
+        "--label-key",
+        "label",
+        "--rm-type",
+        "math",
+    ]
     flags += [
         "--num-rollout",
         1,
@@ -180,10 +223,14 @@ def test_slime_reward_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     assert main(["reward", "--rm-type", "gpqa", "--prompt-data", path, "--label-key", "label"]) == 2
     error = capsys.readouterr().err
-    assert f"cannot grade (first: {path}:1)" in error and f"no key 'response' (first: {path}:2)" in error
+    assert (
+        f"cannot grade (first: {path}:1)" in error
+        and f"no key 'response' (first: {path}:2)" in error
+    )
 
 
-# -- lengths ---------------------------------------------------------------------------------------------------------
+# -- lengths
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_flag_prompts_are_measured_against_the_models_context(tmp_path: Path) -> None:
@@ -192,60 +239,88 @@ def test_without_a_flag_prompts_are_measured_against_the_models_context(tmp_path
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     flags = {"rm_type": "math", "hf_checkpoint": str(tmp_path)}
     (line,) = report_of(path, **flags).warnings
-    assert "1 of 3 prompts are longer than 39 tokens and left out" in line and f"first: {path}:2" in line
+    assert (
+        "1 of 3 prompts are longer than 39 tokens and left out" in line
+        and f"first: {path}:2" in line
+    )
     assert len(PromptSource(config_of(path, **flags), TOKENIZER)) == 2
     assert report_of(path, **flags, rollout_external_engine_addrs=["127.0.0.1:1"]).warnings == []
     (tmp_path / "config.json").write_text(
-        json.dumps({"max_position_embeddings": 40, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+        json.dumps(
+            {"max_position_embeddings": 40, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+        )
     )
     assert report_of(path, **flags).warnings == []
 
 
 def test_an_epoch_of_less_than_a_batch_counts_what_is_left_out(tmp_path: Path) -> None:
     model = toy.write_tokenizer(tmp_path / "model")
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1" * length, "label": "3"} for length in (3, 30, 3)])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"input": "1" * length, "label": "3"} for length in (3, 30, 3)]
+    )
     flags = {"num_rollout": None, "num_epoch": 1, "rollout_batch_size": 3, "rm_type": "math"}
     config = config_of(path, hf_checkpoint=str(model), rollout_max_prompt_len=20, **flags)
     (error,) = preflight.data_report(config).errors
-    assert "has 2 prompts, less than one --rollout-batch-size of 3" in error.what and "1 of 3 are left out" in error.why
+    assert (
+        "has 2 prompts, less than one --rollout-batch-size of 3" in error.what
+        and "1 of 3 are left out" in error.why
+    )
 
 
-# -- supervised fine-tuning ------------------------------------------------------------------------------------------
+# -- supervised fine-tuning
+# ------------------------------------------------------------------------------------------
 
 SFT = {"loss_type": "sft_loss", "input_key": "messages", "label_key": None}
 
 
 def test_every_row_is_encoded_before_supervised_training(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [chat("Q", "A"), chat("nobody answers"), chat("Q", "A")])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [chat("Q", "A"), chat("nobody answers"), chat("Q", "A")]
+    )
     error = error_of(path, **SFT)
-    assert f"1 of 3 rows cannot be trained on: there is no answer to train on (first: {path}:2)" in error
+    assert (
+        f"1 of 3 rows cannot be trained on: there is no answer to train on (first: {path}:2)"
+        in error
+    )
 
 
-def test_conversations_that_are_too_long_are_counted_and_refused_only_if_all_are(tmp_path: Path) -> None:
+def test_conversations_that_are_too_long_are_counted_and_refused_only_if_all_are(
+    tmp_path: Path,
+) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [chat("Q", "A"), chat("Q", "A" * 200)])
     (line,) = report_of(path, **SFT, seq_length=100).warnings
-    assert "1 of 2 rows are longer than 100 tokens, and left out when they are drawn" in line and f"{path}:2" in line
+    assert (
+        "1 of 2 rows are longer than 100 tokens, and left out when they are drawn" in line
+        and f"{path}:2" in line
+    )
     assert "2 of 2 rows are longer than 10 tokens" in error_of(path, **SFT, seq_length=10)
 
 
-def test_a_row_that_cannot_be_trained_on_is_named_by_file_and_line_when_it_is_drawn(tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_trained_on_is_named_by_file_and_line_when_it_is_drawn(
+    tmp_path: Path,
+) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [chat("Q", "A"), chat("nobody answers")])
     config = config_of(path, **SFT, rollout_shuffle=False)
     with pytest.raises(UserError, match=f"{path}:2: there is no answer to train on"):
         generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
 
 
-def test_unchecked_rows_that_cannot_be_trained_on_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_rows_that_cannot_be_trained_on_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.prompts.source.ALL_ROWS", 2)
     untold()
-    path = write_jsonl(tmp_path / "rows.jsonl", [chat("Q", "A"), chat("nobody answers"), chat("Q", "B")])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [chat("Q", "A"), chat("nobody answers"), chat("Q", "B")]
+    )
     config = config_of(path, **SFT, rollout_shuffle=False)
     output = generate_sft(config, PromptSource(config, TOKENIZER), TOKENIZER)
     assert [group.samples[0].response[0] for group in output.samples] == ["A", "B"]
     assert any(f"{path}:2: there is no answer to train on" in line for line in untold())
 
 
-# -- checked once ----------------------------------------------------------------------------------------------------
+# -- checked once
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_process_that_draws_does_not_check_again_unless_something_has_changed(
@@ -256,33 +331,50 @@ def test_the_process_that_draws_does_not_check_again_unless_something_has_change
     remember(report_of(path, **flags).checked)
     scans: list[int] = []
     scan = Checker.scan
-    monkeypatch.setattr(Checker, "scan", lambda self, rows, at: scans.append(len(at)) or scan(self, rows, at))
+    monkeypatch.setattr(
+        Checker, "scan", lambda self, rows, at: scans.append(len(at)) or scan(self, rows, at)
+    )
     assert len(PromptSource(config_of(path, **flags), TOKENIZER)) == 2 and scans == []
     assert len(PromptSource(config_of(path, **flags), make_tokenizer(bos="<|endoftext|>"))) == 2
-    assert len(PromptSource(config_of(path, rm_type="math", rollout_max_prompt_len=99), TOKENIZER)) == 3 and scans
+    assert (
+        len(PromptSource(config_of(path, rm_type="math", rollout_max_prompt_len=99), TOKENIZER))
+        == 3
+        and scans
+    )
     scans.clear()
     os.utime(path, ns=(1, 1))
     assert len(PromptSource(config_of(path, **flags), TOKENIZER)) == 2 and scans
 
 
-def test_a_slow_check_is_shared_among_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD] * 20 + [{"input": "", "label": "3"}] + [GOOD] * 9)
+def test_a_slow_check_is_shared_among_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [GOOD] * 20 + [{"input": "", "label": "3"}] + [GOOD] * 9
+    )
     for name, value in (("_BATCH", 4), ("_TASK", 8), ("_SLOW_CHECK", 0.0)):
         monkeypatch.setattr(prepare, name, value)
     monkeypatch.setattr(prepare, "num_cpus", lambda: 2)
-    assert f"1 of 30 rows have an empty prompt (key 'input') (first: {path}:21)" in error_of(path, rm_type="math")
+    assert f"1 of 30 rows have an empty prompt (key 'input') (first: {path}:21)" in error_of(
+        path, rm_type="math"
+    )
 
 
-# -- large data sets -------------------------------------------------------------------------------------------------
+# -- large data sets
+# -------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 3_000_000))
-def test_small_data_sets_are_checked_whole_and_of_large_ones_the_ends_and_between(num_rows: int) -> None:
+def test_small_data_sets_are_checked_whole_and_of_large_ones_the_ends_and_between(
+    num_rows: int,
+) -> None:
     chosen = positions_to_check(num_rows)
     if num_rows <= ALL_ROWS:
         assert chosen == range(num_rows)
         return
-    assert list(chosen[:2000]) == list(range(2000)) and list(chosen[-2000:]) == list(range(num_rows - 2000, num_rows))
+    assert list(chosen[:2000]) == list(range(2000)) and list(chosen[-2000:]) == list(
+        range(num_rows - 2000, num_rows)
+    )
     assert len(set(chosen)) == len(chosen) == 6000 and list(chosen) == sorted(chosen)
 
 
@@ -299,15 +391,24 @@ def test_the_rest_of_a_large_data_set_is_checked_beside_the_run(large: str, tmp_
     model = toy.write_tokenizer(tmp_path / "model")
     config = config_of(large, rm_type="gpqa", hf_checkpoint=str(model))
     report = validate_data(config, TOKENIZER)
-    assert report.error is None and "6000 of 21000 rows were checked" in report.notes[0] and not report.checked
+    assert (
+        report.error is None
+        and "6000 of 21000 rows were checked" in report.notes[0]
+        and not report.checked
+    )
     said = queue.SimpleQueue[str]()
     remaining = RemainingRows(config, said.put)
     try:
         first, last = said.get(timeout=120), said.get(timeout=120)
     finally:
         remaining.close()
-    assert first.startswith(f"{large}:10004: rows here have a label that --rm-type gpqa cannot grade")
-    assert f"2 of 15000 rows have a label that --rm-type gpqa cannot grade (first: {large}:10004)" in last
+    assert first.startswith(
+        f"{large}:10004: rows here have a label that --rm-type gpqa cannot grade"
+    )
+    assert (
+        f"2 of 15000 rows have a label that --rm-type gpqa cannot grade (first: {large}:10004)"
+        in last
+    )
 
 
 def test_unchecked_rows_of_no_use_are_passed_over_and_told(large: str) -> None:

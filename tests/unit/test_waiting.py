@@ -1,4 +1,5 @@
-"""Who is waited for is named with its process; answers, failures and deadlines. No Ray is started."""
+"""Who is waited for is named with its process; answers, failures and deadlines. No Ray is
+started."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Dead:
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference is its value; `NEVER` does not come, an exception is raised."""
 
-    def wait(refs: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
+    def wait(
+        refs: list[Any], num_returns: int = 1, timeout: float = 0.0
+    ) -> tuple[list[Any], list[Any]]:
         assert timeout <= waiting.POLL_SECONDS or num_returns > 1
         done = [ref for ref in refs if ref is not NEVER][:num_returns]
         return done, [ref for ref in refs if ref not in done]
@@ -72,7 +75,9 @@ def test_who_is_stopped_is_named_at_a_deadline(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(waiting, "stopped_parts", lambda: {4800: "pid 4800 (sglang::router)"})
     with pytest.raises(DeadlinePassed) as failed:
         wait_for({worker("rollout"): NEVER}, "connecting to the router", 0.0)  # type: ignore[dict-item]
-    assert failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP), and so answers nobody"
+    assert (
+        failed.value.why == "pid 4800 (sglang::router) is stopped (SIGSTOP), and so answers nobody"
+    )
 
 
 def test_a_process_that_never_said_where_it_is_has_a_name_only() -> None:
@@ -95,7 +100,9 @@ def test_samples_that_died_with_the_rollout_actor_are_a_message() -> None:
     """Ray's own words for it are a traceback; nor is it the trainer that was lost."""
     gone = OwnerDiedError("00ff", None, "")
     for error in (gone, RayTaskError("train", "Traceback …", gone)):
-        with pytest.raises(ActorDied, match=r"trainer-0 .* lacks what it was to work on \(training\)") as died:
+        with pytest.raises(
+            ActorDied, match=r"trainer-0 .* lacks what it was to work on \(training\)"
+        ) as died:
             wait_for({worker("trainer-0"): error}, "training", 60.0)
         assert died.value.names == () and "rollout actor" in died.value.why
 
@@ -122,7 +129,10 @@ def test_a_watch_asks_again_only_when_it_was_answered() -> None:
     def question(name: str) -> Callable[[], Any]:
         return lambda: asked.append(name) or answers[name]  # type: ignore[func-returns-value]
 
-    watch = Watch({worker(name): question(name) for name in answers}, lambda name, answer: heard.append((name, answer)))
+    watch = Watch(
+        {worker(name): question(name) for name in answers},
+        lambda name, answer: heard.append((name, answer)),
+    )
     for _ in range(3):
         watch.look()
     assert asked == ["a", "b", "a", "a"] and heard == [("a", "fine")] * 2

@@ -1,4 +1,5 @@
-"""No call waits for another process without an end: each leads to a row of docs/deadlines.md, or stands in its list."""
+"""No call waits for another process without an end: each leads to a row of docs/deadlines.md, or
+stands in its list."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ PACKAGE = Path(__file__).parents[2] / "slime"
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 ROWS = deadline_rows()
 #: Those that have a row.
-FLAGS = frozenset(name for name in all_flags() if f"`--{name.replace('_', '-')}`" in {row[2] for row in ROWS})
-WAITS: dict[str, list[Wait]] = {file: list(waits_in(path.read_text(), FLAGS)) for file, path in FILES.items()}
+FLAGS = frozenset(
+    name for name in all_flags() if f"`--{name.replace('_', '-')}`" in {row[2] for row in ROWS}
+)
+WAITS: dict[str, list[Wait]] = {
+    file: list(waits_in(path.read_text(), FLAGS)) for file, path in FILES.items()
+}
 
 
 def test_every_call_that_waits_has_a_deadline_or_says_what_ends_it() -> None:
     listed = unnamed_rows()
     found = [
-        f"slime/{file}:{wait.line} {wait.call} in {wait.function}: name a constant or flag of docs/deadlines.md, or "
+        f"slime/{file}:{wait.line} {wait.call} in {wait.function}: name a constant or flag of "
+        "docs/deadlines.md, or "
         "say there what ends it"
         for file, waits in WAITS.items()
         for wait in waits
@@ -31,7 +37,12 @@ def test_every_call_that_waits_has_a_deadline_or_says_what_ends_it() -> None:
 
 
 def test_the_list_of_calls_that_name_no_deadline_has_no_other() -> None:
-    without = {(file, wait.function) for file, waits in WAITS.items() for wait in waits if not wait.deadline}
+    without = {
+        (file, wait.function)
+        for file, waits in WAITS.items()
+        for wait in waits
+        if not wait.deadline
+    }
     assert sorted(unnamed_rows().keys() - without) == []
     assert all(unnamed_rows().values())
 
@@ -44,7 +55,8 @@ def test_every_deadline_that_a_wait_names_has_a_row() -> None:
 
 
 def test_no_deadline_is_a_bare_number() -> None:
-    """Neither where a call gives it, nor as a parameter's default: a number without a name has no row."""
+    """Neither where a call gives it, nor as a parameter's default: a number without a name has no
+    row."""
     found = []
     for file, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -52,13 +64,22 @@ def test_no_deadline_is_a_bare_number() -> None:
             if isinstance(node, ast.Call):
                 given = [(word.arg, word.value) for word in node.keywords]
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = [(a.arg, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+                given = [
+                    (a.arg, d)
+                    for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                ]
                 defaults = node.args.defaults
-                given += [(a.arg, d) for a, d in zip(node.args.args[-len(defaults) :], defaults) if defaults]
+                given += [
+                    (a.arg, d)
+                    for a, d in zip(node.args.args[-len(defaults) :], defaults)
+                    if defaults
+                ]
             found += [
                 f"slime/{file}:{value.lineno} {name}={value.value}"
                 for name, value in given
-                if name in KEYWORDS[:2] and isinstance(value, ast.Constant) and isinstance(value.value, float | int)
+                if name in KEYWORDS[:2]
+                and isinstance(value, ast.Constant)
+                and isinstance(value.value, float | int)
                 if value.value and not isinstance(value.value, bool)
             ]
     assert found == []
@@ -85,11 +106,24 @@ def test_no_deadline_is_a_bare_number() -> None:
         ("subprocess.run([program, str(_ASK_SECONDS)])", ""),
         ("def f(timeout: float): event.wait(timeout)", "handed in"),
         ("def f(timeout: float | None): event.wait(timeout)", ""),
-        ("def f(config):\n left = config.cluster.placement_timeout\n group.wait(left)", "--placement-timeout"),
-        ("class A:\n def a(self, c): self.s = c.rm_timeout\n def b(self): e.wait(self.s)", "--rm-timeout"),
+        (
+            "def f(config):\n left = config.cluster.placement_timeout\n group.wait(left)",
+            "--placement-timeout",
+        ),
+        (
+            "class A:\n def a(self, c): self.s = c.rm_timeout\n def b(self): e.wait(self.s)",
+            "--rm-timeout",
+        ),
         ("while not done(): time.sleep(_LOOK_SECONDS)", ""),
-        ("def f(seconds):\n end = monotonic() + seconds\n while monotonic() < end: time.sleep(1)", "handed in"),
-        ("async def f():\n async with asyncio.timeout(_ASK_SECONDS): await event.wait()", "_ASK_SECONDS"),
+        (
+            "def f(seconds):\n end = monotonic() + seconds\n while monotonic() < end: "
+            "time.sleep(1)",
+            "handed in",
+        ),
+        (
+            "async def f():\n async with asyncio.timeout(_ASK_SECONDS): await event.wait()",
+            "_ASK_SECONDS",
+        ),
         ("async def f(): await future", ""),
     ],
 )
@@ -97,6 +131,8 @@ def test_what_ends_a_wait(code: str, deadline: str) -> None:
     assert [wait.deadline for wait in waits_in(code, FLAGS)] == [deadline]
 
 
-@pytest.mark.parametrize("code", ["', '.join(words)", "table.get('key')", "logger.exception('x')", "time.sleep(1)"])
+@pytest.mark.parametrize(
+    "code", ["', '.join(words)", "table.get('key')", "logger.exception('x')", "time.sleep(1)"]
+)
 def test_what_is_no_wait(code: str) -> None:
     assert list(waits_in(code, FLAGS)) == []

@@ -1,4 +1,5 @@
-"""The page of `slime watch` in a real Chromium: what a user clicks, and that nothing complains. Skipped without one."""
+"""The page of `slime watch` in a real Chromium: what a user clicks, and that nothing complains.
+Skipped without one."""
 
 from __future__ import annotations
 
@@ -17,46 +18,68 @@ from tests.support.run_folders import held
 from tests.support.watched_runs import make_run, metrics_row, write_lines
 from tests.support.watching import browse
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason=f"none of {', '.join(NAMES)} is installed")
+pytestmark = pytest.mark.skipif(
+    chromium() is None, reason=f"none of {', '.join(NAMES)} is installed"
+)
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;<!--\u2028"
 
 
 def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one", rollouts=16), make_run(tmp_path / "two", rollouts=16, lr=1e-5, seed=1)
+    one, two = (
+        make_run(tmp_path / "one", rollouts=16),
+        make_run(tmp_path / "two", rollouts=16, lr=1e-5, seed=1),
+    )
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place)
         await page.until("document.querySelector('figure[data-title=Reward]')")
         assert await page.run("document.title") == "one · slime watch"
         # curves: several runs over each other, smoothing, one metric by its name
-        assert await page.run("document.querySelectorAll('figure[data-title=Reward] path.line:not(.raw)').length") == 1
+        assert (
+            await page.run(
+                "document.querySelectorAll('figure[data-title=Reward] path.line:not(.raw)').length"
+            )
+            == 1
+        )
         await page.click("#runs input[aria-label*=two]")
-        await page.until("document.querySelectorAll('figure[data-title=Reward] path.line:not(.raw)').length === 2")
-        before = await page.run("document.querySelector('figure[data-title=Reward] path.line:not(.raw)').outerHTML")
+        await page.until(
+            "document.querySelectorAll('figure[data-title=Reward] path.line:not(.raw)').length "
+            "=== 2"
+        )
+        before = await page.run(
+            "document.querySelector('figure[data-title=Reward] path.line:not(.raw)').outerHTML"
+        )
         await page.run(
             "(() => { const e = document.querySelector('input[type=range]'); e.value = 0;"
             " e.dispatchEvent(new Event('input')); })()"
         )
         await page.until("!document.querySelector('path.raw')")
-        after = await page.run("document.querySelector('figure[data-title=Reward] path.line:not(.raw)').outerHTML")
+        after = await page.run(
+            "document.querySelector('figure[data-title=Reward] path.line:not(.raw)').outerHTML"
+        )
         assert before != after
         await page.write("input[type=search]", "engine_load/1")
         await page.until("document.querySelectorAll('figure').length === 1")
         assert (await texts(page, "figure h4 span")) == ["Engine load, 1"]
         await page.write("input[type=search]", "")
-        await page.run("document.querySelector('input[type=search]').dispatchEvent(new Event('input'))")
+        await page.run(
+            "document.querySelector('input[type=search]').dispatchEvent(new Event('input'))"
+        )
         await page.click("details.fold summary", "perf")
         # the crosshair, by keys
         await page.run("document.querySelector('figure[data-title=Reward] svg').focus()")
         for kind in ("keyDown", "keyUp"):
             await page.send("Input.dispatchKeyEvent", type=kind, key="ArrowLeft", code="ArrowLeft")
-        assert await page.until("!document.getElementById('tip').hidden && document.getElementById('tip').innerText")
+        assert await page.until(
+            "!document.getElementById('tip').hidden && document.getElementById('tip').innerText"
+        )
         await page.run("document.activeElement.blur()")
         # a chart, enlarged by a click
         await page.click("figure[data-title=Reward] svg")
         await page.until("document.querySelector('dialog[open] figure[data-title=Reward]')")
         small, large = await page.run(
-            "[...document.querySelectorAll('figure[data-title=Reward] svg')].map((e) => e.clientWidth)"
+            "[...document.querySelectorAll('figure[data-title=Reward] svg')].map((e) => "
+            "e.clientWidth)"
         )
         assert large > 2 * small and large > 1000
         marked = await texts(page, "dialog figure .unit")
@@ -71,8 +94,12 @@ def test_a_user_clicks_through_every_view(tmp_path: Path) -> None:
         await page.click("#runs button", "one")
         await page.click("#views a", "Timeline")
         await page.until("document.querySelector('canvas')?.height > 100")
-        assert await page.run("document.querySelector('select').value") == "16", "counted as metrics count"
-        assert (await texts(page, ".time-axis span"))[:2] == ["0 s", "1 s"], "the driver's bar has an axis"
+        assert await page.run("document.querySelector('select').value") == "16", (
+            "counted as metrics count"
+        )
+        assert (await texts(page, ".time-axis span"))[:2] == ["0 s", "1 s"], (
+            "the driver's bar has an axis"
+        )
         await page.click("button", "earlier")
         await page.until("document.querySelector('select').value === '15'")
         await page.click("#views a", "Engines")
@@ -92,14 +119,22 @@ def trained(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_user_reads_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=12, groups=8)
     for path in (folder / "samples").glob("rollout_*.jsonl"):
-        write_lines(path.with_name(path.name.replace("rollout", "trained")), [trained(row) for row in read_lines(path)])
+        write_lines(
+            path.with_name(path.name.replace("rollout", "trained")),
+            [trained(row) for row in read_lines(path)],
+        )
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(f"{place}#view=samples")
         # groups are folded: a question, its label and rewards each
         await page.until("document.querySelectorAll('.groups > details:not([open])').length === 50")
         shown = (await texts(page, ".groups summary"))[0]
-        assert "step 12" in shown and "Tell me of " in shown and "label" in shown and "mean of 4" in shown
+        assert (
+            "step 12" in shown
+            and "Tell me of " in shown
+            and "label" in shown
+            and "mean of 4" in shown
+        )
         await page.click("button.more")
         await page.until("document.querySelectorAll('.groups > details').length === 96")
         await page.choose("label:nth-of-type(3) select", "spread")
@@ -118,11 +153,14 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             "([...document.querySelectorAll('.groups .response-line')])"
         )
         await page.click("details.group summary")
-        await page.until("document.querySelectorAll('details[open] tbody tr').length === 1")  # the one that searched
+        await page.until(
+            "document.querySelectorAll('details[open] tbody tr').length === 1"
+        )  # the one that searched
         await page.click("button.open")
         await page.until("document.querySelector('article.sample .response-text .lp')")
         assert await page.run(
-            "document.querySelector('.response-text .lp').title.startsWith('token 0, trained, log-prob -')"
+            "document.querySelector('.response-text .lp').title.startsWith('token 0, trained, "
+            "log-prob -')"
         )
         # what the tool said is folded, and there
         assert await page.run("document.querySelector('details.tool').open") is False
@@ -137,14 +175,18 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
             ("none", "x"),
         ):
             await page.choose("label select", coloring)
-            assert await page.run(f"document.querySelector('.response-text .{kind}') !== null") is (kind != "x")
+            assert await page.run(f"document.querySelector('.response-text .{kind}') !== null") is (
+                kind != "x"
+            )
         # its group, and the same prompt in another step
         await page.click("button", "its group")
         await page.until("document.querySelectorAll('details.group[open] tbody tr').length > 0")
         await page.run("history.back()")
         await page.click("button", "this prompt by step")
         await page.until("document.querySelectorAll('.columns .response').length === 2")
-        assert await page.run("document.querySelectorAll('del').length && document.querySelectorAll('ins').length")
+        assert await page.run(
+            "document.querySelectorAll('del').length && document.querySelectorAll('ins').length"
+        )
         assert "Sampled in 6 steps" in await page.run("document.body.textContent")
         before = await page.run("document.querySelector('.columns').innerText")
         await page.click("tbody button", "right")
@@ -155,9 +197,24 @@ def test_a_user_reads_samples(tmp_path: Path) -> None:
 
 def test_what_a_model_wrote_never_runs(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=1)
-    row = {"prompt": HOSTILE, "response": HOSTILE, "label": HOSTILE, "reward": 1.0, "group": 0, "response_length": 1}
-    row |= {"metadata": {HOSTILE: HOSTILE}, "status": HOSTILE, "tokens": {"text": [HOSTILE], "log_probs": [-1.0]}}
-    chat = {"prompt": [{"role": HOSTILE, "content": HOSTILE}], "response": HOSTILE, "dataset": HOSTILE}
+    row = {
+        "prompt": HOSTILE,
+        "response": HOSTILE,
+        "label": HOSTILE,
+        "reward": 1.0,
+        "group": 0,
+        "response_length": 1,
+    }
+    row |= {
+        "metadata": {HOSTILE: HOSTILE},
+        "status": HOSTILE,
+        "tokens": {"text": [HOSTILE], "log_probs": [-1.0]},
+    }
+    chat = {
+        "prompt": [{"role": HOSTILE, "content": HOSTILE}],
+        "response": HOSTILE,
+        "dataset": HOSTILE,
+    }
     write_lines(folder / "samples" / "rollout_000000.jsonl", [row, row | chat])
     (folder / "config.json").write_text('{"g": {"x": "<img src=x onerror=alert(1)>"}}')
     write_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 1.0, "nonfinite": [HOSTILE]}])
@@ -172,7 +229,10 @@ def test_what_a_model_wrote_never_runs(tmp_path: Path) -> None:
         assert shown == HOSTILE
         await page.click("button", "this prompt by step")
         await page.until("document.querySelector('.columns')")
-        assert await page.run("document.querySelectorAll('script').length === 1 && !document.querySelector('main img')")
+        assert await page.run(
+            "document.querySelectorAll('script').length === 1 && !document.querySelector('main "
+            "img')"
+        )
 
     browse([folder], what)
 
@@ -188,20 +248,27 @@ def test_a_run_that_goes_on_is_followed_and_a_phone_has_room(tmp_path: Path) -> 
         await page.open(place, width=390, height=800, dark=True)
         await page.until("document.querySelector('figure[data-title=Reward]')")
         state = "document.querySelector('#runs summary .state')"
-        assert await page.run(f"{state}.innerText") == "running" and await page.run(f"{state}.getClientRects().length")
+        assert await page.run(f"{state}.innerText") == "running" and await page.run(
+            f"{state}.getClientRects().length"
+        )
         for view in ("overview", "timeline", "engines", "samples", "settings"):
             await page.click(f"#views a[href*={view}]" if view != "overview" else "#views a")
             await page.until(
-                f"document.querySelector('main')?.dataset.view === '{view}' && document.querySelector('h3, .group')"
+                f"document.querySelector('main')?.dataset.view === '{view}' && "
+                "document.querySelector('h3, .group')"
             )
             wide = await page.run("document.documentElement.scrollWidth")
             assert wide <= 390, f"{view} is {wide} wide"
         await page.click("#views a", "Overview")
-        await page.until("document.querySelectorAll('figure[data-title=Reward] circle').length === 3")
+        await page.until(
+            "document.querySelectorAll('figure[data-title=Reward] circle').length === 3"
+        )
         row = metrics_row(4, 4, random.Random(0))
         with (folder / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(row) + b"\n")
-        await page.until("document.querySelectorAll('figure[data-title=Reward] circle').length === 4")  # by itself
+        await page.until(
+            "document.querySelectorAll('figure[data-title=Reward] circle').length === 4"
+        )  # by itself
 
     browse([folder], what)
     lock.close()
@@ -251,7 +318,8 @@ import('/charts.js').then(({ figure, ticks }) => {
 
 
 def test_charts_are_inside_their_frame_and_their_labels_too(tmp_path: Path) -> None:
-    """Whatever the values are: tiny, huge, all alike, of one step, NaN; labels as wide as the widest common font."""
+    """Whatever the values are: tiny, huge, all alike, of one step, NaN; labels as wide as the
+    widest common font."""
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place)
@@ -262,7 +330,10 @@ def test_charts_are_inside_their_frame_and_their_labels_too(tmp_path: Path) -> N
 
 
 def test_alarms_name_their_runs_and_the_best_and_worst_samples_are_shown(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=3, seed=1)
+    one, two = (
+        make_run(tmp_path / "one", rollouts=3),
+        make_run(tmp_path / "two", rollouts=3, seed=1),
+    )
     for folder in (one, two):
         with (folder / "metrics.jsonl").open("ab") as file:
             row = {
@@ -283,11 +354,18 @@ def test_alarms_name_their_runs_and_the_best_and_worst_samples_are_shown(tmp_pat
         await page.until("document.querySelectorAll('.end').length === 2")
         assert await page.run("document.querySelector('.alarms code.run') === null")
         best, worst = await texts(page, ".end")
-        assert "Best sample" in best and "reward 1" in best and "Worst sample" in worst and "reward 0" in worst
+        assert (
+            "Best sample" in best
+            and "reward 1" in best
+            and "Worst sample" in worst
+            and "reward 0" in worst
+        )
         assert "Tell me of " in best and "label" in best
         assert "Samples of step 3" in await page.run("document.querySelector('.ends').textContent")
         assert "4" in (await texts(page, ".tile"))[-1]
         await page.click(".end", "Worst")
-        await page.until("document.querySelector('article.sample .reward')?.textContent === 'reward 0'")
+        await page.until(
+            "document.querySelector('article.sample .reward')?.textContent === 'reward 0'"
+        )
 
     browse([one, two], what)

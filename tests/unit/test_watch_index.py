@@ -1,4 +1,5 @@
-"""The index of samples: what it finds is what a look at every line would find, however the files grew."""
+"""The index of samples: what it finds is what a look at every line would find, however the files
+grew."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ from slime.page.index import _transaction as transaction
 from slime.page.rows import SORTS, Query, question_of, searched_text, short_texts
 from tests.support.watched_runs import make_run, write_lines
 
-#: Few letters, so that words are found; with some that fold, end lines, mean something to a search, or have no text.
+#: Few letters, so that words are found; with some that fold, end lines, mean something to a search,
+#: or have no text.
 LETTERS = "abcABßİ\"'*%_ \n\0\u2028é"
 texts = st.text(LETTERS, max_size=12)
 records = st.fixed_dictionaries(
     {
         "group": st.integers(0, 3),
         "index": st.integers(0, 50),
-        "prompt": texts | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": texts}), max_size=2),
+        "prompt": texts
+        | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": texts}), max_size=2),
         "response": texts,
         "label": st.none() | texts | st.integers(0, 30),
         "reward": st.none() | st.sampled_from([0.0, 0.5, 1.0]),
@@ -72,11 +75,16 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     lines: list[dict[str, Any]],
     data: st.DataObject,
 ) -> None:
-    """Also where there are more matches, and lines in vain, than are looked at before the rest is narrowed down."""
-    said = "\n".join(map(searched_text, lines))  # whose parts are found, or nearly: one may reach over two lines
+    """Also where there are more matches, and lines in vain, than are looked at before the rest is
+    narrowed down."""
+    said = "\n".join(
+        map(searched_text, lines)
+    )  # whose parts are found, or nearly: one may reach over two lines
     parts = st.integers(0, len(said)).map(lambda start: said[start : start + 4]).filter(bool)
     any_words = st.text(LETTERS, min_size=1, max_size=5)
-    words = data.draw(st.lists(any_words | parts.map(str.upper) | parts if said else any_words, max_size=2))
+    words = data.draw(
+        st.lists(any_words | parts.map(str.upper) | parts if said else any_words, max_size=2)
+    )
     folder = a_run(tmp_path_factory.mktemp("run"))
     write_lines(folder / "samples" / "rollout_000000.jsonl", lines)
     index = index_of(folder)
@@ -88,11 +96,17 @@ def test_a_search_finds_what_a_look_at_every_line_finds(
     try:
         for name, down in itertools.product(("step", "reward", "length"), (False, True)):
             rows = found(index, Query(words=tuple(words), sort=name, descending=down))
-            wanted = [line for line in lines if all(word.casefold() in searched_text(line) for word in words)]
+            wanted = [
+                line
+                for line in lines
+                if all(word.casefold() in searched_text(line) for word in words)
+            ]
             assert sorted(map(repr, wanted)) == sorted(repr(row["record"]) for row in rows)
             values = [row[SORTS[name]] for row in rows if row[SORTS[name]] is not None]
             assert values == sorted(values, reverse=down)
-            assert all(row[SORTS[name]] is None for row in rows[len(values) :])  # what has no reward comes last
+            assert all(
+                row[SORTS[name]] is None for row in rows[len(values) :]
+            )  # what has no reward comes last
     finally:
         patch.undo()
         index.close()
@@ -119,7 +133,11 @@ def test_a_file_that_grew_in_pieces_is_indexed_as_a_whole_one(
         one, other = found(grown, query), found(whole, query)
         assert [row["record"] for row in one] == [row["record"] for row in other]
         assert [row["above"] for row in one] == [row["above"] for row in other]
-        assert grown.steps("") == whole.steps("") and grown.groups(query)[0] != [] and len(one) == len(lines)
+        assert (
+            grown.steps("") == whole.steps("")
+            and grown.groups(query)[0] != []
+            and len(one) == len(lines)
+        )
     finally:
         grown.close()
         whole.close()
@@ -210,7 +228,9 @@ def test_a_commit_that_fails_is_taken_back() -> None:
     connection.close()
 
 
-def test_an_index_that_another_process_holds_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_another_process_holds_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, cache = make_run(tmp_path / "run", rollouts=1), tmp_path / "cache"
     index_of(folder, cache).close()
     (file,) = cache.glob("*.sqlite")
@@ -246,7 +266,10 @@ def test_numbers_that_no_table_holds(tmp_path: Path) -> None:
         "response_length": 2**63,
         "cached_tokens": -(2**63),
     }
-    write_lines(folder / "samples" / "rollout_000000.jsonl", [large | {"response": "large"}, {"response": "small"}])
+    write_lines(
+        folder / "samples" / "rollout_000000.jsonl",
+        [large | {"response": "large"}, {"response": "small"}],
+    )
     write_lines(folder / "samples" / f"rollout_{10**30}.jsonl", [{"response": "far"}])
     index = index_of(folder)
     assert sorted(responses(index)) == ["far", "large", "small"]
@@ -278,8 +301,13 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
     index = index_of(make_run(tmp_path / "run", rollouts=4, groups=3, size=4))
     rows = found(index, Query(step=2, group=4, sort="advantage", descending=True))
     mean = sum(row["reward"] for row in rows) / 4
-    assert len(rows) == 4 and all(row["above"] == pytest.approx(row["reward"] - mean) for row in rows)
-    spreads = [group["greatest"] - group["least"] for group in index.groups(Query(sort="spread", descending=True))[0]]
+    assert len(rows) == 4 and all(
+        row["above"] == pytest.approx(row["reward"] - mean) for row in rows
+    )
+    spreads = [
+        group["greatest"] - group["least"]
+        for group in index.groups(Query(sort="spread", descending=True))[0]
+    ]
     assert len(spreads) == 12 and spreads == sorted(spreads, reverse=True)
     same = found(index, Query(prompt=rows[0]["prompt"]))
     assert [row["step"] for row in same] == [2] * 4 + [4] * 4  # it was drawn twice
@@ -289,11 +317,24 @@ def test_reward_against_the_group_groups_prompts_and_evaluations(tmp_path: Path)
     index.close()
 
 
-def test_one_and_two_characters_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a text no gram begins with them, in a text of one character there is none: these are made."""
+def test_one_and_two_characters_are_found_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a text no gram begins with them, in a text of one character there is none:
+    these are made."""
     monkeypatch.setattr("slime.page.index._PATIENCE", 1)
     folder = a_run(tmp_path / "run")
-    said = ["other", "zq at first", "in the zq midst", "at last zq", "z", "q", "zq", "ends in z", "\U0010ffff"]
+    said = [
+        "other",
+        "zq at first",
+        "in the zq midst",
+        "at last zq",
+        "z",
+        "q",
+        "zq",
+        "ends in z",
+        "\U0010ffff",
+    ]
     write_lines(folder / "samples" / "rollout_000000.jsonl", [{"response": text} for text in said])
     index = index_of(folder)
     for word in ("z", "q", "zq", "ZQ", "xx", "\U0010ffff"):
@@ -313,7 +354,9 @@ def test_groups_follow_the_samples_that_are_found_however_the_files_change(tmp_p
 
     changes = (
         lambda: None,
-        lambda: write_lines(files[1], [{"group": 7, "reward": r, "status": "failed"} for r in (0.25, None, 0.75)]),
+        lambda: write_lines(
+            files[1], [{"group": 7, "reward": r, "status": "failed"} for r in (0.25, None, 0.75)]
+        ),
         grow,
         lambda: files[2].unlink(),
     )
@@ -321,22 +364,39 @@ def test_groups_follow_the_samples_that_are_found_however_the_files_change(tmp_p
         change()
         index.update(read_stages(folder, {}))
         everything = found(index, Query())
-        for query in (Query(), Query(status="completed"), Query(status="failed"), Query(words=("antenna",))):
-            for sort, descending in itertools.product(("step", "spread", "reward", "length"), (True, False)):
+        for query in (
+            Query(),
+            Query(status="completed"),
+            Query(status="failed"),
+            Query(words=("antenna",)),
+        ):
+            for sort, descending in itertools.product(
+                ("step", "spread", "reward", "length"), (True, False)
+            ):
                 query = dataclasses.replace(query, sort=sort, descending=descending)
                 rows, (groups, more) = found(index, query), index.groups(query, limit=100)
                 first = {(row["step"], row["grp"]): row["id"] for row in reversed(rows)}
                 assert [(g["step"], g["group"], g["id"]) for g in groups] == [
-                    (*key, first[key]) for key in dict.fromkeys((row["step"], row["grp"]) for row in rows)
+                    (*key, first[key])
+                    for key in dict.fromkeys((row["step"], row["grp"]) for row in rows)
                 ], "in the order of the samples that were found"
-                assert not more and [index.groups(query, i, 1)[0] for i in range(len(groups))] == [[g] for g in groups]
+                assert not more and [index.groups(query, i, 1)[0] for i in range(len(groups))] == [
+                    [g] for g in groups
+                ]
                 for group in groups:
                     place = (group["step"], group["group"])
-                    all_of = [row["reward"] for row in everything if (row["step"], row["grp"]) == place]
+                    all_of = [
+                        row["reward"] for row in everything if (row["step"], row["grp"]) == place
+                    ]
                     known = [reward for reward in all_of if reward is not None]
                     numbers = [group[name] for name in ("samples", "least", "mean", "greatest")]
                     mean = pytest.approx(sum(known) / len(known)) if known else None
-                    assert numbers == [len(all_of), min(known, default=None), mean, max(known, default=None)]
+                    assert numbers == [
+                        len(all_of),
+                        min(known, default=None),
+                        mean,
+                        max(known, default=None),
+                    ]
     index.close()
 
 
@@ -353,8 +413,17 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
 def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     lengths = {"prompt_length": 3, "response_length": 2}
-    sample = {**lengths, "index": 5, "response": "ab", "tokens": {"text": ["a", "b"], "log_probs": [-1.0, -2.0]}}
-    others = [{**sample, "index": 6}, {**sample, "prompt_length": "odd"}, {**sample, "tokens": None}]
+    sample = {
+        **lengths,
+        "index": 5,
+        "response": "ab",
+        "tokens": {"text": ["a", "b"], "log_probs": [-1.0, -2.0]},
+    }
+    others = [
+        {**sample, "index": 6},
+        {**sample, "prompt_length": "odd"},
+        {**sample, "tokens": None},
+    ]
     write_lines(folder / "samples" / "rollout_000007.jsonl", [sample, *others])
     write_lines(folder / "samples" / "eval_000007.jsonl", [sample])
     index = index_of(folder)
@@ -366,13 +435,22 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
         return dict(shown["record"]["tokens"] or {})
 
     assert all("advantages" not in tokens(row["id"]) for row in rows), "it is not trained on yet"
-    line = {"index": 5, "total_length": 5, "response_length": 2, "advantages": -0.5, "log_prob_diffs": [0.25, None]}
+    line = {
+        "index": 5,
+        "total_length": 5,
+        "response_length": 2,
+        "advantages": -0.5,
+        "log_prob_diffs": [0.25, None],
+    }
     trained = folder / "samples" / "trained_000007.jsonl"
     write_lines(trained, [{**line, "total_length": 6}, line])
     trained.write_bytes(b"half a line\n[1]\n" + trained.read_bytes())
     assert not index.update(read_stages(folder, {})), "these are no samples"
     told = [tokens(row["id"]) for row in rows]
-    assert told[0] == sample["tokens"] | {"advantages": [-0.5, -0.5], "log_prob_diffs": [0.25, None]}
+    assert told[0] == sample["tokens"] | {
+        "advantages": [-0.5, -0.5],
+        "log_prob_diffs": [0.25, None],
+    }
     assert not any("advantages" in one for one in told[1:])
     assert "advantages" not in tokens(found(index, Query(kind="eval"))[0]["id"])
     write_lines(trained, [{**line, "log_prob_diffs": [1.0]}])
@@ -384,7 +462,11 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
     ("prompt", "question"),
     [
         ("What is 2 + 2?", "What is 2 + 2?"),
-        ("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n", "What?"),
+        (
+            "<|im_start|>system\nBe "
+            "kind.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n",
+            "What?",
+        ),
         ("<|im_start|>user<|im_sep|>What?<|im_end|><|im_start|>assistant<|im_sep|>", "What?"),
         (
             "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nDate<|eot_id|><|start_header_id|>user"
@@ -394,9 +476,18 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
         ("<bos><start_of_turn>user\nWhat?<end_of_turn>\n<start_of_turn>model\n", "What?"),
         ("<s>[INST] First [/INST] Yes.</s>[INST] What? [/INST]", "What?"),
         ("<｜begin▁of▁sentence｜>System.<｜User｜>What?<｜Assistant｜><think>\n", "What?"),
-        ("<|start|>system<|message|>You<|end|><|start|>user<|message|>What?<|end|><|start|>assistant", "What?"),
-        ("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>", "What?"),
-        ("<|im_user|>user<|im_middle|>What?<|im_end|><|im_assistant|>assistant<|im_middle|>", "What?"),
+        (
+            "<|start|>system<|message|>You<|end|><|start|>user<|message|>What?<|end|><|start|>assistant",
+            "What?",
+        ),
+        (
+            "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>",
+            "What?",
+        ),
+        (
+            "<|im_user|>user<|im_middle|>What?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+            "What?",
+        ),
         ("[gMASK]<sop><|system|>\nBe kind.<|user|>\nWhat?<|assistant|>\n", "What?"),
         ("<|system|>\nBe kind.</s>\n<|user|>\nWhat?</s>\n<|assistant|>\n", "What?"),
         ("<user>What?<end><assistant>", "What?"),
@@ -406,8 +497,14 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
             "<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
             "What?",
         ),
-        ("<|im_start|>user\nIs a < b or <b>a</b> > c?<|im_end|>\n<|im_start|>assistant\n", "Is a < b or <b>a</b> > c?"),
-        ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}], "What?"),
+        (
+            "<|im_start|>user\nIs a < b or <b>a</b> > c?<|im_end|>\n<|im_start|>assistant\n",
+            "Is a < b or <b>a</b> > c?",
+        ),
+        (
+            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}],
+            "What?",
+        ),
         (
             [
                 {"role": "user", "content": "What?"},
@@ -416,7 +513,10 @@ def test_one_sample_is_shown_with_what_training_knew_of_its_tokens(tmp_path: Pat
             ],
             "What?",
         ),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "[image] What?"),
+        (
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],
+            "[image] What?",
+        ),
         ([{"role": "system", "content": None}], ""),
         (["x"], "x"),
         ([], ""),
@@ -432,8 +532,13 @@ def test_the_question_of_a_prompt_is_its_last_user_turn(prompt: Any, question: s
 
 
 @given(
-    st.text() | st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+    st.text()
+    | st.recursive(
+        st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
 )
 def test_every_prompt_has_a_question(prompt: Any) -> None:
     texts = short_texts({"prompt": prompt, "response": prompt, "label": prompt}, 7)
-    assert set(texts) == {"question", "response", "label"} and all(len(text) <= 7 for text in texts.values())
+    assert set(texts) == {"question", "response", "label"} and all(
+        len(text) <= 7 for text in texts.values()
+    )

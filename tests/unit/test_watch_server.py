@@ -69,10 +69,15 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
         told = await ask(client, "runs")
         assert {run["name"]: run["step"] for run in told["runs"]} == {"one": 4, "two": 6}
-        first, second = (next(run["id"] for run in told["runs"] if run["name"] == name) for name in ("one", "two"))
+        first, second = (
+            next(run["id"] for run in told["runs"] if run["name"] == name)
+            for name in ("one", "two")
+        )
         assert [part["section"] for part in told["catalog"]] == ["Learning", "Policy", "Speed"]
         metrics = await ask(client, "metrics", run=first, names="rollout/raw_reward,nothing")
-        assert metrics["steps"] == [1, 2, 3, 4] and list(metrics["columns"]) == ["rollout/raw_reward"]
+        assert metrics["steps"] == [1, 2, 3, 4] and list(metrics["columns"]) == [
+            "rollout/raw_reward"
+        ]
         assert {"train/kl_loss", "perf/step_time"} <= {name for name, _, _ in metrics["names"]}
         assert (await ask(client, "phases", run=first))[0]["name"] == "generate"
         assert list((await ask(client, "engines", run=first))["loads"]) == ["0", "1"]
@@ -90,7 +95,10 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
         assert len(whole["record"]["tokens"]["text"]) == whole["response_length"]
         groups = await ask(client, "groups", run=first, step=2, limit=3)
         assert [group["step"] for group in groups["groups"]] == [2, 2, 2] and groups["more"]
-        assert all(group["question"].startswith("Tell me of ") and group["label"] for group in groups["groups"])
+        assert all(
+            group["question"].startswith("Tell me of ") and group["label"]
+            for group in groups["groups"]
+        )
         flags = {row["flag"]: row["value"] for row in await ask(client, "settings", run=second)}
         assert float(flags["lr"]) == 1e-05
         differing = await ask(client, "differences", runs=f"{first},{second},none")
@@ -99,7 +107,12 @@ def test_every_question_about_two_runs(tmp_path: Path) -> None:
         for question, asked in (("metrics", "9."), ("samples", "../x"), ("timeline", "")):
             async with client.get(f"/api/{question}", params={"run": asked}) as answer:
                 assert answer.status == 404
-        for wrong in ({"sort": "id; DROP TABLE rows"}, {"step": "x"}, {"step": str(1 << 70)}, {"kind": "y"}):
+        for wrong in (
+            {"sort": "id; DROP TABLE rows"},
+            {"step": "x"},
+            {"step": str(1 << 70)},
+            {"kind": "y"},
+        ):
             async with client.get("/api/samples", params={"run": first, **wrong}) as answer:
                 assert answer.status == 400
 
@@ -119,7 +132,9 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
         second = await ask(client, "metrics", run=run_id(folder), **new, since=first["since"])
         assert second["steps"] == [4] and second["columns"] == {"train/loss": [0.0]}
         with path.open("a") as file:
-            file.write('ss": 7}\n{"step": 2, "eval/late": 1}\n')  # an evaluation beside training comes behind its step
+            file.write(
+                'ss": 7}\n{"step": 2, "eval/late": 1}\n'
+            )  # an evaluation beside training comes behind its step
         runs.look()
         third = await ask(client, "metrics", run=run_id(folder), **new, since=second["since"])
         assert third["steps"] == [2, 5] and third["columns"] == {"train/loss": [0.0, 7]}
@@ -127,20 +142,38 @@ def test_only_steps_that_are_new_come_over_the_wire(tmp_path: Path) -> None:
         write_lines(path, [{"step": 1, "train/loss": 3.0}])  # steps that a resumed run took back
         runs.look()
         fourth = await ask(client, "metrics", run=run_id(folder), **new, since=third["since"])
-        assert fourth["generation"] != first["generation"] and fourth["columns"] == {"train/loss": [3.0]}
+        assert fourth["generation"] != first["generation"] and fourth["columns"] == {
+            "train/loss": [3.0]
+        }
 
     visit([folder], what)
 
 
 def test_alarms_crashes_and_stages(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    rows = [{"step": i, "stage": s, "time": 5.0, "train/loss": 1.0} for s in ("sft", "rl") for i in range(3)]
-    write_lines(folder / "metrics.jsonl", [*rows, {"step": 4, "stage": "rl", "nonfinite": ["train/loss"]}])
+    rows = [
+        {"step": i, "stage": s, "time": 5.0, "train/loss": 1.0}
+        for s in ("sft", "rl")
+        for i in range(3)
+    ]
+    write_lines(
+        folder / "metrics.jsonl", [*rows, {"step": 4, "stage": "rl", "nonfinite": ["train/loss"]}]
+    )
     for i, stage in enumerate(("sft", "rl")):
-        (folder / f"config.{stage}.json").write_bytes(orjson.dumps({"group": {"wandb_key": "hush", "lr": i}}))
-    stages = {"sft": {"state": "finished", "started": 1.0, "ended": 2.0}, "rl": {"state": "failed", "started": 3.0}}
+        (folder / f"config.{stage}.json").write_bytes(
+            orjson.dumps({"group": {"wandb_key": "hush", "lr": i}})
+        )
+    stages = {
+        "sft": {"state": "finished", "started": 1.0, "ended": 2.0},
+        "rl": {"state": "failed", "started": 3.0},
+    }
     (folder / "run.json").write_bytes(orjson.dumps({"name": "run", "stages": stages}))
-    crash = {"error": "ValueError", "message": HOSTILE, "notes": ["in reward.py"], "argv": ["secret"]}
+    crash = {
+        "error": "ValueError",
+        "message": HOSTILE,
+        "notes": ["in reward.py"],
+        "argv": ["secret"],
+    }
     (folder / "crash" / "1").mkdir(parents=True)
     (folder / "crash" / "1" / "crash.json").write_bytes(orjson.dumps(crash))
 
@@ -148,7 +181,11 @@ def test_alarms_crashes_and_stages(tmp_path: Path) -> None:
         last, first = (await ask(client, "runs"))["runs"]
         assert (last["name"], first["name"]) == ("run/rl", "run/sft")
         assert last["alarms"][0]["name"] == "nonfinite" and first["alarms"] == []
-        assert last["crash"]["message"] == HOSTILE and "argv" not in last["crash"] and first["crash"] is None
+        assert (
+            last["crash"]["message"] == HOSTILE
+            and "argv" not in last["crash"]
+            and first["crash"] is None
+        )
         text = json.dumps(await ask(client, "settings", run=last["id"]))
         assert "hush" not in text and "wandb_key" in text
 
@@ -177,14 +214,26 @@ def test_a_token_is_asked_for_in_address_cookie_or_header(tmp_path: Path) -> Non
     folder = make_run(tmp_path / "run", rollouts=1)
 
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
-        for path in ("/", "/main.js", "/api/runs", "/?token=wrong", "/api/runs?token=", "/?token=%F0%9F%92%A9"):
+        for path in (
+            "/",
+            "/main.js",
+            "/api/runs",
+            "/?token=wrong",
+            "/api/runs?token=",
+            "/?token=%F0%9F%92%A9",
+        ):
             async with client.get(path, allow_redirects=False) as answer:
                 assert answer.status == 401, path
-                assert "Set-Cookie" not in answer.headers and answer.headers["Referrer-Policy"] == "no-referrer"
+                assert (
+                    "Set-Cookie" not in answer.headers
+                    and answer.headers["Referrer-Policy"] == "no-referrer"
+                )
         async with client.get("/api/runs", headers={"X-Slime-Token": "right"}) as answer:
             assert answer.status == 200
         async with client.get("/?token=right", allow_redirects=False) as answer:
-            assert answer.status == 302 and answer.headers["Location"] == "/"  # it leaves the address bar
+            assert (
+                answer.status == 302 and answer.headers["Location"] == "/"
+            )  # it leaves the address bar
             assert re.search("HttpOnly.*SameSite=Strict", answer.headers["Set-Cookie"])
         async with client.get("/", headers={"Host": "a.host.of.ours"}) as answer:
             assert answer.status == 200  # with the cookie
@@ -218,10 +267,15 @@ def test_nothing_but_reading_and_nothing_beside_the_runs(tmp_path: Path) -> None
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=1)
-    write_lines(folder / "samples" / "rollout_000001.jsonl", [{"prompt": HOSTILE, "response": HOSTILE, "reward": 1}])
+    write_lines(
+        folder / "samples" / "rollout_000001.jsonl",
+        [{"prompt": HOSTILE, "response": HOSTILE, "reward": 1}],
+    )
 
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
-        async with client.get("/api/samples", params={"run": run_id(folder), "search": HOSTILE, "whole": 1}) as answer:
+        async with client.get(
+            "/api/samples", params={"run": run_id(folder), "search": HOSTILE, "whole": 1}
+        ) as answer:
             assert answer.content_type == "application/json"
             (row,) = (await answer.json())["samples"]
             assert row["record"]["response"] == HOSTILE
@@ -232,20 +286,39 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     page = (ROOT / "slime" / "observe" / "watch" / "page").glob("*.js")
     for file in page:  # nothing there that would make markup of text
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", file.read_text()
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function",
+            file.read_text(),
         )
 
 
 def test_a_trace_of_the_recorder_becomes_lanes() -> None:
-    events = chrome_trace([], [PhaseEvent("rollout", 10.0, 2.0, 0), PhaseEvent("train", 12.0, 1.0, 0)])["traceEvents"]
+    events = chrome_trace(
+        [], [PhaseEvent("rollout", 10.0, 2.0, 0), PhaseEvent("train", 12.0, 1.0, 0)]
+    )["traceEvents"]
     told = timeline(events)
-    assert told["length"] == 3000 and told["phases"] == [["generate", 0, 2000, 1], ["train", 2000, 1000, 2]]
+    assert told["length"] == 3000 and told["phases"] == [
+        ["generate", 0, 2000, 1],
+        ["train", 2000, 1000, 2],
+    ]
     assert (told["lanes_from"], told["lanes_to"]) == (0, 0), "no sample"
-    sample = {"ph": "X", "pid": SAMPLES, "tid": 7, "name": "generate_and_rm", "ts": 10.5e6, "dur": 0.5e6}
+    sample = {
+        "ph": "X",
+        "pid": SAMPLES,
+        "tid": 7,
+        "name": "generate_and_rm",
+        "ts": 10.5e6,
+        "dur": 0.5e6,
+    }
     told = timeline([*events, sample, {**sample, "tid": 8, "ts": 10.25e6}])
-    assert (told["lanes_from"], told["lanes_to"]) == (250, 1000), "the lanes fill this time, not the whole step"
+    assert (told["lanes_from"], told["lanes_to"]) == (250, 1000), (
+        "the lanes fill this time, not the whole step"
+    )
     assert [lane["spans"][0][0] for lane in told["lanes"]] == ["sample", "sample"]
-    for broken in ([], [None, 3, {"ph": "X"}, {"ph": "X", "ts": "x"}], [{"ph": "X", "ts": 1, "pid": 1}]):
+    for broken in (
+        [],
+        [None, 3, {"ph": "X"}, {"ph": "X", "ts": "x"}],
+        [{"ph": "X", "ts": 1, "pid": 1}],
+    ):
         timeline(broken)
 
 
@@ -278,14 +351,22 @@ def test_a_folder_that_goes_or_cannot_be_read_keeps_nobody_from_the_others(
     write_lines(good / "metrics.jsonl", [{"step": 7}])
     for _ in range(3):
         runs.look()
-    steps = {watch.path.name: stage.rows[-1]["step"] for watch, stage in runs.all().values() if stage.rows}
+    steps = {
+        watch.path.name: stage.rows[-1]["step"]
+        for watch, stage in runs.all().values()
+        if stage.rows
+    }
     assert steps["good"] == 7
-    assert {watch.path.name: watch.index.progress()["samples"] for watch, _ in runs.all().values()}["good"] == 19
+    assert {watch.path.name: watch.index.progress()["samples"] for watch, _ in runs.all().values()}[
+        "good"
+    ] == 19
     assert len([record for record in caplog.records if str(odd) in record.getMessage()]) == 1
     runs.close()
 
 
-def test_curves_are_followed_while_an_index_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_followed_while_an_index_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = make_run(tmp_path / "one", rollouts=3), make_run(tmp_path / "two", rollouts=1)
     monkeypatch.setattr("slime.page.server._LOOK_SECONDS", 0.0)
     runs = Runs([one, two])
@@ -294,7 +375,9 @@ def test_curves_are_followed_while_an_index_is_made(tmp_path: Path, monkeypatch:
     def grown(index: SampleIndex, stages: Any, goes_on: Callable[[], bool]) -> bool:
         write_lines(two / "metrics.jsonl", [{"step": 9}])
         goes_on()
-        steps.extend(stage.rows[-1]["step"] for watch, stage in runs.all().values() if watch.path == two)
+        steps.extend(
+            stage.rows[-1]["step"] for watch, stage in runs.all().values() if watch.path == two
+        )
         return update(index, stages, goes_on)
 
     monkeypatch.setattr(SampleIndex, "update", grown)
@@ -310,7 +393,9 @@ def test_a_page_of_an_earlier_server_meets_the_same_runs_and_asks_for_all(tmp_pa
     second = Runs([tmp_path])
     names = {key: watch.path for key, (watch, _) in second.all().items()}
     assert [names[key] for key in first.all()] == [one] and two in names.values()
-    before, after = ({w.path: w.generation for w, _ in runs.all().values()}[one] for runs in (first, second))
+    before, after = (
+        {w.path: w.generation for w, _ in runs.all().values()}[one] for runs in (first, second)
+    )
     assert before != after and after < 2**53  # what a page can tell apart
     first.close()
     second.close()
@@ -337,7 +422,9 @@ def test_addresses() -> None:
     assert address("0.0.0.0", 1, "t") == f"http://{socket.gethostname()}:1/?token=t"
 
 
-def test_mistakes_are_told_before_anything_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_before_anything_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no outputs/ here"):
         main([])
@@ -348,12 +435,19 @@ def test_mistakes_are_told_before_anything_is_served(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_prints_its_address_and_ends_quietly(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_command_prints_its_address_and_ends_quietly(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     folder = make_run(tmp_path / "outputs" / "run", rollouts=2)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "slime", "watch", "--port", "0", "--host", "0.0.0.0"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None

@@ -1,4 +1,5 @@
-"""The thread that sees parts which are stopped: what it says, when it ends a wait, and when it does not."""
+"""The thread that sees parts which are stopped: what it says, when it ends a wait, and when it does
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Scene:
 
     def __init__(self, log: Path) -> None:
         self.now, self.stopped, self.ended = time.monotonic(), dict(STOPPED), [BaseException()][:0]
-        self.watchman = Watchman(60.0, log, self.ended.append, lambda: self.stopped, lambda: self.now)
+        self.watchman = Watchman(
+            60.0, log, self.ended.append, lambda: self.stopped, lambda: self.now
+        )
         self.watchman._is_main = True
 
     def after(self, seconds: float) -> None:
@@ -37,7 +40,9 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(module, "_TAKES_UP_SECONDS", 0.0)
     monkeypatch.setattr(module, "own_actors", lambda: [])
-    monkeypatch.setattr(os, "kill", lambda pid, number: None)  # the main thread looks by itself here
+    monkeypatch.setattr(
+        os, "kill", lambda pid, number: None
+    )  # the main thread looks by itself here
     open_waits.heard()
     yield Scene(tmp_path / "driver.log")
     open_waits.end_with(None)
@@ -49,7 +54,9 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_it_names_who_is_stopped_and_who_waits_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_names_who_is_stopped_and_who_waits_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     with open_waits.waiting("training") as wait:
         wait.whom = {"trainer-0": 4711}
@@ -74,10 +81,14 @@ def test_it_ends_the_wait_with_its_names(scene: Scene) -> None:
         scene.after(59)
         open_waits.look()  # not yet
         scene.after(1)
-        with pytest.raises(DeadlinePassed, match=r"pid 4711 .* is stopped since .*the run does not go on") as failed:
+        with pytest.raises(
+            DeadlinePassed, match=r"pid 4711 .* is stopped since .*the run does not go on"
+        ) as failed:
             open_waits.look()
     assert failed.value.names == ("trainer-0",)
-    assert "nothing was heard for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
+    assert (
+        "nothing was heard for 60 s" in failed.value.why and "kill -CONT 4711" in failed.value.fix
+    )
     assert "test_it_ends_the_wait" in scene.watchman._log.read_text(), "the driver's own stacks"
 
 
@@ -103,7 +114,8 @@ def test_another_part_that_is_stopped_later_does_not_count_anew(scene: Scene) ->
 def test_a_wait_that_ends_while_the_stacks_are_asked_for_is_not_ended_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks had lost each other: the run has begun again, and the new wait is not that of the old ones."""
+    """Its ranks had lost each other: the run has begun again, and the new wait is not that of the
+    old ones."""
 
     def asked(*_: object, **__: object) -> list[int]:
         open_waits.heard()
@@ -125,7 +137,9 @@ def test_nobody_stopped_ends_nothing(scene: Scene) -> None:
     open_waits.look()
 
 
-def test_a_main_thread_that_does_not_hear_is_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_main_thread_that_does_not_hear_is_ended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     scene.after(0)
@@ -136,7 +150,9 @@ def test_a_main_thread_that_does_not_hear_is_ended(scene: Scene, monkeypatch: py
     assert left == [1] and isinstance(scene.ended[0], DeadlinePassed)
 
 
-def test_a_run_that_has_begun_again_is_as_good_as_new(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_begun_again_is_as_good_as_new(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "_exit", pytest.fail)
     scene.after(0)
     scene.after(60)
@@ -159,7 +175,9 @@ def test_one_that_has_failed_is_ended_where_a_part_keeps_it_from_leaving(
     assert left == [1] and [str(error) for error in scene.ended] == ["second"]
 
 
-def test_it_is_raised_in_a_main_thread_that_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_raised_in_a_main_thread_that_does_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real one, with a real process that is stopped."""
     monkeypatch.setattr(module, "_TAKES_UP_SECONDS", 0.1)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:

@@ -50,21 +50,32 @@ def test_pack_and_unpack(tensors: list[tuple[str, torch.Tensor]], limit: int) ->
         assert bucket.nbytes <= limit or len(bucket.entries) == 1
         assert len({entry.dtype for entry in bucket.entries}) == 1
         names = [entry.name for entry in bucket.entries]
-        # the byte layout is a function of names, dtypes and shapes: the receiver of a broadcast computes it
-        recomputed = entries_of(names, [e.dtype for e in bucket.entries], [list(e.shape) for e in bucket.entries])
+        # the byte layout is a function of names, dtypes and shapes: the receiver of a broadcast
+        # computes it
+        recomputed = entries_of(
+            names, [e.dtype for e in bucket.entries], [list(e.shape) for e in bucket.entries]
+        )
         assert recomputed == bucket.entries
-        assert [TensorEntry.from_json(entry.to_json()) for entry in bucket.entries] == bucket.entries
+        assert [
+            TensorEntry.from_json(entry.to_json()) for entry in bucket.entries
+        ] == bucket.entries
 
 
 def test_floats_are_cast_while_packing_and_integers_are_not() -> None:
-    [floats, integers] = pack([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.int64))], 1000, torch.bfloat16)
+    [floats, integers] = pack(
+        [("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.int64))], 1000, torch.bfloat16
+    )
     assert floats.entries[0].dtype == "bfloat16" and floats.nbytes == 6
     assert integers.entries[0].dtype == "int64"
 
 
 def test_buffers_come_from_the_caller() -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
-    [bucket] = pack([("a", torch.full((4,), 7, dtype=torch.uint8))], 100, allocate=lambda nbytes: memory[:nbytes])
+    [bucket] = pack(
+        [("a", torch.full((4,), 7, dtype=torch.uint8))],
+        100,
+        allocate=lambda nbytes: memory[:nbytes],
+    )
     assert memory[:4].tolist() == [7, 7, 7, 7] and bucket.buffer.data_ptr() == memory.data_ptr()
 
 
@@ -131,7 +142,9 @@ def test_word_fingerprint_sees_every_change(content: bytes, data: st.DataObject)
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=40), st.data())
-def test_word_fingerprint_sees_the_order_and_single_words(words: list[int], data: st.DataObject) -> None:
+def test_word_fingerprint_sees_the_order_and_single_words(
+    words: list[int], data: st.DataObject
+) -> None:
     tensor = torch.tensor(words)
     before = word_fingerprint(tensor)
     i, j = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
@@ -145,9 +158,17 @@ def test_word_fingerprint_sees_the_order_and_single_words(words: list[int], data
 
 
 def test_zeros_ones_and_lengths_have_word_fingerprints_of_their_own() -> None:
-    fills = [torch.full((size,), fill, dtype=torch.uint8) for size in range(70) for fill in (0, 1, 0x80, 0xFF)]
+    fills = [
+        torch.full((size,), fill, dtype=torch.uint8)
+        for size in range(70)
+        for fill in (0, 1, 0x80, 0xFF)
+    ]
     assert len({word_fingerprint(tensor) for tensor in fills}) == 69 * 4 + 1
-    assert word_fingerprint(torch.zeros(0)) == word_fingerprint(torch.zeros(3, 0, dtype=torch.int8)) == "0" * 32
+    assert (
+        word_fingerprint(torch.zeros(0))
+        == word_fingerprint(torch.zeros(3, 0, dtype=torch.int8))
+        == "0" * 32
+    )
 
 
 @settings(max_examples=100)
@@ -170,8 +191,17 @@ def test_word_fingerprint_is_of_the_bytes_alone(content: bytes, at_once: int, of
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_word_fingerprint_of_strided_tensors(dtype: torch.dtype) -> None:
     cube = torch.randint(0, 100, (6, 5, 9)).to(dtype)
-    for view in (cube.permute(2, 0, 1), cube[:, 1:3], cube[..., ::2], cube[:, :, 3], cube[2, 3, 4], cube[:0]):
-        assert word_fingerprint(view) == word_fingerprint(view.clone(memory_format=torch.contiguous_format))
+    for view in (
+        cube.permute(2, 0, 1),
+        cube[:, 1:3],
+        cube[..., ::2],
+        cube[:, :, 3],
+        cube[2, 3, 4],
+        cube[:0],
+    ):
+        assert word_fingerprint(view) == word_fingerprint(
+            view.clone(memory_format=torch.contiguous_format)
+        )
         assert word_fingerprint(view) == word_fingerprint(view.reshape(-1))
     assert word_fingerprint(cube[:, :5, 0].t()) != word_fingerprint(cube[:, :5, 0])
     weight = torch.nn.Parameter(torch.ones(3))
@@ -195,7 +225,9 @@ def test_word_fingerprint_is_this_one() -> None:
     words = [0, 1, 2**64 - 1, 2**63, 0x0123456789ABCDEF]
     content = b"".join(word.to_bytes(8, "little") for word in words)
     assert word_fingerprint(uint8(content)) == expected(words, 40)
-    assert word_fingerprint(uint8(content[:39])) == expected([*words[:4], words[4] & (2**56 - 1)], 39)
+    assert word_fingerprint(uint8(content[:39])) == expected(
+        [*words[:4], words[4] & (2**56 - 1)], 39
+    )
 
 
 def test_an_entry_beyond_the_buffer_is_refused() -> None:
@@ -211,9 +243,20 @@ def test_dtype_names(dtype: torch.dtype) -> None:
 
 
 def test_what_routers_read_in_float32_stays_so() -> None:
-    bias, weight = "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.1.mlp.gate.weight"
-    tensors = [(bias, torch.tensor([1.0001])), (weight, torch.tensor([1.0001])), ("ids", torch.tensor([3]))]
-    back = {name: tensor for bucket in pack(tensors, 100, torch.bfloat16) for name, tensor in bucket.tensors()}
+    bias, weight = (
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        "model.layers.1.mlp.gate.weight",
+    )
+    tensors = [
+        (bias, torch.tensor([1.0001])),
+        (weight, torch.tensor([1.0001])),
+        ("ids", torch.tensor([3])),
+    ]
+    back = {
+        name: tensor
+        for bucket in pack(tensors, 100, torch.bfloat16)
+        for name, tensor in bucket.tensors()
+    }
     assert {name: tensor.dtype for name, tensor in back.items()} == {
         bias: torch.float32, weight: torch.bfloat16, "ids": torch.int64,
     }  # fmt: skip

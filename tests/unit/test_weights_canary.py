@@ -1,4 +1,5 @@
-"""The canary: engines that compute something else than the trainer are found, sound ones are not."""
+"""The canary: engines that compute something else than the trainer are found, sound ones are
+not."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def config_json(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Callable[..., str]:
+def config_json(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
+) -> Callable[..., str]:
     """``config_json(name=value)``: a directory with nothing but a config, changed like this."""
 
     def write(**changes: Any) -> str:
@@ -100,7 +103,8 @@ def canary_of(fleet: Fleet, model: str | Path, expected: list[float], **flags: A
     return canary
 
 
-# -- the tokens --------------------------------------------------------------------------------------------------
+# -- the tokens
+# --------------------------------------------------------------------------------------------------
 
 
 @given(vocab=st.integers(32, 300_000), length=st.integers(1, 32))
@@ -115,10 +119,13 @@ def test_the_tokens_are_spread_and_repeat(vocab: int, length: int) -> None:
 
 def test_the_canary_fits_a_short_context(models: dict[str, Path]) -> None:
     assert len(canary_of(Fleet([0.0]), models["llama"], []).tokens) == 32
-    assert len(canary_of(Fleet([0.0]), models["llama"], [], rollout_max_context_len=20).tokens) == 19
+    assert (
+        len(canary_of(Fleet([0.0]), models["llama"], [], rollout_max_context_len=20).tokens) == 19
+    )
 
 
-# -- the judgement -----------------------------------------------------------------------------------------------
+# -- the judgement
+# -----------------------------------------------------------------------------------------------
 
 EXPECTED = [-0.5 * (number % 7) - 1 for number in range(31)]
 
@@ -128,8 +135,15 @@ def moved(at: int, by: float) -> list[float]:
 
 
 @settings(max_examples=50)
-@given(at=st.integers(0, 30), by=st.floats(0.0011, 50), sign=st.sampled_from([1, -1]), engine=st.integers(0, 2))
-def test_in_float32_one_token_is_enough(models: dict[str, Path], at: int, by: float, sign: int, engine: int) -> None:
+@given(
+    at=st.integers(0, 30),
+    by=st.floats(0.0011, 50),
+    sign=st.sampled_from([1, -1]),
+    engine=st.integers(0, 2),
+)
+def test_in_float32_one_token_is_enough(
+    models: dict[str, Path], at: int, by: float, sign: int, engine: int
+) -> None:
     said = [list(EXPECTED) for _ in range(3)]
     said[engine] = moved(at, sign * by)
     canary = canary_of(Fleet(*said), models["llama"], EXPECTED)
@@ -144,7 +158,9 @@ def test_in_float32_one_token_is_enough(models: dict[str, Path], at: int, by: fl
 
 def counted(sent: int, loaded: int, checked: int) -> dict[str, float]:
     numbers = {"sent": sent, "loaded": loaded, "checked": checked}
-    return {f"perf/update_weights/{what}_tensors": float(number) for what, number in numbers.items()}
+    return {
+        f"perf/update_weights/{what}_tensors": float(number) for what, number in numbers.items()
+    }
 
 
 DROPPED, CHANGED, LOST = "dropped a tensor", "arrived changed", "lost when the engine released"
@@ -164,7 +180,11 @@ ROPE, BACKEND, QUANTISATION = "config.json or rope", "the attention backend", "q
     ids=str,
 )
 def test_causes_are_in_order_and_without_those_that_are_excluded(
-    models: dict[str, Path], pushed: dict[str, float] | None, flags: dict[str, Any], at: int, causes: list[str]
+    models: dict[str, Path],
+    pushed: dict[str, float] | None,
+    flags: dict[str, Any],
+    at: int,
+    causes: list[str],
 ) -> None:
     canary = canary_of(Fleet(moved(at, 1.0)), models["llama"], EXPECTED, **flags)
     canary.pushed = pushed
@@ -198,24 +218,36 @@ def test_in_16_bits_the_mean_counts_against_the_spread(models: dict[str, Path]) 
     deviation = float(torch.tensor(EXPECTED).std(correction=0))
 
     def check(said: list[float]) -> dict[str, float]:
-        return canary_of(Fleet(said, dtype="bfloat16"), models["llama"], EXPECTED, bf16=True).check("a weight push")
+        return canary_of(Fleet(said, dtype="bfloat16"), models["llama"], EXPECTED, bf16=True).check(
+            "a weight push"
+        )
 
-    assert check([value + 0.09 * deviation for value in EXPECTED])[MEAN] == pytest.approx(0.09 * deviation)
-    assert check(moved(7, 2 * deviation))[LARGEST] == pytest.approx(2 * deviation)  # a token went to another expert
+    assert check([value + 0.09 * deviation for value in EXPECTED])[MEAN] == pytest.approx(
+        0.09 * deviation
+    )
+    assert check(moved(7, 2 * deviation))[LARGEST] == pytest.approx(
+        2 * deviation
+    )  # a token went to another expert
     with pytest.raises(UserError, match=rf"allowed is a mean of {0.1 * deviation:.2g}"):
         check([value + 0.11 * deviation for value in EXPECTED])
 
 
 def test_a_model_that_finds_all_equally_likely(models: dict[str, Path]) -> None:
     flat = [-math.log(VOCAB)] * 31
-    canary = canary_of(Fleet([value + 0.005 for value in flat], dtype="bfloat16"), models["llama"], flat, bf16=True)
+    canary = canary_of(
+        Fleet([value + 0.005 for value in flat], dtype="bfloat16"), models["llama"], flat, bf16=True
+    )
     assert canary.check("a weight push")[MEAN] == pytest.approx(0.005)
 
 
-@pytest.mark.parametrize("mixed", [{"bf16": True}, {"dtype": "bfloat16"}, {"dtype": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "mixed", [{"bf16": True}, {"dtype": "bfloat16"}, {"dtype": "auto"}], ids=str
+)
 def test_float32_needs_both_sides(models: dict[str, Path], mixed: dict[str, Any]) -> None:
     dtype = mixed.pop("dtype", "float32")
-    canary_of(Fleet(moved(3, 0.01), dtype=dtype), models["llama"], EXPECTED, **mixed).check("a weight push")
+    canary_of(Fleet(moved(3, 0.01), dtype=dtype), models["llama"], EXPECTED, **mixed).check(
+        "a weight push"
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +274,9 @@ def test_engines_that_quantise_by_themselves_are_only_measured(
         assert canary.check("a weight push") == pytest.approx({MEAN: 1 / 31, LARGEST: 1.0})
 
 
-def test_fp8_kernels_that_round_activations_are_measured_first(config_json: Callable[..., str]) -> None:
+def test_fp8_kernels_that_round_activations_are_measured_first(
+    config_json: Callable[..., str],
+) -> None:
     """The first check measures, up to the standard deviation; later ones allow twice as much."""
     model = config_json(quantization_config={"quant_method": "fp8"})
     spread = statistics.pstdev(EXPECTED)
@@ -261,17 +295,23 @@ def test_fp8_kernels_that_round_activations_are_measured_first(config_json: Call
 
 def test_what_is_not_a_number_differs(models: dict[str, Path]) -> None:
     canary = canary_of(Fleet(EXPECTED[:5] + [None] + EXPECTED[6:]), models["llama"], EXPECTED)  # type: ignore[list-item]
-    with pytest.raises(UserError, match=r"position 6 of the canary, by inf \(trainer -3\.5000, engine nan\)"):
+    with pytest.raises(
+        UserError, match=r"position 6 of the canary, by inf \(trainer -3\.5000, engine nan\)"
+    ):
         canary.check("taking its memory back")
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=str)
 def test_a_trainer_whose_weights_are_broken(models: dict[str, Path], flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="the trainer's own log-probs of the canary are not finite"):
-        canary_of(Fleet(EXPECTED), models["llama"], [math.nan, *EXPECTED[1:]], **flags).check("a weight push")
+        canary_of(Fleet(EXPECTED), models["llama"], [math.nan, *EXPECTED[1:]], **flags).check(
+            "a weight push"
+        )
 
 
-def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_answer_the_question(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = Fleet(EXPECTED)
     canary = canary_of(fleet, models["llama"], EXPECTED)
 
@@ -280,11 +320,14 @@ def test_an_engine_that_does_not_answer_the_question(models: dict[str, Path], mo
 
     for answer in (refuse, lambda *request: [fleet.answer(EXPECTED[:7], canary.tokens[:8])]):
         monkeypatch.setattr(fleet, "post", answer)
-        with pytest.raises(UserError, match=r"did not score the canary after a weight push: http://engine-0.*"):
+        with pytest.raises(
+            UserError, match=r"did not score the canary after a weight push: http://engine-0.*"
+        ):
             canary.check("a weight push")
 
 
-# -- trainer and engine --------------------------------------------------------------------------------------------
+# -- trainer and engine
+# --------------------------------------------------------------------------------------------
 
 
 def lose_rotary_tables(engine: EmbeddedEngine) -> None:
@@ -302,14 +345,18 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "deepseek_v3"])
-def trained(request: pytest.FixtureRequest, models: dict[str, Path], dtype: str) -> tuple[Path, list[float]]:
+def trained(
+    request: pytest.FixtureRequest, models: dict[str, Path], dtype: str
+) -> tuple[Path, list[float]]:
     """A model, and what the trainer says of the canary."""
     model = models[request.param]
     with single(model, bf16=dtype == "bfloat16") as backend:
         return model, backend.canary_log_probs(canary_tokens(VOCAB))
 
 
-def checked(engine: EmbeddedEngine, trained: tuple[Path, list[float]], dtype: str) -> dict[str, float]:
+def checked(
+    engine: EmbeddedEngine, trained: tuple[Path, list[float]], dtype: str
+) -> dict[str, float]:
     return canary_of(engine, *trained, bf16=dtype == "bfloat16").check("a weight push")
 
 
@@ -334,24 +381,35 @@ QUANTISED = {
 
 @pytest.fixture(scope="module", params=QUANTISED)
 def quantised(
-    request: pytest.FixtureRequest, models: dict[str, Path], dtype: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    dtype: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, list[float], list[float]]:
-    """A model of quantised weights, and what the trainer says of the canary: with what engines get, and without."""
+    """A model of quantised weights, and what the trainer says of the canary: with what engines get,
+    and without."""
     pytest.importorskip("compressed_tensors", reason="the quantised extra is not installed")
     folder = tmp_path_factory.mktemp("quantised")
     plain, folder = shutil.copytree(models["qwen3"], folder / "plain"), folder / request.param
     [file] = plain.glob("*.safetensors")  # in the engine's dtype, which a push casts to first
-    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}, file
+    )
     quantise_directory(plain, folder, QUANTISED[request.param])
     with single(folder, ref_load=str(plain), bf16=dtype == "bfloat16") as backend:
         tokens = canary_tokens(VOCAB)
-        return folder, backend.canary_log_probs(tokens), backend.canary_log_probs(tokens, plain=True)
+        return (
+            folder,
+            backend.canary_log_probs(tokens),
+            backend.canary_log_probs(tokens, plain=True),
+        )
 
 
 def test_engines_of_quantised_weights_are_judged_as_any_other(
     quantised: tuple[Path, list[float], list[float]], dtype: str
 ) -> None:
-    """From the first push on: what the format does, more than a damaged norm here, is on both sides."""
+    """From the first push on: what the format does, more than a damaged norm here, is on both
+    sides."""
     model, expected, plain = quantised
     engine = EmbeddedEngine(model, dtype)
     found = checked(engine, (model, expected), dtype)
@@ -389,7 +447,8 @@ def test_keys_and_values_of_before_are_not_used_again(models: dict[str, Path]) -
     assert [answer["meta_info"]["cached_tokens"] for [answer] in asked] == [0, 0]
 
 
-# -- in the loop -----------------------------------------------------------------------------------------------------
+# -- in the loop
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -426,7 +485,9 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
     return cluster, log
 
 
-def test_engines_are_checked_when_they_wake_and_only_then(cluster: tuple[Cluster, list[str]]) -> None:
+def test_engines_are_checked_when_they_wake_and_only_then(
+    cluster: tuple[Cluster, list[str]],
+) -> None:
     it, log = cluster
     assert it._turns is not None and it._weights is not None
     it._turns.before_trainer()
@@ -441,4 +502,6 @@ def test_engines_are_checked_when_they_wake_and_only_then(cluster: tuple[Cluster
 
 
 def test_example_of_a_difference() -> None:
-    assert Difference.of([-1.0, -2.0], [-1.0, -2.5]) == Difference(mean=0.25, largest=0.5, at=1, first=0.0)
+    assert Difference.of([-1.0, -2.0], [-1.0, -2.5]) == Difference(
+        mean=0.25, largest=0.5, at=1, first=0.0
+    )

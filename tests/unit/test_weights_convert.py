@@ -1,4 +1,5 @@
-"""Conversion tables and layouts: Hugging Face → Megatron → Hugging Face is the identity for any shape and split."""
+"""Conversion tables and layouts: Hugging Face → Megatron → Hugging Face is the identity for any
+shape and split."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def test_round_trip_is_the_identity(family: ModelFamily, shape: dict, tensor_par
 
 def test_qkv_is_interleaved_by_query_group() -> None:
     spec = family_of(config_of("llama")).model_spec(config_of("llama", head_dim=1, hidden_size=4))
-    q, k, v = torch.arange(4.0)[:, None], torch.tensor([[10.0], [11.0]]), torch.tensor([[20.0], [21.0]])
+    q, k, v = (
+        torch.arange(4.0)[:, None],
+        torch.tensor([[10.0], [11.0]]),
+        torch.tensor([[20.0], [21.0]]),
+    )
     fused = QKV.load([q, k, v], Shard(), spec)
     assert fused.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert QKV.load([q, k, v], Shard(1, 2), spec).flatten().tolist() == [2, 3, 11, 21]
@@ -111,7 +116,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_theta": 1e6, "rope_scaling": None}, (1e6, 1.0, None)),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, (1e6, 1.0, None)),
         (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "partial_rotary_factor": 0.5,
+            },
             (5e5, 0.5, {"rope_type": "linear", "factor": 2.0}),
         ),
         (
@@ -130,7 +139,9 @@ def test_both_spellings_of_the_rotary_settings(config: dict, expected: tuple) ->
 
 def test_contradicting_rotary_bases_are_refused() -> None:
     with pytest.raises(UserError, match="contradicts itself"):
-        rotary_settings({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+        rotary_settings(
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+        )
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -138,7 +149,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize("plain", [{"rope_type": "default"}, {}])
 def test_a_scaling_added_in_the_old_spelling_is_not_lost(plain: dict) -> None:
-    """As model cards tell one to do for long contexts; transformers takes it, also beside ``rope_parameters``."""
+    """As model cards tell one to do for long contexts; transformers takes it, also beside
+    ``rope_parameters``."""
     new = {"rope_theta": 1e6, **plain}
     with pytest.raises(UserError, match="contradicts itself on rotary scaling"):
         rotary_settings({"rope_parameters": new, "rope_scaling": YARN})
@@ -146,14 +158,25 @@ def test_a_scaling_added_in_the_old_spelling_is_not_lost(plain: dict) -> None:
     del old["rope_type"]
     agreed = rotary_settings({"rope_parameters": {"rope_theta": 1e6, **YARN}, "rope_scaling": old})
     assert agreed == (1e6, 1.0, YARN)
-    assert rotary_settings({"rope_parameters": new, "rope_scaling": {"type": "default"}}) == (1e6, 1.0, None)
+    assert rotary_settings({"rope_parameters": new, "rope_scaling": {"type": "default"}}) == (
+        1e6,
+        1.0,
+        None,
+    )
 
 
 def test_the_spec_agrees_with_transformers_defaults() -> None:
     import transformers
 
     required = (
-        *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"),
+        *(
+            "model_type",
+            "hidden_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "intermediate_size",
+            "vocab_size",
+        ),
         *("num_key_value_heads", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
         *("num_experts_per_tok", "norm_topk_prob"),
         "sliding_window",
@@ -167,7 +190,10 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     for cls in (*moe, *dense):
         full = {**cls().to_dict(), "sliding_window": None}
         sparse = {key: full[key] for key in required if key in full}
-        from_full, from_sparse = family_of(full).model_spec(full), family_of(full).model_spec(sparse)
+        from_full, from_sparse = (
+            family_of(full).model_spec(full),
+            family_of(full).model_spec(sparse),
+        )
         assert from_full.transformer == from_sparse.transformer
         assert from_full.rotary_base == from_sparse.rotary_base
         assert from_full.tie_embeddings == from_sparse.tie_embeddings
@@ -187,7 +213,10 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
         ("glm4_moe", {"topk_method": "greedy"}),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("llama", {"final_logit_softcapping": 30.0}),
-        ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
     ],
 )
 def test_settings_that_would_be_lost_are_refused(family: str, setting: dict[str, object]) -> None:
@@ -199,7 +228,10 @@ def test_settings_that_would_be_lost_are_refused(family: str, setting: dict[str,
 def test_routers_without_a_meaning_are_refused() -> None:
     grouped = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     spec = family_of(config_of("deepseek_v3")).model_spec(config_of("deepseek_v3", **grouped))
-    assert spec.transformer["moe_router_num_groups"] == 2 and spec.transformer["moe_router_group_topk"] == 1
+    assert (
+        spec.transformer["moe_router_num_groups"] == 2
+        and spec.transformer["moe_router_group_topk"] == 1
+    )
     for change in ({"num_experts_per_tok": 3}, {"n_group": 3}, {"n_group": 4}):
         with pytest.raises(UserError, match=r"cannot choose \d of 4 experts from 1 of \d groups"):
             config = config_of("deepseek_v3", **{**grouped, **change})
@@ -223,11 +255,15 @@ def test_routers_without_a_meaning_are_refused() -> None:
         ("deepseek_v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [0, 0, 1, 0]),
     ],
 )
-def test_which_layers_have_experts(family: str, setting: dict[str, object], pattern: object) -> None:
+def test_which_layers_have_experts(
+    family: str, setting: dict[str, object], pattern: object
+) -> None:
     config = config_of(family, num_hidden_layers=4, **setting)
     spec = family_of(config).model_spec(config)
     assert spec.transformer["moe_layer_freq"] == pattern
-    assert [int(spec.is_moe_layer(layer)) for layer in range(4)] == ([1] * 4 if pattern == 1 else pattern)
+    assert [int(spec.is_moe_layer(layer)) for layer in range(4)] == (
+        [1] * 4 if pattern == 1 else pattern
+    )
 
 
 def test_unknown_families_and_missing_fields() -> None:
@@ -258,13 +294,17 @@ def test_unknown_families_and_missing_fields() -> None:
         ("mistral-7B", "mistral", "mistral"),
     ],
 )
-def test_model_name_in_the_spellings_of_launch_scripts(name: str, model_type: str, family: str) -> None:
+def test_model_name_in_the_spellings_of_launch_scripts(
+    name: str, model_type: str, family: str
+) -> None:
     assert family_of({"model_type": model_type}, name).name == family
 
 
 def test_a_model_name_may_not_contradict_the_config() -> None:
     assert family_of({"model_type": "mine", "num_experts": 8}, "qwen3").name == "qwen3_moe"
-    with pytest.raises(UserError, match=r"--model-name glm4-9B(.|\n)*glm4 or glm4_moe(.|\n)*'qwen3'"):
+    with pytest.raises(
+        UserError, match=r"--model-name glm4-9B(.|\n)*glm4 or glm4_moe(.|\n)*'qwen3'"
+    ):
         family_of({"model_type": "qwen3"}, "glm4-9B")
     for name in ("qwen3-next-80B", "qwen", "glm4v-9B", "7B"):
         with pytest.raises(UserError, match=f"--model-name {name} is not a model family"):
@@ -275,7 +315,9 @@ def test_biases_of_every_projection_are_described() -> None:
     config = config_of("llama", attention_bias=True, mlp_bias=True)
     family = family_of(config)
     names = {name for name, _ in family.hf_tensors(family.describe(config))}
-    assert {f"model.layers.0.{name}_proj.bias" for name in ("self_attn.o", "mlp.gate", "mlp.down")} <= names
+    assert {
+        f"model.layers.0.{name}_proj.bias" for name in ("self_attn.o", "mlp.gate", "mlp.down")
+    } <= names
 
 
 def test_config_files(tmp_path) -> None:
@@ -295,15 +337,28 @@ def test_the_language_covers_experts_and_layer_kinds() -> None:
         return layer >= 1
 
     def make_spec(config: dict) -> ModelSpec:
-        transformer = {"num_layers": 3, "num_moe_experts": 4, "num_attention_heads": 2, "num_query_groups": 2}
+        transformer = {
+            "num_layers": 3,
+            "num_moe_experts": 4,
+            "num_attention_heads": 2,
+            "num_query_groups": 2,
+        }
         return ModelSpec("toy", transformer | {"kv_channels": 2, "hidden_size": 4}, "silu", 10, 1e4)
 
     layer, there = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     rules = (
-        Rule(layer + "linear_fc2.weight", there + "down_proj.weight", ROW, when=lambda s, n: not is_moe(s, n)),
+        Rule(
+            layer + "linear_fc2.weight",
+            there + "down_proj.weight",
+            ROW,
+            when=lambda s, n: not is_moe(s, n),
+        ),
         Rule(layer + "router.weight", there + "gate.weight", REPLICATED, when=is_moe),
         Rule(
-            (layer + "experts.local_experts.{expert}.linear_fc2.weight", layer + "experts.linear_fc2.weight{expert}"),
+            (
+                layer + "experts.local_experts.{expert}.linear_fc2.weight",
+                layer + "experts.linear_fc2.weight{expert}",
+            ),
             there + "experts.{expert}.down_proj.weight",
             ROW,
             when=is_moe,
@@ -316,6 +371,8 @@ def test_the_language_covers_experts_and_layer_kinds() -> None:
     assert names[0] == "model.layers.0.mlp.down_proj.weight"
     for spelling in ("experts.local_experts.3.linear_fc2.weight", "experts.linear_fc2.weight3"):
         match = toy.match_megatron(f"decoder.layers.2.mlp.{spelling}", spec)
-        assert match is not None and match.sources == ("model.layers.2.mlp.experts.3.down_proj.weight",)
+        assert match is not None and match.sources == (
+            "model.layers.2.mlp.experts.3.down_proj.weight",
+        )
     assert toy.match_megatron("decoder.layers.1.mlp.linear_fc2.weight", spec) is None
     assert toy.is_ignored("model.layers.3.eh_proj.weight", spec)

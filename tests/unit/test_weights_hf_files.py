@@ -1,4 +1,5 @@
-"""Hugging Face directories: everything that can be wrong with one is said by name; writing is all or nothing."""
+"""Hugging Face directories: everything that can be wrong with one is said by name; writing is all
+or nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_complete_model(sharded: Path) -> None:
 
 def test_missing_shards_are_named_with_their_layers(sharded: Path) -> None:
     (sharded / "model-00002-of-00004.safetensors").unlink()
-    with pytest.raises(UserError, match=r"1 of 4 shards(.|\n)*model-00002-of-00004(.|\n)*layers 0-1"):
+    with pytest.raises(
+        UserError, match=r"1 of 4 shards(.|\n)*model-00002-of-00004(.|\n)*layers 0-1"
+    ):
         HfReader(sharded)
 
 
@@ -77,7 +80,9 @@ def test_an_index_that_promises_too_much(sharded: Path) -> None:
 
 def test_missing_layers_and_unknown_tensors(tmp_path: Path) -> None:
     there = {name: tensor for name, tensor in TENSORS.items() if ".layers.2." not in name}
-    save_file({**there, "model.layers.0.extra.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file(
+        {**there, "model.layers.0.extra.weight": torch.zeros(1)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(UserError) as caught:
         HfReader(tmp_path).verify(FAMILY, SPEC)
     assert "9 tensors missing in layers 2 of 4" in str(caught.value)
@@ -93,7 +98,9 @@ def test_missing_layers_and_unknown_tensors(tmp_path: Path) -> None:
         ({"num_key_value_heads": CONFIG["num_attention_heads"]}, "self_attn.k_proj.weight is "),
     ],
 )  # fmt: skip
-def test_a_config_that_was_edited(sharded: Path, changed: dict[str, int], said: str, *, names_only: bool) -> None:
+def test_a_config_that_was_edited(
+    sharded: Path, changed: dict[str, int], said: str, *, names_only: bool
+) -> None:
     spec = FAMILY.model_spec({**CONFIG, **changed})
     with pytest.raises(UserError, match="not of the shape that config") as caught:
         HfReader(sharded, names_only=names_only).verify(FAMILY, spec)
@@ -114,7 +121,8 @@ def test_what_a_family_does_not_use_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text"), [("pytorch_model.bin", ".bin weights"), ("m.gguf", "gguf-to-hf"), ("readme.md", "readme.md")]
+    ("file", "text"),
+    [("pytorch_model.bin", ".bin weights"), ("m.gguf", "gguf-to-hf"), ("readme.md", "readme.md")],
 )
 def test_other_kinds_of_weights(tmp_path: Path, file: str, text: str) -> None:
     (tmp_path / file).write_text("x")
@@ -132,7 +140,9 @@ def test_what_is_written_can_be_read(sharded: Path, tmp_path: Path, shard_bytes:
             writer.add(name, tensor.to(torch.bfloat16))
     reader = HfReader(target)
     reader.verify(FAMILY, SPEC)
-    assert all(torch.equal(reader[name][:], tensor.to(torch.bfloat16)) for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(reader[name][:], tensor.to(torch.bfloat16)) for name, tensor in TENSORS.items()
+    )
     assert (reader.num_files > 1) == (shard_bytes == 6000)
     assert all(path.stat().st_size < 2 * 6000 for path in target.glob("model-*.safetensors"))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
@@ -145,8 +155,13 @@ def test_the_original_is_never_written_to(sharded: Path) -> None:
 
 
 def test_what_is_no_export_is_never_replaced(sharded: Path, tmp_path: Path) -> None:
-    """A directory of checkpoints, of models, of a user's own things, or a file; nothing in them may be lost."""
-    for name, inside in (("ckpt", "iter_0000003/common.pt"), ("notes", "todo.txt"), ("models", "a/model.safetensors")):
+    """A directory of checkpoints, of models, of a user's own things, or a file; nothing in them may
+    be lost."""
+    for name, inside in (
+        ("ckpt", "iter_0000003/common.pt"),
+        ("notes", "todo.txt"),
+        ("models", "a/model.safetensors"),
+    ):
         kept = tmp_path / name / inside
         kept.parent.mkdir(parents=True)
         kept.write_text("precious")
@@ -166,7 +181,9 @@ def test_an_existing_export_is_replaced_as_a_whole(sharded: Path, tmp_path: Path
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 30, 8])  # the last shard meets it, or the first of several
+@pytest.mark.parametrize(
+    "shard_bytes", [1 << 30, 8]
+)  # the last shard meets it, or the first of several
 def test_a_full_disk_leaves_the_old_export(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
@@ -177,7 +194,10 @@ def test_a_full_disk_leaves_the_old_export(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("slime.checkpoints.safetensors_stream.write_stream", full)
-    with pytest.raises(UserError, match="No space left"), HfWriter(tmp_path / "out", sharded, shard_bytes) as writer:
+    with (
+        pytest.raises(UserError, match="No space left"),
+        HfWriter(tmp_path / "out", sharded, shard_bytes) as writer,
+    ):
         writer.add("w", torch.zeros(2))
         writer.add("x", torch.zeros(2))
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1.0, 1.0]

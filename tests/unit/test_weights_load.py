@@ -1,4 +1,5 @@
-"""Loading says what it did, and fails by name on any parameter or tensor that has no counterpart."""
+"""Loading says what it did, and fails by name on any parameter or tensor that has no
+counterpart."""
 
 from __future__ import annotations
 
@@ -40,25 +41,43 @@ def test_the_report(tmp_path: Path) -> None:
     _, _, model = model_of("llama", seed=2)
     report = load_hf([model], directory)
     parameters = list(model.parameters())
-    assert report.num_loaded == len(parameters) and report.num_elements == sum(p.numel() for p in parameters)
-    assert report.nbytes == 4 * report.num_elements and report.files == {"model.safetensors": len(parameters)}
+    assert report.num_loaded == len(parameters) and report.num_elements == sum(
+        p.numel() for p in parameters
+    )
+    assert report.nbytes == 4 * report.num_elements and report.files == {
+        "model.safetensors": len(parameters)
+    }
     assert report.ignored == tuple(extra) and "1 tensors are not used" in str(report)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in iter_hf_tensors([model], config))
+    assert all(
+        torch.equal(tensor, tensors[name]) for name, tensor in iter_hf_tensors([model], config)
+    )
 
 
 def test_layers_for_multi_token_prediction_are_counted(tmp_path: Path) -> None:
     """One more than config.json announces is not such a layer but a checkpoint of another model."""
     config, tensors, model = model_of("deepseek_v3", num_nextn_predict_layers=1)
-    mtp = {f"model.layers.2.{name}": torch.ones(2) for name in ("eh_proj.weight", "mlp.gate.weight", "enorm.weight")}
+    mtp = {
+        f"model.layers.2.{name}": torch.ones(2)
+        for name in ("eh_proj.weight", "mlp.gate.weight", "enorm.weight")
+    }
     report = load_hf([model], write(tmp_path / "m", config, {**tensors, **mtp}))
     assert set(report.ignored) == set(mtp) and "3 tensors are not used" in str(report)
     with pytest.raises(UserError, match=r"1 tensor unknown in layers 3 of 2"):
-        load_hf([model], write(tmp_path / "m", config, {**tensors, "model.layers.3.enorm.weight": torch.ones(2)}))
+        load_hf(
+            [model],
+            write(
+                tmp_path / "m", config, {**tensors, "model.layers.3.enorm.weight": torch.ones(2)}
+            ),
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("q_a_proj.weight_scale_inv", "FP8"), ("q_a_proj.qweight", "INT4"), ("o_proj.weight_packed", "I")],
+    [
+        ("q_a_proj.weight_scale_inv", "FP8"),
+        ("q_a_proj.qweight", "INT4"),
+        ("o_proj.weight_packed", "I"),
+    ],
 )
 def test_quantised_checkpoints_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     config, tensors, model = model_of("deepseek_v3")
@@ -77,7 +96,9 @@ def test_the_files_dtype_is_cast_to_the_models(tmp_path: Path) -> None:
 def test_a_parameter_that_the_table_does_not_know(tmp_path: Path) -> None:
     config, tensors, _ = model_of("llama")
     _, _, with_biases = model_of("qwen2")
-    with pytest.raises(UserError, match=r"linear_qkv\.bias \[32\] that the table of llama does not know"):
+    with pytest.raises(
+        UserError, match=r"linear_qkv\.bias \[32\] that the table of llama does not know"
+    ):
         load_hf([with_biases], write(tmp_path / "m", config, tensors))
 
 
@@ -94,21 +115,30 @@ def test_export_in_another_dtype(tmp_path: Path) -> None:
     save_hf([model], source, tmp_path / "out", assets_from=source, dtype=torch.bfloat16)
     _, _, other = model_of("llama", seed=3)
     load_hf([other], tmp_path / "out")
-    assert all(torch.equal(t, tensors[n].to(torch.bfloat16).float()) for n, t in iter_hf_tensors([other], config))
+    assert all(
+        torch.equal(t, tensors[n].to(torch.bfloat16).float())
+        for n, t in iter_hf_tensors([other], config)
+    )
 
 
 def test_names_are_global_on_every_pipeline_stage_and_expert_rank() -> None:
     config = config_of("llama", num_hidden_layers=4)
     family = family_of(config)
     spec = family.model_spec(config)
-    chunks = [MegatronStub(family, spec, random_hf(family, spec), layers=range(n, n + 1)) for n in (1, 3)]
+    chunks = [
+        MegatronStub(family, spec, random_hf(family, spec), layers=range(n, n + 1)) for n in (1, 3)
+    ]
     layers = {name.split(".")[2] for name, _ in global_parameters(chunks) if "layers" in name}
     assert layers == {"1", "3"}
 
     stub = MegatronStub(family, spec, random_hf(family, spec), layers=range(2, 3))
     stub._place("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", torch.ones(1))
     stub._place("decoder.layers.0.mlp.experts.linear_fc2.weight1", torch.ones(1))
-    names = [name for name, _ in global_parameters([stub], 8, Placement(ep_rank=3, ep_size=4)) if "experts" in name]
+    names = [
+        name
+        for name, _ in global_parameters([stub], 8, Placement(ep_rank=3, ep_size=4))
+        if "experts" in name
+    ]
     assert sorted(names) == [
         "decoder.layers.2.mlp.experts.linear_fc2.weight7",
         "decoder.layers.2.mlp.experts.local_experts.7.linear_fc1.weight",

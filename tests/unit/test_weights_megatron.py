@@ -1,4 +1,5 @@
-"""Hugging Face weights in the real Megatron model: same log-probs as transformers, and back out unchanged."""
+"""Hugging Face weights in the real Megatron model: same log-probs as transformers, and back out
+unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def pool() -> Iterator[RankPool]:
 def transformers_log_probs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
     return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
@@ -81,13 +84,19 @@ def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(UserError) as caught, single(model):
         pass
-    assert name in str(caught.value) and "[32, 40]" in str(caught.value) and "[32, 48]" in str(caught.value)
+    assert (
+        name in str(caught.value)
+        and "[32, 40]" in str(caught.value)
+        and "[32, 48]" in str(caught.value)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", jobs.LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_layout_loads_and_exports_the_same(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+def test_every_layout_loads_and_exports_the_same(
+    pool: RankPool, tmp_path: Path, layout: str, tied: bool
+) -> None:
     model = jobs.make_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     original = load_file(model / "model.safetensors")
     for there in pool.run(jobs.load_and_export, model, layout):
@@ -95,7 +104,10 @@ def test_every_layout_loads_and_exports_the_same(pool: RankPool, tmp_path: Path,
         assert there.keys() == original.keys()
         assert all(torch.equal(there[name], original[name]) for name in original)
     pool.run(jobs.export_directory, model, layout, tmp_path / "out")
-    assert all(torch.equal(t, original[n]) for n, t in load_file(tmp_path / "out" / "model.safetensors").items())
+    assert all(
+        torch.equal(t, original[n])
+        for n, t in load_file(tmp_path / "out" / "model.safetensors").items()
+    )
     assert read_hf_config(tmp_path / "out")["dtype"] == "float32"
 
 
@@ -114,7 +126,9 @@ def pool_order(tensors: dict[str, torch.Tensor]) -> list[str]:
 def test_pushing_from_several_ranks(pool: RankPool, tmp_path: Path, layout: str) -> None:
     model = jobs.make_model(tmp_path / "model", "qwen2")
     original = load_file(model / "model.safetensors")
-    with FakeWeightEngine({name: torch.zeros_like(tensor) for name, tensor in original.items()}) as engine:
+    with FakeWeightEngine(
+        {name: torch.zeros_like(tensor) for name, tensor in original.items()}
+    ) as engine:
         assert pool.run(jobs.push, model, layout, engine.url) == [(1, len(original))] * 2
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in original.items())
 
@@ -141,14 +155,17 @@ def test_a_failed_push_is_every_ranks_error(pool: RankPool, tmp_path: Path) -> N
     assert all("no such tensor" in text for text in said)
 
 
-# -- the real engine ---------------------------------------------------------------------------------------
+# -- the real engine
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An embedded engine process that serves other weights than the trainer will have."""
     model = save_tiny_model(tmp_path_factory.mktemp("engine") / "model", "qwen3", seed=0)
-    spec = embedded_command(make_config(fp32=True, hf_checkpoint=str(model)), str(model), "127.0.0.1", free_port())
+    spec = embedded_command(
+        make_config(fp32=True, hf_checkpoint=str(model)), str(model), "127.0.0.1", free_port()
+    )
     process = subprocess.Popen(spec.argv, env={**os.environ, **spec.env})
     url = f"http://127.0.0.1:{spec.argv[spec.argv.index('--port') + 1]}"
 
@@ -172,7 +189,10 @@ def test_pushing_to_the_embedded_engine(
     model = save_tiny_model(tmp_path / "model", "qwen3", seed=len(transport))
     flags = {"check_weight_update_equal": True, "update_weight_buffer_size": 30000}
     if transport == "disk":
-        flags |= {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "push")}
+        flags |= {
+            "update_weight_transport": "disk",
+            "update_weight_disk_dir": str(tmp_path / "push"),
+        }
     if transport == "gloo broadcast":
         monkeypatch.setattr(route, "is_local", lambda url: False)
     prompt = list(range(20))
@@ -191,11 +211,15 @@ def test_pushing_to_the_embedded_engine(
     assert receipt.transport == transport and receipt.version == 7 and receipt.full
     served, version = asyncio.run(log_probs())
     assert version == "7"
-    assert torch.allclose(torch.tensor(served), transformers_log_probs(model, torch.tensor(prompt)), atol=1e-4)
+    assert torch.allclose(
+        torch.tensor(served), transformers_log_probs(model, torch.tensor(prompt)), atol=1e-4
+    )
 
 
 @pytest.mark.slow
-def test_stages_push_to_the_embedded_engine(pool: RankPool, engine_url: str, tmp_path: Path) -> None:
+def test_stages_push_to_the_embedded_engine(
+    pool: RankPool, engine_url: str, tmp_path: Path
+) -> None:
     model = save_tiny_model(tmp_path / "model", "qwen3", seed=3)
     flags = {"pipeline_model_parallel_size": 2, "check_weight_update_equal": True}
     first, last = pool.run(stage_jobs.push_twice, model, flags, [EngineSlots(engine_url, ())])

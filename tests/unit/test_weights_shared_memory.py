@@ -26,7 +26,9 @@ if sys.argv[2] == "wait":
 
 
 def start_owner(directory: Path, mode: str) -> tuple[subprocess.Popen, str]:
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(directory), mode], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(directory), mode], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     return owner, owner.stdout.readline().strip()
 

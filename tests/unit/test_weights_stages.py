@@ -1,4 +1,5 @@
-"""Each pipeline stage pushes its own layers: all bytes arrive, none crosses the pipeline, a lost stage is named."""
+"""Each pipeline stage pushes its own layers: all bytes arrive, none crosses the pipeline, a lost
+stage is named."""
 
 from __future__ import annotations
 
@@ -77,9 +78,15 @@ def test_every_stage_sends_its_own(ranks: Pools, models: dict[str, Path], layout
     assert [rank["crossing"] for rank in found] == [0] * size
     assert sorted(rank["stage"] for rank in found if rank["stage"] is not None) == [0, 1]
     first, last = found[: size // 2], found[size // 2 :]
-    layers_first, layers_last = (set().union(*(_layers(rank["seen"]) for rank in part)) for part in (first, last))
+    layers_first, layers_last = (
+        set().union(*(_layers(rank["seen"]) for rank in part)) for part in (first, last)
+    )
     assert not layers_first & layers_last and layers_first | layers_last == {0, 1, 2, 3}
-    assert not any(name.startswith(("decoder.final", "output_layer")) for rank in first for name in rank["seen"])
+    assert not any(
+        name.startswith(("decoder.final", "output_layer"))
+        for rank in first
+        for name in rank["seen"]
+    )
 
 
 def _layers(names: set[str]) -> set[int]:
@@ -93,7 +100,9 @@ def test_a_stage_that_fails_is_every_ranks_error(
     assert said[1][0] == "the GPU fell off the bus"
     assert "pipeline stage 1 (trainer rank 1): the GPU fell off the bus" in said[0][0]
     assert "stay paused" in said[0][0]
-    assert all(text[1].startswith("weights version 1:") for text in said)  # a new push sends everything again
+    assert all(
+        text[1].startswith("weights version 1:") for text in said
+    )  # a new push sends everything again
     assert not any(engine.paused for engine in engines)
 
 
@@ -103,15 +112,25 @@ def test_an_engine_that_refuses_a_later_stage_is_named_by_all(
     engines[1].refuse_from = "pp_1"
     said = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "")
     for first, second in said:
-        assert "pipeline stage 1 (trainer rank 1)" in first and engines[1].url in first and "refused" in first
+        assert (
+            "pipeline stage 1 (trainer rank 1)" in first
+            and engines[1].url in first
+            and "refused" in first
+        )
         assert second.startswith("weights version 1:")
 
 
 def test_a_stage_that_is_silent_is_waited_for_no_longer_than_the_limit(
     ranks: Pools, models: dict[str, Path], engines: list[FakeWeightEngine]
 ) -> None:
-    [[said], _] = ranks.run(2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "silent")
-    assert "waited for pipeline stage 1 (trainer rank 1)" in said and "'transfer'" in said and "s for its word" in said
+    [[said], _] = ranks.run(
+        2, stage_jobs.push_with_a_fault, models["dense"], PP2, slots(engines), "silent"
+    )
+    assert (
+        "waited for pipeline stage 1 (trainer rank 1)" in said
+        and "'transfer'" in said
+        and "s for its word" in said
+    )
 
 
 def test_every_process_group_waits_as_long_as_the_flag_says(ranks: Pools) -> None:
@@ -121,13 +140,16 @@ def test_every_process_group_waits_as_long_as_the_flag_says(ranks: Pools) -> Non
 
 
 def test_a_rank_that_is_rounds_behind_finds_every_word(ranks: Pools) -> None:
-    """Rank 0 goes on without the others where nothing is gathered; on a busy host it was two rounds ahead."""
+    """Rank 0 goes on without the others where nothing is gathered; on a busy host it was two rounds
+    ahead."""
     said = ranks.run(2, stage_jobs.hear_late, 5)
     assert [heard for heard, _ in said] == [[0, 1, 2, 3, 4]] * 2
     assert len(said[0][1]) == 1  # the last round's; those that all have heard are gone
 
 
-def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(ranks: Pools, tmp_path: Path) -> None:
+def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(
+    ranks: Pools, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace"
     said = ranks.run(2, stage_jobs.hear_a_stranger, trace)
     assert said[0] == "nothing" and "no trainer rank wrote what the trainer's store has" in said[1]
@@ -138,7 +160,11 @@ def test_what_a_stranger_puts_into_the_store_is_an_error_and_never_runs(ranks: P
 
 def test_a_store_is_reached_through_its_own_address_only() -> None:
     def listening() -> set[tuple[str, int]]:
-        return {tuple(c.laddr) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        return {
+            tuple(c.laddr)
+            for c in psutil.Process().net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        }
 
     before = listening()  # an engine of another test may have the same port at another address
     store = listening_store("127.0.0.2", 0, 1, 10)
@@ -150,11 +176,15 @@ def test_a_store_is_reached_through_its_own_address_only() -> None:
 
 
 @pytest.mark.full
-def test_a_stage_that_dies_is_named(models: dict[str, Path], engines: list[FakeWeightEngine], tmp_path: Path) -> None:
+def test_a_stage_that_dies_is_named(
+    models: dict[str, Path], engines: list[FakeWeightEngine], tmp_path: Path
+) -> None:
     pool, note = RankPool(2), tmp_path / "said"
     with pytest.raises(EOFError):
         pool.run(stage_jobs.push_and_die, models["dense"], PP2, slots(engines), note)
     wait_until(note.exists, "the other stage says so")
     pool.kill()
     said = note.read_text()
-    assert "waited for pipeline stage 1 (trainer rank 1)" in said and "the engines stay paused" in said
+    assert (
+        "waited for pipeline stage 1 (trainer rank 1)" in said and "the engines stay paused" in said
+    )

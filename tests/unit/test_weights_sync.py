@@ -1,4 +1,5 @@
-"""Weight sync against engines that hold tensors: every transport delivers every byte, every fault is named."""
+"""Weight sync against engines that hold tensors: every transport delivers every byte, every fault
+is named."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def engines() -> Iterator[list[FakeWeightEngine]]:
         yield [stack.enter_context(FakeWeightEngine(START)) for _ in range(2)]
 
 
-def connected(engines: list[FakeWeightEngine], model: MegatronStub | None = None, **flags: object) -> WeightSync:
+def connected(
+    engines: list[FakeWeightEngine], model: MegatronStub | None = None, **flags: object
+) -> WeightSync:
     sync = WeightSync(make_config(**flags), [model or trainer()], HF_CONFIG)
     sync.connect([engine.url for engine in engines])
     return sync
@@ -86,7 +89,9 @@ def test_shared_memory(engines: list[FakeWeightEngine], buffer_size: int) -> Non
 
 
 @pytest.mark.parametrize("why", ["another host", "no shared memory"])
-def test_broadcast(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_broadcast(
+    engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     if why == "another host":
         monkeypatch.setattr(route, "is_local", lambda url: False)
     else:
@@ -163,7 +168,9 @@ def test_engines_of_different_dtypes_are_refused() -> None:
         connected([one, other])
 
 
-def test_auto_dtype_is_the_configs(engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_is_the_configs(
+    engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.support.fake_weight_engine.dtype_name", lambda dtype: "auto")
     for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         with FakeWeightEngine(START, expected) as engine:
@@ -194,7 +201,10 @@ def test_engines_that_cannot_be_pushed_to_are_named(
     engines: list[FakeWeightEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines[1].version = "0.5.16"
-    with pytest.raises(UserError, match=f"{engines[0].url} is an embedded one and engine {engines[1].url} is SGLang"):
+    with pytest.raises(
+        UserError,
+        match=f"{engines[0].url} is an embedded one and engine {engines[1].url} is SGLang",
+    ):
         connected(engines)
     engines[1].version = engines[0].version
     monkeypatch.setattr(route, "is_local", lambda url: False)
@@ -236,8 +246,14 @@ def checked_sync() -> Iterator[tuple[WeightSync, FakeWeightEngine]]:
 
 
 @settings(max_examples=40)
-@given(name=st.sampled_from(NAMES), fault=st.sampled_from(["stale", "zeroed", "bit", "swapped"]), data=st.data())
-def test_any_single_fault_is_found_and_named(checked_sync, name: str, fault: str, data: st.DataObject) -> None:
+@given(
+    name=st.sampled_from(NAMES),
+    fault=st.sampled_from(["stale", "zeroed", "bit", "swapped"]),
+    data=st.data(),
+)
+def test_any_single_fault_is_found_and_named(
+    checked_sync, name: str, fault: str, data: st.DataObject
+) -> None:
     sync, engine = checked_sync
     twins = [n for n in NAMES if n != name and TRAINED[n].shape == TRAINED[name].shape]
 
@@ -260,7 +276,9 @@ def test_any_single_fault_is_found_and_named(checked_sync, name: str, fault: str
     version, engine.corrupt = sync.version, corrupt
     with pytest.raises(WeightMismatch) as caught:
         sync.push()
-    assert {text.split()[0] for text in caught.value.mismatches} == {name} | ({other} if other else set())
+    assert {text.split()[0] for text in caught.value.mismatches} == {name} | (
+        {other} if other else set()
+    )
     assert engine.paused and sync.version == version
     engine.corrupt = None
     sync.push()  # a new push sends everything again
@@ -272,7 +290,9 @@ def test_tensors_that_were_never_sent_are_found() -> None:
         sync = connected([engine], check_weight_update_equal=True)
         with pytest.raises(WeightMismatch, match=r"model\.extra\.weight on .* was never sent"):
             sync.push()
-        assert engine.calls.count("/weights_checker") == 2  # reset before the first push, compare after it
+        assert (
+            engine.calls.count("/weights_checker") == 2
+        )  # reset before the first push, compare after it
         sync.close()
 
 
@@ -281,7 +301,9 @@ def test_tensors_that_were_never_sent_are_found() -> None:
     costs=st.lists(st.integers(1, 200).map(lambda n: n / 1024), min_size=1, max_size=20),
     budget=st.integers(5, 150).map(lambda n: n / 512),
 )
-def test_sampling_gives_every_tensor_its_turn_within_the_budget(costs: list[float], budget: float) -> None:
+def test_sampling_gives_every_tensor_its_turn_within_the_budget(
+    costs: list[float], budget: float
+) -> None:
     names = [f"t{number}" for number in range(len(costs))]
     seen: set[str] = set()
     sampler = Sampler(floor=budget)
@@ -324,7 +346,12 @@ def test_a_failing_phase_says_who_and_what_state(
     with pytest.raises(UserError) as caught:
         sync.push()
     text = str(caught.value)
-    assert f"phase '{phase}'" in text and engines[1].url in text and "broken on purpose" in text and state in text
+    assert (
+        f"phase '{phase}'" in text
+        and engines[1].url in text
+        and "broken on purpose" in text
+        and state in text
+    )
     assert "--update-weights-interval" in text and sync.version == 0
     assert engines[0].paused == (phase not in ("pause", "continue"))
     engines[1].fail.clear()
@@ -336,7 +363,8 @@ def test_a_failing_phase_says_who_and_what_state(
 def test_engines_of_a_push_that_broke_off_stay_paused_when_the_next_one_cannot_pause(
     engines: list[FakeWeightEngine],
 ) -> None:
-    """They may hold a mix, and layers that are open; the others have not been told to go on either."""
+    """They may hold a mix, and layers that are open; the others have not been told to go on
+    either."""
     sync = connected(engines)
     engines[1].fail["/update_weights_from_tensor"] = "broken on purpose"
     with pytest.raises(UserError, match="phase 'transfer'"):

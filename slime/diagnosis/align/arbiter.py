@@ -1,6 +1,8 @@
-"""Who is right about the reference: transformers computes the same tokens once more, with code of its own.
+"""Who is right about the reference: transformers computes the same tokens once more, with code of
+its own.
 
-Reference and embedded engine share theirs, so that a mistake in it would look like one of the trainer's.
+Reference and embedded engine share theirs, so that a mistake in it would look like one of the
+trainer's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from slime.diagnosis.align.evidence import size
 
 @torch.inference_mode()
 def by_transformers(case: Case) -> float:
-    """How far the reference is from transformers, on the first sample: mean over its response, nats per token.
+    """How far the reference is from transformers, on the first sample: mean over its response, nats
+    per token.
 
     Raises:
         OSError, ValueError, KeyError, ImportError: transformers cannot read the model.

@@ -1,4 +1,5 @@
-"""The difference under examination, and what a cause is: a record whose function measures how much it explains."""
+"""The difference under examination, and what a cause is: a record whose function measures how much
+it explains."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from slime.models.ignore_list import examine, matrices
 from slime.models.quantised import Quantisation
 
 Side = Literal["engine", "trainer", ""]
-#: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones differ by.
+#: Mean difference up to which two sides in float32 are the same: a hundred times what sound ones
+#: differ by.
 ALIKE = 1e-3
 #: A single token may differ by as many times the allowed mean.
 _OUTLIER = 50.0
@@ -34,7 +36,8 @@ class AskableEngine(Protocol):
     """An engine that can still be asked."""
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
-        """Log-probs at temperature 1 of each list's tokens but the first; one request at a time, or all at once."""
+        """Log-probs at temperature 1 of each list's tokens but the first; one request at a time, or
+        all at once."""
 
     def fingerprints(self) -> dict[str, str]:
         """Of each tensor, by its Hugging Face name.
@@ -62,7 +65,8 @@ class Case:
         without_reference: why not.
         engine: the engine, where it can be asked; else None.
         tokenizer: of the model, or None.
-        facts: what else is known of the run, for words: "engine" (its kind), "quantization", flags that were set, ….
+        facts: what else is known of the run, for words: "engine" (its kind), "quantization", flags
+            that were set, ….
         stored: how the engine stores weights, where --hf-checkpoint has a quantization_config.
     """
 
@@ -75,7 +79,8 @@ class Case:
     facts: dict[str, Any] = field(default_factory=dict)
     stored: Quantisation | None = None
 
-    # -- the difference ------------------------------------------------------------------------------------------
+    # -- the difference
+    # ------------------------------------------------------------------------------------------
 
     @cached_property
     def base(self) -> list[Tensor]:
@@ -84,8 +89,11 @@ class Case:
 
     @cached_property
     def trainer(self) -> list[Tensor]:
-        """What the trainer says, [R] of each sample; the reference in its place where nobody kept it."""
-        return [self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)]
+        """What the trainer says, [R] of each sample; the reference in its place where nobody kept
+        it."""
+        return [
+            self.base[i] if s.trainer is None else s.trainer for i, s in enumerate(self.samples)
+        ]
 
     @cached_property
     def differences(self) -> Differences:
@@ -98,7 +106,9 @@ class Case:
 
     def flat(self, values: Sequence[Tensor]) -> Tensor:
         """The counted tokens of all samples one behind the other."""
-        return torch.cat([value[sample.counted] for value, sample in zip(values, self.samples, strict=True)])
+        return torch.cat(
+            [value[sample.counted] for value, sample in zip(values, self.samples, strict=True)]
+        )
 
     def model(self) -> Reference:
         """
@@ -111,19 +121,28 @@ class Case:
 
     @cached_property
     def stored_parts(self) -> dict[str, dict[str, Tensor]]:
-        """Module → name → tensor: what a push of the reference's weights brings of those that are quantised."""
+        """Module → name → tensor: what a push of the reference's weights brings of those that are
+        quantised."""
         model = self.model()
         assert self.stored is not None
         chosen = examine(matrices(model.arch.family, model.arch.spec), self.stored).quantised
-        weights = {one.module: model.store.named[one.weight].to(model.dtype).cpu() for one in chosen}
-        return {module: quantise(module, weight, self.stored.scheme) for module, weight in weights.items()}
+        weights = {
+            one.module: model.store.named[one.weight].to(model.dtype).cpu() for one in chosen
+        }
+        return {
+            module: quantise(module, weight, self.stored.scheme)
+            for module, weight in weights.items()
+        }
 
     @cached_property
     def rounding(self) -> float:
         """Mean change of log-probs by the run's own rounding to 16 bits; 0 in float32."""
         if self.reference is None or not self.reference.as_the_run().rounded:
             return 0.0
-        return size(self.flat(self.reference.of_all(self.samples, self.reference.as_the_run())) - self.flat(self.base))
+        return size(
+            self.flat(self.reference.of_all(self.samples, self.reference.as_the_run()))
+            - self.flat(self.base)
+        )
 
     @property
     def tolerance(self) -> float:
@@ -134,7 +153,9 @@ class Case:
     def parts_ways(self) -> bool:
         """Whether the sides differ by more than rounding, on average or at a single token."""
         differences = self.differences
-        return not (differences.mean <= self.tolerance and differences.largest <= _OUTLIER * self.tolerance)
+        return not (
+            differences.mean <= self.tolerance and differences.largest <= _OUTLIER * self.tolerance
+        )
 
     @cached_property
     def far(self) -> dict[str, float]:
@@ -145,15 +166,18 @@ class Case:
         sides = {"engine": [s.engine for s in self.samples], "trainer": self.trainer}
         return {name: size(self.flat(values) - base) for name, values in sides.items()}
 
-    # -- tries ---------------------------------------------------------------------------------------------------
+    # -- tries
+    # ---------------------------------------------------------------------------------------------------
 
     def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
-        """How much is explained if one side is as the reference, and the other as ``variant``, [R] of each sample."""
+        """How much is explained if one side is as the reference, and the other as ``variant``, [R]
+        of each sample."""
         change = self.flat(self.base) - self.flat(variant)
         return self.tried_change(what, {"engine": change, "trainer": -change}, **more)
 
     def tried_change(self, what: str, predicted: Mapping[Side, Tensor], **more: Any) -> Tried:
-        """How much is explained by a prediction of trainer minus engine, [N], for each side that may be at fault."""
+        """How much is explained by a prediction of trainer minus engine, [N], for each side that
+        may be at fault."""
         whole = self.differences.values
         shares = {side: explained(whole, values.nan_to_num()) for side, values in predicted.items()}
         side = max(shares, key=lambda name: shares[name])
@@ -162,7 +186,12 @@ class Case:
         return Tried(what, side, shares[side], left, predicted=known, **more)
 
     def with_setting(
-        self, what: str, *, details: tuple[str, ...] = (), remedies: tuple[str, ...] = (), **changes: Any
+        self,
+        what: str,
+        *,
+        details: tuple[str, ...] = (),
+        remedies: tuple[str, ...] = (),
+        **changes: Any,
     ) -> Tried:
         """`tried` of the reference with changes to its `Setting`."""
         model = self.model()
@@ -181,7 +210,8 @@ class Tried:
         left: mean absolute difference that is left, nats per token.
         details: lines of what was seen besides.
         remedies: in this run's words.
-        predicted: trainer minus engine, [N], if the side of the name is at fault; {} where that was not predicted.
+        predicted: trainer minus engine, [N], if the side of the name is at fault; {} where that was
+            not predicted.
     """
 
     what: str
@@ -198,7 +228,8 @@ class Cause:
     """A cause of differences.
 
     Attributes:
-        trouble: name, the evidence that it leaves (symptom), what it is (cause), what to do, how to see it happen.
+        trouble: name, the evidence that it leaves (symptom), what it is (cause), what to do, how to
+            see it happen.
         test: the measurement that tells it from others.
         measure: makes it; each `Tried` is a form that the cause can take. Raises `Untested`.
     """
@@ -210,5 +241,8 @@ class Cause:
     def finding(self, tried: Tried) -> Finding:
         """In the words of this run."""
         who = f"the {tried.side}: " if tried.side else ""
-        detail = f"{who}{tried.what}; explains {tried.share:.0%}, {tried.left:.3g} nats per token are left"
+        detail = (
+            f"{who}{tried.what}; explains {tried.share:.0%}, {tried.left:.3g} nats per token are "
+            "left"
+        )
         return Finding(self.trouble, "\n".join([detail, *tried.details]), tried.remedies)

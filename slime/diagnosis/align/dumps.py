@@ -1,5 +1,6 @@
 """What runs have dumped, as samples to compare: ``--save-debug-train-data`` holds both sides,
-``--save-debug-rollout-data`` the engine's. With both of one rollout the token ids can be compared, too."""
+``--save-debug-rollout-data`` the engine's. With both of one rollout the token ids can be compared,
+too."""
 
 from __future__ import annotations
 
@@ -34,9 +35,14 @@ def read(paths: Sequence[Path]) -> list[Scored]:
         elif held is not None and trained is None:
             trained = held
         else:
-            raise UserError(f"{path} is a second dump of its kind", fix="pass one, or the two of one rollout")
+            raise UserError(
+                f"{path} is a second dump of its kind", fix="pass one, or the two of one rollout"
+            )
     if trained is not None:
-        found = [_of_train_data(*pair) for pair in zip(trained, _partners(trained, generated or ()), strict=True)]
+        found = [
+            _of_train_data(*pair)
+            for pair in zip(trained, _partners(trained, generated or ()), strict=True)
+        ]
     else:
         found = [_of_rollout(sample) for sample in generated or ()]
     kept = [sample for sample in found if sample is not None and sample.counted.any()]
@@ -45,7 +51,8 @@ def read(paths: Sequence[Path]) -> list[Scored]:
         raise UserError(
             f"{names}: no sample with log-probs of the engine",
             why="samples hold them in rollout_log_probs, for the tokens whose loss_mask is 1",
-            fix="let the generate function keep them: sample.append_response_tokens(tokens=…, log_probs=…)",
+            fix="let the generate function keep them: sample.append_response_tokens(tokens=…, "
+            "log_probs=…)",
         )
     return kept
 
@@ -56,14 +63,20 @@ def _train_data(path: Path) -> list[dict[str, Any]] | None:
         return None  # `load_samples` says what is there
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):  # users' own objects, or no dump: `load_samples` tells
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+    ):  # users' own objects, or no dump: `load_samples` tells
         return None
     return list(data["samples"]) if isinstance(data, Mapping) and "dp_shards" in data else None
 
 
-def _partners(trained: Sequence[dict[str, Any]], generated: Sequence[Sample]) -> list[Sample | None]:
-    """What each trained sample was generated as: the same tokens under the same index, which the samples of one
-    execution share; else what is left of that index, where that is one."""
+def _partners(
+    trained: Sequence[dict[str, Any]], generated: Sequence[Sample]
+) -> list[Sample | None]:
+    """What each trained sample was generated as: the same tokens under the same index, which the
+    samples of one execution share; else what is left of that index, where that is one."""
     waiting: dict[int | None, list[Sample]] = {}
     for sample in generated:
         waiting.setdefault(sample.index, []).append(sample)
@@ -73,7 +86,11 @@ def _partners(trained: Sequence[dict[str, Any]], generated: Sequence[Sample]) ->
         tokens = held["tokens"].tolist()
         same = next((place for place, sample in enumerate(here) if sample.tokens == tokens), None)
         found.append(None if same is None else here.pop(same))
-    alone = Counter(held["sample_index"] for held, partner in zip(trained, found, strict=True) if partner is None)
+    alone = Counter(
+        held["sample_index"]
+        for held, partner in zip(trained, found, strict=True)
+        if partner is None
+    )
     for place, held in enumerate(trained):
         left = waiting.get(held["sample_index"], [])
         if found[place] is None and len(left) == 1 and alone[held["sample_index"]] == 1:
@@ -106,12 +123,16 @@ def _of_rollout(sample: Sample) -> Scored | None:
         return None
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
     engine = torch.tensor(sample.rollout_log_probs, dtype=torch.float64)
-    scored = _scored(f"sample {sample.index}", torch.tensor(sample.tokens), engine, None, torch.tensor(mask))
+    scored = _scored(
+        f"sample {sample.index}", torch.tensor(sample.tokens), engine, None, torch.tensor(mask)
+    )
     _add(scored, sample)
     return scored
 
 
-def _scored(name: str, tokens: Tensor, engine: Tensor, trainer: Tensor | None, mask: Tensor) -> Scored:
+def _scored(
+    name: str, tokens: Tensor, engine: Tensor, trainer: Tensor | None, mask: Tensor
+) -> Scored:
     counted = (mask > 0) & engine.isfinite()
     if trainer is not None:
         counted &= trainer.isfinite()
@@ -133,8 +154,8 @@ def _add(scored: Scored, sample: Sample) -> None:
 
 
 def most_telling(samples: Sequence[Scored], most: int) -> list[Scored]:
-    """At most ``most`` tokens' worth of samples, those first that differ most where that is known; in their order. One
-    that is longer is cut; of several prompts as long one is kept."""
+    """At most ``most`` tokens' worth of samples, those first that differ most where that is known;
+    in their order. One that is longer is cut; of several prompts as long one is kept."""
 
     def apart(sample: Scored) -> float:
         if sample.trainer is None:

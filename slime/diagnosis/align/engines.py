@@ -42,7 +42,8 @@ class EngineHere:
     Args:
         directory: a Hugging Face directory.
         dtype: "float32" or "bfloat16".
-        stands_in: for an engine that cannot be asked; what it computes is that one's, its weights are not.
+        stands_in: for an engine that cannot be asked; what it computes is that one's, its weights
+            are not.
     """
 
     def __init__(
@@ -58,7 +59,12 @@ class EngineHere:
         self._stands_in = stands_in
         arch = Architecture.from_dir(directory)
         store = make_store(
-            directory, arch, dtype, torch.device(device), min(longest, arch.max_positions), deterministic
+            directory,
+            arch,
+            dtype,
+            torch.device(device),
+            min(longest, arch.max_positions),
+            deterministic,
         )
         cache = KVCache(arch, store.dtype, store.device, _SLOTS, _CACHE_BYTES)
         self.scheduler = Scheduler(store, cache, _PREFILL, deterministic)
@@ -85,8 +91,8 @@ class EngineHere:
         return self.scheduler.store.parameter(name)
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The outputs of all parts for all tokens but the last, which is not computed for them; at most as many tokens
-        as one prefill takes. See `slime.embedded.model.Observer`."""
+        """The outputs of all parts for all tokens but the last, which is not computed for them; at
+        most as many tokens as one prefill takes. See `slime.embedded.model.Observer`."""
         model = self.scheduler.store.model
         watcher = Watcher(keeps=True)
         model.forward = partial(model.forward, observer=watcher)  # type: ignore[method-assign]
@@ -98,8 +104,8 @@ class EngineHere:
 
 
 class EngineThere:
-    """An engine of either kind behind a URL, or several behind a router, of which one answers. It is sent the key in
-    the environment's SLIME_ENGINE_KEY, if there is one.
+    """An engine of either kind behind a URL, or several behind a router, of which one answers. It
+    is sent the key in the environment's SLIME_ENGINE_KEY, if there is one.
 
     Raises:
         UserError: nobody answers there.
@@ -114,7 +120,8 @@ class EngineThere:
             raise UserError(
                 f"no engine answers at {url}",
                 why=str(error),
-                fix=f"pass --engine http://host:port; one that asks for a key gets that of {VARIABLE}",
+                fix="pass --engine http://host:port; one that asks for a key gets that of "
+                f"{VARIABLE}",
             ) from error
 
     def score(self, tokens: Sequence[Sequence[int]], *, together: bool) -> list[list[float]]:
@@ -134,11 +141,16 @@ class EngineThere:
     def fingerprints(self) -> dict[str, str]:
         found = self._ask("/weights_checker", {"action": "fingerprint"}).get("fingerprints")
         if not isinstance(found, dict):
-            raise Untested("this engine gives no fingerprints: --check-weight-update-equal compares them at every push")
+            raise Untested(
+                "this engine gives no fingerprints: --check-weight-update-equal compares them at "
+                "every push"
+            )
         return {str(name): str(value) for name, value in found.items()}
 
     def tensor(self, name: str) -> Tensor:
-        found = torch.tensor(self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS}))
+        found = torch.tensor(
+            self._ask("/get_weights_by_name", {"name": name, "truncate_size": _MOST_ROWS})
+        )
         if len(found) == _MOST_ROWS:
             raise Untested(f"the engine gives the first {_MOST_ROWS} rows of {name} only")
         return found
@@ -156,6 +168,8 @@ class EngineThere:
             with WITHOUT_PROXIES.open(request, timeout=_SECONDS) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as error:
-            raise Untested(f"{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}") from error
+            raise Untested(
+                f"{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
+            ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Untested(f"{path}: {error}") from error

@@ -22,9 +22,11 @@ class Scored:
         trainer: float64 [R]; None where nobody has kept them.
         counted: bool [R]: tokens that the engine sampled, with finite numbers on both sides.
         prompt: as the data had it, rendered; None where the dump has none.
-        experts: int64 [rows, layers, k] that the engine chose, from the first token on; None: not recorded.
+        experts: int64 [rows, layers, k] that the engine chose, from the first token on; None: not
+            recorded.
         versions: of the weights that sampled each token, [R]; None: not known.
-        sent: int64 [L], the tokens that the engine had, where they are not ``tokens``; None: the same.
+        sent: int64 [L], the tokens that the engine had, where they are not ``tokens``; None: the
+            same.
     """
 
     name: str
@@ -47,7 +49,8 @@ class Scored:
 
     @cached_property
     def turns(self) -> Tensor:
-        """int64 [R]: the piece of sampled tokens that each is in, counted from 0; -1 where it was not sampled."""
+        """int64 [R]: the piece of sampled tokens that each is in, counted from 0; -1 where it was
+        not sampled."""
         begins = self.counted.clone()
         begins[1:] &= ~self.counted[:-1]
         return torch.where(self.counted, begins.cumsum(0) - 1, torch.tensor(-1))
@@ -84,20 +87,36 @@ class Differences:
             trainer: [R] of each sample.
         """
         columns: dict[str, list[Tensor]] = {
-            key: [] for key in ("values", "position", "depth", "since", "sample", "turn", "version", "tokens")
+            key: []
+            for key in (
+                "values",
+                "position",
+                "depth",
+                "since",
+                "sample",
+                "turn",
+                "version",
+                "tokens",
+            )
         }
         for number, (sample, scores) in enumerate(zip(samples, trainer, strict=True)):
             kept = sample.counted
             count = sample.response_length
             depth = torch.arange(count)
-            begins = torch.where(kept & (torch.cat([torch.tensor([True]), ~kept[:-1]])), depth, 0).cummax(0).values
+            begins = (
+                torch.where(kept & (torch.cat([torch.tensor([True]), ~kept[:-1]])), depth, 0)
+                .cummax(0)
+                .values
+            )
             columns["values"].append((scores - sample.engine)[kept])
             columns["position"].append((depth + sample.prompt_length)[kept])
             columns["depth"].append(depth[kept])
             columns["since"].append((depth - begins)[kept])
             columns["sample"].append(torch.full((int(kept.sum()),), number))
             columns["turn"].append(sample.turns[kept])
-            versions = [-1 if version is None else version for version in sample.versions or [None] * count]
+            versions = [
+                -1 if version is None else version for version in sample.versions or [None] * count
+            ]
             columns["version"].append(torch.tensor(versions, dtype=torch.long)[kept])
             columns["tokens"].append(sample.tokens[sample.prompt_length :][kept])
         joined = {key: torch.cat(parts) for key, parts in columns.items()}
@@ -113,8 +132,8 @@ class Differences:
         return float(self.values.abs().max()) if self.values.numel() else 0.0
 
     def growth(self) -> float | None:
-        """How much larger the differences of the last quarter of positions are than those of the first; None where
-        there are too few tokens to tell."""
+        """How much larger the differences of the last quarter of positions are than those of the
+        first; None where there are too few tokens to tell."""
         if self.values.numel() < _FEWEST_TO_TELL:
             return None
         order = self.values.abs()[self.position.argsort(stable=True)]
@@ -123,8 +142,8 @@ class Differences:
         return float(order[-quarter:].mean()) / first if first > 0 else None
 
     def where(self) -> dict[str, float]:
-        """Mean of the absolute differences: of first tokens of a turn, of others; by turn and version of the weights
-        where there are several."""
+        """Mean of the absolute differences: of first tokens of a turn, of others; by turn and
+        version of the weights where there are several."""
         at_start = self.since == 0
         by = {}
         for name, chosen in {"first of a turn": at_start, "other": ~at_start}.items():
@@ -136,7 +155,9 @@ class Differences:
                     by[f"turn {turn + 1}"] = size(self.values[chosen])
         versions = self.version.unique().tolist()
         for version in versions[-_MOST_TURNS:] if len(versions) > 1 else ():
-            by[f"weights {version}" if version >= 0 else "weights unknown"] = size(self.values[self.version == version])
+            by[f"weights {version}" if version >= 0 else "weights unknown"] = size(
+                self.values[self.version == version]
+            )
         return by
 
     def worst(self, count: int = 5) -> list[dict[str, Any]]:
@@ -163,7 +184,8 @@ def size(differences: Tensor) -> float:
 
 
 def explained(differences: Tensor, predicted: Tensor) -> float:
-    """The share of ``differences`` that is gone when ``predicted`` is taken from them: 1: all, 0: nothing, or worse.
+    """The share of ``differences`` that is gone when ``predicted`` is taken from them: 1: all, 0:
+    nothing, or worse.
 
     Example:
         >>> explained(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -0.5]))

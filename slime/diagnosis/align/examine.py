@@ -1,4 +1,5 @@
-"""All causes, measured one after the other and ranked by the share of the difference that each explains."""
+"""All causes, measured one after the other and ranked by the share of the difference that each
+explains."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.align.together import Together, together
 from slime.diagnosis.record import Finding
 
-#: Share from which on a cause is worth telling; and shares that are less apart than this rank by the table's order.
+#: Share from which on a cause is worth telling; and shares that are less apart than this rank by
+#: the table's order.
 TOLD = 0.1
 EQUAL = 0.02
 #: Share that rounding never explains token by token, however small the difference.
@@ -65,9 +67,12 @@ class Result:
 
     @property
     def is_systematic(self) -> bool:
-        """Whether a cause predicts the differences, though they are no larger than rounding makes them."""
+        """Whether a cause predicts the differences, though they are no larger than rounding makes
+        them."""
         is_seen = self.case.differences.mean > ALIKE
-        return is_seen and any(one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked)
+        return is_seen and any(
+            one.best.side and one.best.share >= _SYSTEMATIC for one in self.ranked
+        )
 
     @property
     def told(self) -> list[Ranked]:
@@ -83,8 +88,8 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
     """Measure every cause that can be.
 
     Args:
-        always: also where the sides do not differ at all; where they differ by no more than rounding, a cause that
-            predicts the differences tells that they are none.
+        always: also where the sides do not differ at all; where they differ by no more than
+            rounding, a cause that predicts the differences tells that they are none.
     """
     result = Result(case, [], {})
     everything = list[tuple[Cause, Tried]]()
@@ -104,7 +109,9 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
                 best = sorted(tries, key=lambda tried: -tried.share)[:_FORMS]
                 result.ranked.append(Ranked(cause, tuple(best)))
                 everything += [(cause, tried) for tried in tries]
-        result.ranked.sort(key=lambda one: (-round(one.best.share / EQUAL), order[one.cause.trouble.name]))
+        result.ranked.sort(
+            key=lambda one: (-round(one.best.share / EQUAL), order[one.cause.trouble.name])
+        )
     if result.parts_ways and result.ranked and result.ranked[0].best.share < _NEARLY_ALL:
         result.together = together(case.differences.values, everything)
     result.notes = list(_notes(result))
@@ -114,13 +121,17 @@ def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = Fals
 def _notes(result: Result) -> Iterable[str]:
     case = result.case
     if result.is_systematic and not case.parts_ways:
-        yield "the difference is no larger than rounding makes it, but a cause predicts it token by token"
+        yield (
+            "the difference is no larger than rounding makes it, but a cause predicts it token by "
+            "token"
+        )
     if not case.is_recorded:
         yield "the trainer's log-probs were not kept: what the reference computes stands in for them"
     elif case.far and result.parts_ways and min(case.far.values()) > case.tolerance:
         who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
         yield (
-            f"both sides are far from the reference ({who}): its weights, of {case.model().directory}, are perhaps not"
+            f"both sides are far from the reference ({who}): its weights, of "
+            f"{case.model().directory}, are perhaps not"
             " those of this rollout, and what is recomputed explains less than it could"
         )
 
@@ -155,7 +166,13 @@ def _cause_json(ranked: Ranked, result: Result) -> dict[str, Any]:
         "fatal": ranked in result.told,
         "test": ranked.cause.test,
         "tries": [
-            {"what": t.what, "side": t.side or None, "share": t.share, "left": t.left, "details": list(t.details)}
+            {
+                "what": t.what,
+                "side": t.side or None,
+                "share": t.share,
+                "left": t.left,
+                "details": list(t.details),
+            }
             for t in ranked.tries
         ],
     }
@@ -167,12 +184,20 @@ def text(result: Result) -> str:
     differences = case.differences
     count = f"{differences.values.numel()} tokens of {len(case.samples)} samples"
     lines = [
-        f"{count}: trainer and engine differ by {differences.mean:.3g} on average, {differences.largest:.3g} at most"
+        f"{count}: trainer and engine differ by {differences.mean:.3g} on average, "
+        f"{differences.largest:.3g} at most"
     ]
-    rounding = f"rounding to 16 bits makes {case.rounding:.3g}" if case.rounding else "for both compute in float32"
+    rounding = (
+        f"rounding to 16 bits makes {case.rounding:.3g}"
+        if case.rounding
+        else "for both compute in float32"
+    )
     lines.append(f"up to {case.tolerance:.3g} on average they are alike ({rounding})")
     if case.far:
-        lines.append("from the reference: " + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items()))
+        lines.append(
+            "from the reference: "
+            + ", ".join(f"{side} {value:.3g}" for side, value in case.far.items())
+        )
     if not result.parts_ways:
         lines += ["", "nothing parts them"]
     else:
@@ -182,12 +207,19 @@ def text(result: Result) -> str:
         if not result.told:
             lines += ["", "no cause that was tested explains it"]
         lines += ["", *result.together.lines()] if result.together else []
-        small = [f"{one.cause.trouble.name} {one.best.share:.0%}" for one in result.ranked if one not in result.told]
+        small = [
+            f"{one.cause.trouble.name} {one.best.share:.0%}"
+            for one in result.ranked
+            if one not in result.told
+        ]
         if small:
             lines += ["", "tested, explains little: " + ", ".join(small)]
     if result.untested:
         lines += ["", *(f"not tested: {name}: {why}" for name, why in result.untested.items())]
-    lines += ["", *(result.parts.lines() if result.parts else [f"part by part: {result.without_parts}"])]
+    lines += [
+        "",
+        *(result.parts.lines() if result.parts else [f"part by part: {result.without_parts}"]),
+    ]
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
 
@@ -195,15 +227,28 @@ def _where(result: Result) -> list[str]:
     differences = result.case.differences
     places = ", ".join(f"{place} {value:.3g}" for place, value in differences.where().items())
     growth = differences.growth()
-    lines = [f"where: {places}" + (f"; last positions / first: {growth:.1f}" if growth is not None else "")]
+    lines = [
+        f"where: {places}"
+        + (f"; last positions / first: {growth:.1f}" if growth is not None else "")
+    ]
     worst = differences.worst(3)
-    shown = (f"{w['sample']} position {w['position']} token {w['token']} {w['difference']:+.4f}" for w in worst)
+    shown = (
+        f"{w['sample']} position {w['position']} token {w['token']} {w['difference']:+.4f}"
+        for w in worst
+    )
     return [*lines, "most: " + "; ".join(shown)]
 
 
 def _told(number: int, ranked: Ranked) -> list[str]:
     finding = ranked.finding
-    lines = [f"{number}. {finding.trouble.name}", *(f"   {line}" for line in finding.detail.splitlines())]
-    lines += [f"   or: {other.what} ({other.share:.0%})" for other in ranked.tries[1:] if other.share >= TOLD]
+    lines = [
+        f"{number}. {finding.trouble.name}",
+        *(f"   {line}" for line in finding.detail.splitlines()),
+    ]
+    lines += [
+        f"   or: {other.what} ({other.share:.0%})"
+        for other in ranked.tries[1:]
+        if other.share >= TOLD
+    ]
     lines.append(f"   why: {finding.trouble.cause}")
     return [*lines, *(f"   try: {remedy}" for remedy in finding.advice if remedy)]

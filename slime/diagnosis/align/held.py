@@ -1,4 +1,5 @@
-"""Causes that asking the engine finds: the weights that it holds, and whether company changes its answers."""
+"""Causes that asking the engine finds: the weights that it holds, and whether company changes its
+answers."""
 
 from __future__ import annotations
 
@@ -26,10 +27,17 @@ def weights(case: Case) -> Iterator[Tried]:
     for label, directory in (case.facts.get("other_weights") or {}).items():
         other = Reference(directory, model.dtype)
         with model.holding(other.store.named):
-            yield case.tried(f"log-probs are those of the weights in {label}", model.of_all(case.samples))
+            yield case.tried(
+                f"log-probs are those of the weights in {label}", model.of_all(case.samples)
+            )
         tried = True
     if case.facts.get("weights_compared"):
-        yield Tried("all weights arrived: the round has compared them after its push", "", 0.0, case.differences.mean)
+        yield Tried(
+            "all weights arrived: the round has compared them after its push",
+            "",
+            0.0,
+            case.differences.mean,
+        )
         return
     if case.engine is None:
         if tried:
@@ -41,17 +49,25 @@ def weights(case: Case) -> Iterator[Tried]:
         raise Untested("the engine names its tensors otherwise than the model")
     remedies = ("--check-weight-update-equal names them at every push",)
     if not differing:
-        said = f"all {compared} of {len(held)} tensors of the engine that can be compared are the trainer's"
+        said = (
+            f"all {compared} of {len(held)} tensors of the engine that can be compared are the "
+            "trainer's"
+        )
         yield Tried(said, "", 0.0, case.differences.mean)
         return
-    named = ", ".join(differing[:_NAMED]) + (f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else "")
+    named = ", ".join(differing[:_NAMED]) + (
+        f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    )
     what = f"{len(differing)} of {compared} tensors differ: {named}"
     theirs, kept_back = _given_out(case.engine, _weights_of(case, differing))
     with model.holding(theirs):
         engine = model.of_all(case.samples)
     change = case.flat(case.base) - case.flat(engine)
     yield case.tried_change(
-        what, {"engine": change}, details=(*_how(model.store.named, theirs), *kept_back), remedies=remedies
+        what,
+        {"engine": change},
+        details=(*_how(model.store.named, theirs), *kept_back),
+        remedies=remedies,
     )
 
 
@@ -68,8 +84,8 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
 
 
 def _differing(case: Case, held: Mapping[str, str]) -> tuple[list[str], int]:
-    """Names of the engine's tensors that are the reference's in no dtype, and how many were compared. What the engine
-    stores quantised is compared as a push would bring it."""
+    """Names of the engine's tensors that are the reference's in no dtype, and how many were
+    compared. What the engine stores quantised is compared as a push would bring it."""
     model = case.model()
     found = []
     compared = 0
@@ -104,7 +120,13 @@ def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str,
         value = theirs[name]
         alike = (n for n, t in ours.items() if n != name and t.shape == value.shape)
         twin = next((n for n in alike if torch.allclose(ours[n].to(value.device), value)), None)
-        kind = "all zeros" if not value.any() else f"it is {twin}" if twin else f"off by {apart[name]:.1%} of its norm"
+        kind = (
+            "all zeros"
+            if not value.any()
+            else f"it is {twin}"
+            if twin
+            else f"off by {apart[name]:.1%} of its norm"
+        )
         lines.append(f"{name}: {kind}")
     return tuple(lines)
 
@@ -114,7 +136,9 @@ def batch(case: Case) -> Iterator[Tried]:
     if case.engine is None:
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
     tokens = [sample.tokens.tolist() for sample in case.samples]
-    alone, together = (_asked(case, case.engine.score(tokens, together=both)) for both in (False, True))
+    alone, together = (
+        _asked(case, case.engine.score(tokens, together=both)) for both in (False, True)
+    )
     change = case.flat(alone) - case.flat(together)
     apart = size(change)
     what = f"asked alone it differs by {apart:.3g} on average from what it says in company"
@@ -127,7 +151,10 @@ def batch(case: Case) -> Iterator[Tried]:
         return  # engines score given tokens at temperature 1, which is not what was sampled with
     again = case.flat(alone) - torch.cat([sample.engine[sample.counted] for sample in case.samples])
     share = explained(case.differences.values, again)
-    what = "asked again, alone, it says other log-probs than when it sampled: of its cache, its batch or its decoding"
+    what = (
+        "asked again, alone, it says other log-probs than when it sampled: of its cache, its "
+        "batch or its decoding"
+    )
     left = size(case.differences.values - again)
     yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)
 

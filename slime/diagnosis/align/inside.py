@@ -20,28 +20,45 @@ _BASES = (1e4, 5e5, 1e6)
 _BY_SIZE = 0.5
 
 
-# -- positions -------------------------------------------------------------------------------------------------------
+# -- positions
+# -------------------------------------------------------------------------------------------------------
 
 
 def position(case: Case) -> Iterator[Tried]:
     """Positions or rotary frequencies are others."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
-    seen = () if growth is None else (f"the last quarter of positions differs {growth:.1f} times as much as the first",)
+    seen = (
+        ()
+        if growth is None
+        else (f"the last quarter of positions differs {growth:.1f} times as much as the first",)
+    )
     moves: dict[str, Callable[[int, int], Tensor]] = {
-        "positions of the response are 1 too high": lambda prompt, length: _moved(prompt, length, 1),
-        "positions of the response are 1 too low": lambda prompt, length: _moved(prompt, length, -1),
-        "positions begin anew with the response": lambda prompt, length: _moved(prompt, length, -prompt),
-        "no position is known: the rotary embedding does nothing": lambda prompt, length: torch.zeros(length).long(),
+        "positions of the response are 1 too high": lambda prompt, length: _moved(
+            prompt, length, 1
+        ),
+        "positions of the response are 1 too low": lambda prompt, length: _moved(
+            prompt, length, -1
+        ),
+        "positions begin anew with the response": lambda prompt, length: _moved(
+            prompt, length, -prompt
+        ),
+        "no position is known: the rotary embedding does nothing": lambda prompt, length: (
+            torch.zeros(length).long()
+        ),
     }
     remedies = (
-        f"compare rope_theta ({spec.rotary_base:g}) and rope_scaling ({spec.rotary_scaling}) of the engine's"
-        " config.json with the trainer's; --sglang-json-model-override-args changes the engine's alone",
+        f"compare rope_theta ({spec.rotary_base:g}) and rope_scaling ({spec.rotary_scaling}) of "
+        "the engine's"
+        " config.json with the trainer's; --sglang-json-model-override-args changes the engine's "
+        "alone",
     )
     for what, positions in moves.items():
         yield case.with_setting(what, positions=positions, details=seen, remedies=remedies)
     changes: dict[str, dict[str, Any]] = {
-        f"the rotary base is {base:g}": {"rotary_base": base} for base in _BASES if base != spec.rotary_base
+        f"the rotary base is {base:g}": {"rotary_base": base}
+        for base in _BASES
+        if base != spec.rotary_base
     }
     if spec.rotary_scaling:
         kind = spec.rotary_scaling.get("rope_type")
@@ -60,7 +77,8 @@ def _moved(prompt: int, length: int, by: int) -> Tensor:
     return positions.clamp(min=0)
 
 
-# -- weights of fewer bits ---------------------------------------------------------------------------------------------
+# -- weights of fewer bits
+# ---------------------------------------------------------------------------------------------
 
 
 def quantisation(case: Case) -> Iterator[Tried]:
@@ -68,13 +86,18 @@ def quantisation(case: Case) -> Iterator[Tried]:
     model = case.model()
     given = case.facts.get("quantization")
     remedies = (
-        f"the engine's quantisation is {given}: " if given else ""
-    ) + "--use-tis corrects for what cannot be taken away; engines in the trainer's dtype need no correction"
+        (f"the engine's quantisation is {given}: " if given else "")
+        + "--use-tis corrects for what cannot be taken away; engines in the trainer's dtype "
+        "need no correction"
+    )
     stored = case.stored
     if stored is not None:  # to the bit what a push makes of them
         parts = case.stored_parts
         scheme = stored.scheme
-        changed = {f"{module}.weight": dequantise(module, held, scheme, model.dtype) for module, held in parts.items()}
+        changed = {
+            f"{module}.weight": dequantise(module, held, scheme, model.dtype)
+            for module, held in parts.items()
+        }
         with model.holding({name: tensor.float() for name, tensor in changed.items()}):
             what = f"weights are as --hf-checkpoint stores them: {stored}"
             yield case.tried(what, model.of_all(case.samples), remedies=(remedies,))
@@ -86,7 +109,9 @@ def quantisation(case: Case) -> Iterator[Tried]:
             yield case.tried(what, model.of_all(case.samples), remedies=(remedies,))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         words = f"keys and values are kept in {str(dtype).removeprefix('torch.')}"
-        yield case.with_setting(words, cache_dtype=dtype, remedies=("--sglang-kv-cache-dtype auto",))
+        yield case.with_setting(
+            words, cache_dtype=dtype, remedies=("--sglang-kv-cache-dtype auto",)
+        )
 
 
 def _dtype_words(dtype: torch.dtype) -> str:
@@ -98,7 +123,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """A matrix as whole numbers of ``bits`` bits times a scale for each ``group`` columns of a row (None: the row).
+    """A matrix as whole numbers of ``bits`` bits times a scale for each ``group`` columns of a row
+    (None: the row).
 
     Example:
         >>> integers(torch.tensor([[7.0, 3.4]]), 4, None).tolist()
@@ -137,7 +163,8 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# -- experts ---------------------------------------------------------------------------------------------------------
+# -- experts
+# ---------------------------------------------------------------------------------------------------------
 
 
 def routing(case: Case) -> Iterator[Tried]:
@@ -148,7 +175,10 @@ def routing(case: Case) -> Iterator[Tried]:
     if model.setting.experts:
         raise Untested("the trainer takes the engine's experts (--use-rollout-routing-replay)")
     if not any(sample.experts is not None for sample in case.samples):
-        raise Untested("no sample says which experts the engine chose: generate with --use-rollout-routing-replay")
+        raise Untested(
+            "no sample says which experts the engine chose: generate with "
+            "--use-rollout-routing-replay"
+        )
     elsewhere = pairs = 0
     for sample in case.samples:
         if sample.experts is None:
@@ -157,11 +187,16 @@ def routing(case: Case) -> Iterator[Tried]:
         model.hidden(sample.tokens, sample.prompt_length, model.setting, watcher=watcher)
         mine = torch.stack(watcher.chosen, dim=1).cpu().sort(-1).values
         layers = [layer for layer, has in enumerate(model.arch.experts.in_layer) if has]
-        theirs = sample.experts.reshape(-1, model.arch.num_layers, model.arch.experts.chosen)[: len(mine), layers]
+        theirs = sample.experts.reshape(-1, model.arch.num_layers, model.arch.experts.chosen)[
+            : len(mine), layers
+        ]
         known = (theirs >= 0).all(-1)
         elsewhere += int(((theirs.sort(-1).values != mine[: len(theirs)]).any(-1) & known).sum())
         pairs += int(known.sum())
-    what = f"{elsewhere} of {pairs} choices of experts are others than the same weights make in float32"
+    what = (
+        f"{elsewhere} of {pairs} choices of experts are others than the same weights make in "
+        "float32"
+    )
     remedies = ("--use-rollout-routing-replay lets the trainer take the engine's experts",)
     variant = [
         base if sample.experts is None else model.log_probs(sample, _replaying(model.setting))
@@ -175,7 +210,8 @@ def _replaying(setting: Setting) -> Setting:
     return replace(setting, experts=True)
 
 
-# -- precision -------------------------------------------------------------------------------------------------------
+# -- precision
+# -------------------------------------------------------------------------------------------------------
 
 
 def precision(case: Case) -> Iterator[Tried]:
@@ -185,9 +221,15 @@ def precision(case: Case) -> Iterator[Tried]:
     for part, words in PARTS.items():
         if part == "router" and model.arch.experts is None:
             continue
-        remedies = (f"compute {words} in float32 on both sides; --attention-backend chooses attention's kernels",)
+        remedies = (
+            f"compute {words} in float32 on both sides; --attention-backend chooses attention's "
+            "kernels",
+        )
         yield case.with_setting(
-            f"{words} are rounded to {low}", rounded=frozenset({part}), dtype=model.low_dtype, remedies=remedies
+            f"{words} are rounded to {low}",
+            rounded=frozenset({part}),
+            dtype=model.low_dtype,
+            remedies=remedies,
         )
     whole = Setting(frozenset(PARTS), model.low_dtype, model.setting.sampling)
     makes = size(case.flat(model.of_all(case.samples, whole)) - case.flat(case.base))
@@ -199,8 +241,12 @@ def precision(case: Case) -> Iterator[Tried]:
         _BY_SIZE * fits,
         seen * (1 - _BY_SIZE * fits),
         details=(
-            f"by its size alone: such rounding changes log-probs by {makes:.3g} on average, at other tokens",
+            f"by its size alone: such rounding changes log-probs by {makes:.3g} on average, at "
+            "other tokens",
             *filter(None, [case.facts.get("dtypes")]),
         ),
-        remedies=("--fp32 or --bf16 for the trainer, --sglang-dtype for the engine: the same on both sides",),
+        remedies=(
+            "--fp32 or --bf16 for the trainer, --sglang-dtype for the engine: the same on both "
+            "sides",
+        ),
     )

@@ -1,4 +1,5 @@
-"""Part by part: the hidden states of trainer and engine, and the first part of the model that differs."""
+"""Part by part: the hidden states of trainer and engine, and the first part of the model that
+differs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class PartByPart:
     @property
     def first(self) -> str | None:
         """The first part that differs by more than rounding; None: none."""
-        return next((part for part, value in self.apart.items() if not value <= self._limit(part)), None)
+        return next(
+            (part for part, value in self.apart.items() if not value <= self._limit(part)), None
+        )
 
     def _limit(self, part: str) -> float:
         return max(_ALIKE, _TIMES_ROUNDING * self.rounding.get(part, 0.0))
@@ -59,14 +62,22 @@ class PartByPart:
         if part is None:
             largest = max(self.apart, key=lambda name: self.apart[name])
             return [
-                f"part by part: {len(self.apart)} parts are alike, here with the same weights; {named(largest)} differs"
+                f"part by part: {len(self.apart)} parts are alike, here with the same weights; "
+                f"{named(largest)} differs"
                 f" most, by {self.apart[largest]:.1e}"
             ]
         told = f"part by part: {named(part)} is the first that differs, by {self.apart[part]:.1%}"
         if self.side:
-            mine, other = (self.engine, self.trainer) if self.side == "engine" else (self.trainer, self.engine)
+            mine, other = (
+                (self.engine, self.trainer)
+                if self.side == "engine"
+                else (self.trainer, self.engine)
+            )
             who = "trainer" if self.side == "engine" else "engine"
-            told += f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} {other[part]:.1e}"
+            told += (
+                f"; the {self.side} is {mine[part]:.1e} from the reference, the {who} "
+                f"{other[part]:.1e}"
+            )
         return [told]
 
 

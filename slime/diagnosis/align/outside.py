@@ -1,4 +1,5 @@
-"""Causes outside of the model: which tokens were scored, after which, and what was made of the logits."""
+"""Causes outside of the model: which tokens were scored, after which, and what was made of the
+logits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _SEARCHES = 24
 _BETTER = 0.05
 
 
-# -- tokens --------------------------------------------------------------------------------------------------------
+# -- tokens
+# --------------------------------------------------------------------------------------------------------
 
 
 def other_tokens(case: Case) -> Iterator[Tried]:
@@ -54,16 +56,22 @@ def _of_two_dumps(case: Case) -> Tried:
         other = replace(sample, tokens=sent)
         variant.append(model.log_probs(other))
     what = f"scored {count} other token ids than the other side"
-    remedies = ("keep the ids that the engine returned: sample.append_response_tokens(tokens=…); never tokenise text",)
+    remedies = (
+        "keep the ids that the engine returned: sample.append_response_tokens(tokens=…); never "
+        "tokenise text",
+    )
     return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
 
 
 def _again(case: Case, sample: Scored) -> list[int]:
-    text = case.tokenizer.decode(sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False)
+    text = case.tokenizer.decode(
+        sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False
+    )
     return list(case.tokenizer.encode(text, add_special_tokens=False))
 
 
-# -- shift ---------------------------------------------------------------------------------------------------------
+# -- shift
+# ---------------------------------------------------------------------------------------------------------
 
 
 def shift(case: Case) -> Iterator[Tried]:
@@ -75,7 +83,9 @@ def shift(case: Case) -> Iterator[Tried]:
     for by in _SHIFTS:
         shifted = [_shifted(sample.engine, by) for sample in case.samples]
         # the trainer's are the engine's of another token; where there is none, nothing can be said
-        predicted = torch.cat([(s - e.engine)[e.counted] for s, e in zip(shifted, case.samples, strict=True)])
+        predicted = torch.cat(
+            [(s - e.engine)[e.counted] for s, e in zip(shifted, case.samples, strict=True)]
+        )
         known = predicted.isfinite()
         if int(known.sum()) * 2 < len(known):
             raise Untested("responses of one or two tokens have no neighbours")
@@ -84,7 +94,10 @@ def shift(case: Case) -> Iterator[Tried]:
         if at_fault == "trainer":
             what = f"log-probs are those of the token {abs(by)} {'earlier' if by < 0 else 'later'}"
         left = size(whole[known] - predicted[known])
-        remedy = "position p of the logits predicts token p + 1: look at custom generate, conversion and loss functions"
+        remedy = (
+            "position p of the logits predicts token p + 1: look at custom generate, conversion "
+            "and loss functions"
+        )
         yield Tried(what, at_fault, share, left, remedies=(remedy,))
 
 
@@ -92,15 +105,19 @@ def _shifted(values: Tensor, by: int) -> Tensor:
     """values[t + by]; not a number where that is outside."""
     moved = torch.full_like(values, float("nan"))
     if abs(by) < len(values):
-        moved[max(0, -by) : len(values) - max(0, by)] = values[max(0, by) : len(values) + min(0, by)]
+        moved[max(0, -by) : len(values) - max(0, by)] = values[
+            max(0, by) : len(values) + min(0, by)
+        ]
     return moved
 
 
-# -- the context -----------------------------------------------------------------------------------------------------
+# -- the context
+# -----------------------------------------------------------------------------------------------------
 
 
 def template(case: Case) -> Iterator[Tried]:
-    """The response was scored behind another prompt: template, its head, the token that begins a text."""
+    """The response was scored behind another prompt: template, its head, the token that begins a
+    text."""
     tokenizer = case.tokenizer
     if tokenizer is None:
         raise Untested("the model's tokenizer is not at hand")
@@ -110,29 +127,40 @@ def template(case: Case) -> Iterator[Tried]:
     }
     if tokenizer.bos_token_id is not None:
         makers[f"the prompt begins with {tokenizer.bos_token}"] = lambda sample: (
-            None if _prompt(sample)[:1] == [tokenizer.bos_token_id] else [tokenizer.bos_token_id, *_prompt(sample)]
+            None
+            if _prompt(sample)[:1] == [tokenizer.bos_token_id]
+            else [tokenizer.bos_token_id, *_prompt(sample)]
         )
     if tokenizer.chat_template:
         makers |= {
             "the prompt is in the chat template (once more)": partial(_templated, case),
             "the prompt is without the chat template": partial(_bare, case),
             "the prompt ends before the assistant's head": partial(_without_head, case),
-            "the prompt has the assistant's head twice": lambda sample: [*_prompt(sample), *_head(case)],
+            "the prompt has the assistant's head twice": lambda sample: [
+                *_prompt(sample),
+                *_head(case),
+            ],
         }
     remedies = (
-        f"--apply-chat-template is {'on' if case.facts.get('apply_chat_template') else 'off'}: both sides must get the"
+        f"--apply-chat-template is {'on' if case.facts.get('apply_chat_template') else 'off'}: "
+        "both sides must get the"
         " same ids; let custom generate functions send sample.tokens as input_ids, not text",
     )
     yield from _contexts(case, makers, remedies)
 
 
 def _contexts(
-    case: Case, makers: dict[str, Callable[[Scored], list[int] | None]], remedies: tuple[str, ...] = ()
+    case: Case,
+    makers: dict[str, Callable[[Scored], list[int] | None]],
+    remedies: tuple[str, ...] = (),
 ) -> Iterator[Tried]:
     model = case.model()
     for what, make in makers.items():
         made = [make(sample) for sample in case.samples]
-        changed = [tokens if tokens and tokens != _prompt(s) else None for tokens, s in zip(made, case.samples)]
+        changed = [
+            tokens if tokens and tokens != _prompt(s) else None
+            for tokens, s in zip(made, case.samples)
+        ]
         if not any(changed):
             continue
         yield case.tried(
@@ -195,7 +223,8 @@ def _without_head(case: Case, sample: Scored) -> list[int] | None:
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
 
 
-# -- what is made of logits ------------------------------------------------------------------------------------------
+# -- what is made of logits
+# ------------------------------------------------------------------------------------------
 
 
 def temperature(case: Case) -> Iterator[Tried]:
@@ -206,7 +235,9 @@ def temperature(case: Case) -> Iterator[Tried]:
     steps = [_LOWEST * (_HIGHEST / _LOWEST) ** (i / (_SEARCHES - 1)) for i in range(_SEARCHES)]
     asked = [t for t in reasons if t != now] + steps
     samplings = [replace(model.setting.sampling, temperature=t) for t in asked]
-    tries = dict(zip(asked, _made_of_logits(case, samplings, [_said(t, now) for t in asked]), strict=True))
+    tries = dict(
+        zip(asked, _made_of_logits(case, samplings, [_said(t, now) for t in asked]), strict=True)
+    )
     named = [replace(tries[t], what=f"{tries[t].what} {reasons[t]}") for t in reasons if t != now]
     yield from named
     nearest = max(steps, key=lambda t: tries[t].share)
@@ -234,31 +265,46 @@ def _narrowed(case: Case, near: float, ratio: float) -> Tried:
 
 
 def filters(case: Case) -> Iterator[Tried]:
-    """One side's log-probs are those of what top-p, top-k or min-p left, or behind a repetition penalty."""
+    """One side's log-probs are those of what top-p, top-k or min-p left, or behind a repetition
+    penalty."""
     now = case.sampling
     asked: dict[str, Sampling] = {}
     flags = {"top_p": (now.top_p, 1.0), "top_k": (now.top_k, -1), "min_p": (now.min_p, 0.0)}
     mine = {name: value for name, (value, off) in flags.items() if value != off}
     if mine:
-        words = ", ".join(f"--rollout-{name.replace('_', '-')} {value:g}" for name, value in mine.items())
-        asked[f"log-probs are those of what {words} left over, renormalised"] = replace(now, renormalised=True)
+        words = ", ".join(
+            f"--rollout-{name.replace('_', '-')} {value:g}" for name, value in mine.items()
+        )
+        asked[f"log-probs are those of what {words} left over, renormalised"] = replace(
+            now, renormalised=True
+        )
     theirs = dict(case.facts.get("generation_config") or {})
     neutral = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    kept = {name: theirs[name] for name, off in neutral.items() if theirs.get(name) not in (None, off, 0)}
+    kept = {
+        name: theirs[name]
+        for name, off in neutral.items()
+        if theirs.get(name) not in (None, off, 0)
+    }
     penalty = kept.pop("repetition_penalty", None)
     for name, value in kept.items():
         plain = replace(now, top_p=1.0, top_k=-1, min_p=0.0, renormalised=True)
         asked[_default(name, value)] = replace(plain, **{name: value})
     if len(kept) > 1:
-        asked[" and ".join(f"{name} {value:g}" for name, value in kept.items()) + _DEFAULTS] = replace(
-            now, renormalised=True, **kept
+        asked[" and ".join(f"{name} {value:g}" for name, value in kept.items()) + _DEFAULTS] = (
+            replace(now, renormalised=True, **kept)
         )
     if penalty is not None:
-        asked[_default("repetition_penalty", penalty)] = replace(now, repetition_penalty=float(penalty))
+        asked[_default("repetition_penalty", penalty)] = replace(
+            now, repetition_penalty=float(penalty)
+        )
     if not asked:
-        raise Untested("nothing is filtered: neither the flags nor generation_config.json ask for top-p, top-k, min-p")
+        raise Untested(
+            "nothing is filtered: neither the flags nor generation_config.json ask for top-p, "
+            "top-k, min-p"
+        )
     remedies = (
-        "both sides must speak of all tokens: an engine's log-probs are taken before its filters; with SGLang"
+        "both sides must speak of all tokens: an engine's log-probs are taken before its filters; "
+        "with SGLang"
         " --sglang-sampling-defaults openai leaves generation_config.json out",
     )
     yield from _made_of_logits(case, list(asked.values()), list(asked), remedies)

@@ -37,7 +37,8 @@ _ON_CPU = 1024
 #: Tokens of a sample whose hidden states are compared.
 _TOKENS_OF_PARTS = 512
 _NO_HIDDEN_STATES = (
-    "SGLang gives no hidden states of single layers; the embedded engine, which computes the same model in this"
+    "SGLang gives no hidden states of single layers; the embedded engine, which computes the same "
+    "model in this"
     " process, stands in for it"
 )
 
@@ -51,7 +52,8 @@ class Wish:
     """What is asked of an examination.
 
     Attributes:
-        model: the Hugging Face directory with the weights that scored the samples; None: there is none.
+        model: the Hugging Face directory with the weights that scored the samples; None: there is
+            none.
         also: one with other weights that the engine may have had.
         most_tokens: samples of at most so many tokens are looked at; None: what takes minutes.
         is_fresh: the samples are of a `fresh_round`, which has compared the weights after its push.
@@ -77,7 +79,10 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
     if not goes_round(config):
         raise LeftOut("the run does not generate, train and push")
     patterns = {kind: str(folder / kind / "{rollout_id}.pt") for kind in ("rollout", "train")}
-    more: dict[str, Any] = {"save_debug_rollout_data": patterns["rollout"], "save_debug_train_data": patterns["train"]}
+    more: dict[str, Any] = {
+        "save_debug_rollout_data": patterns["rollout"],
+        "save_debug_train_data": patterns["train"],
+    }
     more["check_canary"] = False  # which would end the round where it is to be looked at
     if config.algorithm.use_rollout_logprobs:
         more["get_mismatch_metrics"] = True  # or nobody computes the trainer's
@@ -87,7 +92,9 @@ def fresh_round(config: Config, folder: Path) -> list[Scored]:
     return dumps.read([fill(pattern, 0) for pattern in patterns.values()])
 
 
-def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None) -> Result:
+def examined(
+    config: Config, samples: Sequence[Scored], wish: Wish, engine: AskableEngine | None = None
+) -> Result:
     """The result for samples of a run with these flags.
 
     Args:
@@ -98,11 +105,15 @@ def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: Aska
     case = case_of(config, chosen, wish, engine)
     result = examine(case, always=wish.always)
     if len(chosen) < len(samples):
-        result.notes.append(f"{len(chosen)} of {len(samples)} samples were looked at, those that differ most")
+        result.notes.append(
+            f"{len(chosen)} of {len(samples)} samples were looked at, those that differ most"
+        )
     if case.reference is not None and result.parts_ways:
         _ask_transformers(case, result)
     if case.reference is None or not wish.with_parts:
-        result.without_parts = "not asked for" if case.reference is not None else case.without_reference
+        result.without_parts = (
+            "not asked for" if case.reference is not None else case.without_reference
+        )
         return result
     try:
         _compare_parts(config, case, result)
@@ -111,10 +122,15 @@ def examined(config: Config, samples: Sequence[Scored], wish: Wish, engine: Aska
     return result
 
 
-def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEngine | None) -> Case:
+def case_of(
+    config: Config, samples: list[Scored], wish: Wish, engine: AskableEngine | None
+) -> Case:
     rollout = config.rollout
     sampling = Sampling(
-        rollout.rollout_temperature, rollout.rollout_top_p, rollout.rollout_top_k, rollout.rollout_min_p
+        rollout.rollout_temperature,
+        rollout.rollout_top_p,
+        rollout.rollout_top_k,
+        rollout.rollout_min_p,
     )
     stored = _stored(config)
     case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model), stored=stored)
@@ -125,22 +141,29 @@ def case_of(config: Config, samples: list[Scored], wish: Wish, engine: AskableEn
         case.facts["other_weights"] = {str(wish.also): wish.also}
     if wish.model is None:
         case.without_reference = (
-            "no model is at hand: --model DIR or --hf-checkpoint DIR with the weights of this rollout"
+            "no model is at hand: --model DIR or --hf-checkpoint DIR with the weights of this "
+            "rollout"
         )
         return case
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = Sampling(rollout.rollout_temperature)
     try:
         replays = config.train.use_rollout_routing_replay
-        case.reference = Reference(wish.model, parameter_dtype(config), plain, device, replays=replays)
+        case.reference = Reference(
+            wish.model, parameter_dtype(config), plain, device, replays=replays
+        )
     except torch.OutOfMemoryError:
         case.without_reference = f"{wish.model} in float32 does not fit on this GPU"
         return case
-    except UserError as error:  # a model that the embedded engine does not compute: what needs none is measured
+    except (
+        UserError
+    ) as error:  # a model that the embedded engine does not compute: what needs none is measured
         case.without_reference = str(error)
         return case
     try:
-        case.tokenizer = load_tokenizer(str(wish.model), trust_remote_code=config.checkpoint.trust_remote_code)
+        case.tokenizer = load_tokenizer(
+            str(wish.model), trust_remote_code=config.checkpoint.trust_remote_code
+        )
     except UserError:
         case.tokenizer = None
     if engine is None and engine_of(config).computed_here:
@@ -160,7 +183,9 @@ def _engine_here(config: Config, model: Path, samples: Sequence[Scored]) -> Engi
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_of(config)
     fixed = config.rollout.deterministic
-    return EngineHere(model, dtype, longest=longest, device=device, deterministic=fixed, stands_in=True)
+    return EngineHere(
+        model, dtype, longest=longest, device=device, deterministic=fixed, stands_in=True
+    )
 
 
 def _facts(config: Config, model: Path | None) -> dict[str, Any]:
@@ -169,12 +194,15 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
     reads = kind.reads_generation_config
     facts: dict[str, Any] = {
         "apply_chat_template": config.data.apply_chat_template,
-        "generation_config": generation_config_of(str(model)) if reads and model is not None else {},
+        "generation_config": generation_config_of(str(model))
+        if reads and model is not None
+        else {},
         "quantization": config.values().get("sglang_quantization"),
     }
     engine = kind.weights_dtype(config) if kind.computed_here else named
-    facts["dtypes"] = f"the trainer computes in {str(parameter_dtype(config)).removeprefix('torch.')}" + (
-        f", the engine in {engine}" if engine else ""
+    facts["dtypes"] = (
+        f"the trainer computes in {str(parameter_dtype(config)).removeprefix('torch.')}"
+        + (f", the engine in {engine}" if engine else "")
     )
     return facts
 
@@ -184,16 +212,22 @@ def _ask_transformers(case: Case, result: Result) -> None:
     try:
         apart = by_transformers(case)
     except (OSError, ValueError, KeyError, ImportError, torch.OutOfMemoryError) as error:
-        result.notes.append(f"transformers was not asked about the reference: {type(error).__name__}: {error}")
+        result.notes.append(
+            f"transformers was not asked about the reference: {type(error).__name__}: {error}"
+        )
         return
     told = f"transformers and the reference differ by {apart:.2g}"
     if apart > ALIKE:
-        told += ": the reference is wrong about this model, and so may be the embedded engine, whose code it shares"
+        told += (
+            ": the reference is wrong about this model, and so may be the embedded engine, whose "
+            "code it shares"
+        )
     result.notes.append(told)
 
 
 def _compare_parts(config: Config, case: Case, result: Result) -> None:
-    """The hidden states of the trainer's model, the embedded engine's and the reference, of one sample."""
+    """The hidden states of the trainer's model, the embedded engine's and the reference, of one
+    sample."""
     model = case.model()
     sample = dumps.cut(case.samples[0], _TOKENS_OF_PARTS)
     with ExitStack() as stack:
@@ -202,14 +236,20 @@ def _compare_parts(config: Config, case: Case, result: Result) -> None:
         except UserError as error:
             result.without_parts = f"the trainer's model cannot be built in this process: {error}"
             return
-        engine = case.engine if isinstance(case.engine, EngineHere) else _engine_here(config, model.directory, [sample])
+        engine = (
+            case.engine
+            if isinstance(case.engine, EngineHere)
+            else _engine_here(config, model.directory, [sample])
+        )
         shown = {}
         for name, setting in {"exact": model.setting, "rounded": model.as_the_run()}.items():
             watcher = Watcher(keeps=True)
             model.hidden(sample.tokens, sample.prompt_length, setting, watcher=watcher)
             shown[name] = watcher.seen
         rounded = shown["rounded"] if model.as_the_run().rounded else None
-        result.parts = compare(trainer.parts(sample), engine.parts(sample.tokens), shown["exact"], rounded)
+        result.parts = compare(
+            trainer.parts(sample), engine.parts(sample.tokens), shown["exact"], rounded
+        )
         if not engine_of(config).computed_here:
             result.notes.append(_NO_HIDDEN_STATES)
         if case.is_recorded:
@@ -218,6 +258,8 @@ def _compare_parts(config: Config, case: Case, result: Result) -> None:
             apart = size((here - sample.trainer)[sample.counted])
             if apart > case.tolerance:
                 result.notes.append(
-                    "the trainer in this process, on one rank, says other log-probs than it did in the run, by"
-                    f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, or its layout counts"
+                    "the trainer in this process, on one rank, says other log-probs than it did "
+                    "in the run, by"
+                    f" {apart:.3g}: {model.directory} does not hold the weights of this rollout, "
+                    "or its layout counts"
                 )

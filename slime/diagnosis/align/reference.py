@@ -1,7 +1,9 @@
-"""A third opinion: the model in this process, in float32, of which every part can be computed otherwise.
+"""A third opinion: the model in this process, in float32, of which every part can be computed
+otherwise.
 
-Where something is computed in 16 bits is imitated: products, norms and sums in float32 whose results are rounded, which
-is what the kernels do. So each part can be rounded alone, which no dtype of a whole model would allow.
+Where something is computed in 16 bits is imitated: products, norms and sums in float32 whose
+results are rounded, which is what the kernels do. So each part can be rounded alone, which no dtype
+of a whole model would allow.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from slime.embedded.architecture import Architecture
 from slime.embedded.weights import WeightStore, make_store
 
 Part = Literal[
-    "norms", "products", "rotary embedding", "activation", "attention scores", "attention", "router", "output layer"
+    "norms",
+    "products",
+    "rotary embedding",
+    "activation",
+    "attention scores",
+    "attention",
+    "router",
+    "output layer",
 ]
 PARTS: dict[Part, str] = {
     "norms": "RMS norms",
@@ -35,7 +44,9 @@ PARTS: dict[Part, str] = {
     "output layer": "the logits of the output layer",
 }
 #: What a run in 16 bits rounds.
-IN_16_BITS: frozenset[Part] = frozenset(part for part in PARTS if part not in ("attention scores", "router"))
+IN_16_BITS: frozenset[Part] = frozenset(
+    part for part in PARTS if part not in ("attention scores", "router")
+)
 #: Logits, and queries of attention, that exist at a time.
 _ROWS = 256
 _QUERIES = 512
@@ -59,7 +70,8 @@ class Sampling:
     renormalised: bool = False
 
     def log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop keeps its own log-prob."""
+        """float32 [rows, vocab], int64 [rows] → [rows]. A target that the filters drop keeps its
+        own log-prob."""
         log_probs = torch.log_softmax(logits / self.temperature, dim=-1)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
         if not self.renormalised:
@@ -99,8 +111,8 @@ class Reference:
     """Log-probs of samples by a model of a Hugging Face directory.
 
     Args:
-        dtype: of the run, to which the weights are rounded. What is computed with them is not: each kernel rounds a
-            little otherwise, so exact numbers are nearest to all of them.
+        dtype: of the run, to which the weights are rounded. What is computed with them is not: each
+            kernel rounds a little otherwise, so exact numbers are nearest to all of them.
         replays: the run's trainer takes the experts that the engine chose, and so does this model.
     """
 
@@ -123,7 +135,9 @@ class Reference:
             linear.packs = False  # products go through F.linear, where they can be rounded
         self.setting = Setting(sampling=sampling, experts=replays)
         if dtype != torch.float32:
-            self.write({name: tensor.to(dtype).float() for name, tensor in self.store.named.items()})
+            self.write(
+                {name: tensor.to(dtype).float() for name, tensor in self.store.named.items()}
+            )
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -135,7 +149,8 @@ class Reference:
         rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
 
-    # -- weights -------------------------------------------------------------------------------------------------
+    # -- weights
+    # -------------------------------------------------------------------------------------------------
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         self.store.update((name, tensor) for name, tensor in tensors.items())
@@ -153,15 +168,22 @@ class Reference:
     def matrices(self) -> dict[str, Tensor]:
         """What quantisation is applied to: the matrices inside of layers but routers', by name."""
         named = self.store.named.items()
-        return {name: t for name, t in named if ".layers." in name and t.dim() == 2 and not name.endswith(_ROUTER)}
+        return {
+            name: t
+            for name, t in named
+            if ".layers." in name and t.dim() == 2 and not name.endswith(_ROUTER)
+        }
 
-    # -- log-probs -----------------------------------------------------------------------------------------------
+    # -- log-probs
+    # -----------------------------------------------------------------------------------------------
 
     def of_all(self, samples: Sequence[Scored], setting: Setting | None = None) -> list[Tensor]:
         """float64 [R] of each."""
         return [self.log_probs(sample, setting) for sample in samples]
 
-    def log_probs(self, sample: Scored, setting: Setting | None = None, context: Tensor | None = None) -> Tensor:
+    def log_probs(
+        self, sample: Scored, setting: Setting | None = None, context: Tensor | None = None
+    ) -> Tensor:
         """float64 [R].
 
         Args:
@@ -210,7 +232,9 @@ class Reference:
         model = self.store.model
         count = len(tokens) - 1
         device = self.store.device
-        positions = torch.arange(count) if setting.positions is None else setting.positions(prompt, count)
+        positions = (
+            torch.arange(count) if setting.positions is None else setting.positions(prompt, count)
+        )
         rounding = "rotary embedding" in setting.rounded
         rope = self.arch.rope
         if setting.rotary:
@@ -228,7 +252,9 @@ class Reference:
             with _Rounding(setting, self.arch.spec.num_experts):
                 attend = _Attention(setting)
                 chosen = watcher.chosen
-                return model.forward(tokens[:-1].to(device), positions.to(device), attend, chosen, watcher)
+                return model.forward(
+                    tokens[:-1].to(device), positions.to(device), attend, chosen, watcher
+                )
         finally:
             model.angles = before
 
@@ -256,7 +282,9 @@ class Watcher:
         return self.replayed.get(layer)
 
 
-def _rows_of(experts: Tensor, count: int, arch: Architecture, device: torch.device) -> dict[int, Tensor]:
+def _rows_of(
+    experts: Tensor, count: int, arch: Architecture, device: torch.device
+) -> dict[int, Tensor]:
     """Layer → int64 [count, k], -1 where the engine did not tell."""
     assert arch.experts is not None
     whole = torch.full((count, arch.num_layers, arch.experts.chosen), -1, dtype=torch.int64)
@@ -267,7 +295,8 @@ def _rows_of(experts: Tensor, count: int, arch: Architecture, device: torch.devi
 
 
 def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -> Tensor:
-    """Logits of the token ``first`` and those behind it, each with the penalty for the tokens before it."""
+    """Logits of the token ``first`` and those behind it, each with the penalty for the tokens
+    before it."""
     if sampling.repetition_penalty == 1.0:
         return logits
     logits = logits.clone()
@@ -285,13 +314,19 @@ class _Rounding(TorchFunctionMode):
     def __init__(self, setting: Setting, num_experts: int) -> None:
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
-        parts |= {torch.addcmul: "rotary embedding", Tensor.add: "products", Tensor.__add__: "products"}
+        parts |= {
+            torch.addcmul: "rotary embedding",
+            Tensor.add: "products",
+            Tensor.__add__: "products",
+        }
         self._parts = parts
         self._rounded = setting.rounded
         self._dtype = setting.dtype
         self._num_experts = num_experts
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         part = self._parts.get(function)
         if function is F.linear and self._num_experts and args[1].shape[0] == self._num_experts:

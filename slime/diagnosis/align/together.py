@@ -1,4 +1,5 @@
-"""Several causes at once: predictions add up, as long as each is small beside the log-probs themselves."""
+"""Several causes at once: predictions add up, as long as each is small beside the log-probs
+themselves."""
 
 from __future__ import annotations
 
@@ -27,16 +28,23 @@ class Together:
     share: float
 
     def lines(self) -> list[str]:
-        said = [f"   {cause.trouble.name}, the {side}: {tried.what}" for cause, tried, side in self.parts]
+        said = [
+            f"   {cause.trouble.name}, the {side}: {tried.what}"
+            for cause, tried, side in self.parts
+        ]
         return [f"together they explain {self.share:.0%}:", *said]
 
     def as_json(self) -> dict[str, object]:
-        parts = [{"name": cause.trouble.name, "what": tried.what, "side": side} for cause, tried, side in self.parts]
+        parts = [
+            {"name": cause.trouble.name, "what": tried.what, "side": side}
+            for cause, tried, side in self.parts
+        ]
         return {"share": self.share, "causes": parts}
 
 
 def together(differences: Tensor, tries: Sequence[tuple[Cause, Tried]]) -> Together | None:
-    """One cause after the other, each the one that explains most of what is left; None where one alone does as well.
+    """One cause after the other, each the one that explains most of what is left; None where one
+    alone does as well.
 
     Args:
         differences: trainer minus engine, [N].

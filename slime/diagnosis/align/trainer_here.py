@@ -1,4 +1,5 @@
-"""The trainer's model in this process, on one rank, without an optimizer: its log-probs, and what its parts give."""
+"""The trainer's model in this process, on one rank, without an optimizer: its log-probs, and what
+its parts give."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class TrainerHere:
         config = self.config
         te_layers.check(config)
         self.hf_config = read_hf_config(self.directory)
-        self.spec = family_of(self.hf_config, config.checkpoint.model_name).model_spec(self.hf_config).padded(1)
+        self.spec = (
+            family_of(self.hf_config, config.checkpoint.model_name)
+            .model_spec(self.hf_config)
+            .padded(1)
+        )
         reserved = reserve_port("127.0.0.1")
         info = RankInfo(0, 1, 0, "127.0.0.1", reserved.port)
         try:
@@ -65,13 +70,19 @@ class TrainerHere:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         parallel.shut_down()
 
     def weights(self) -> dict[str, Tensor]:
         """Copies, by their Hugging Face names."""
-        return {name: tensor.detach().clone() for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in iter_hf_tensors(self.chunks, self.hf_config)
+        }
 
     def log_probs(self, samples: Sequence[Scored], temperature: float) -> list[Tensor]:
         """float64 [R] of each, scored one by one."""
@@ -82,7 +93,10 @@ class TrainerHere:
         `slime.embedded.model.Observer`."""
         seen: dict[str, Tensor] = {}
         (model,) = self.chunks
-        hooks = [_watch(model.embedding, "embedding", seen), _watch(model.decoder.final_layernorm, "norm", seen)]
+        hooks = [
+            _watch(model.embedding, "embedding", seen),
+            _watch(model.decoder.final_layernorm, "norm", seen),
+        ]
         for number, layer in enumerate(model.decoder.layers):
             parts = {
                 "attention norm": layer.input_layernorm,
@@ -90,7 +104,11 @@ class TrainerHere:
                 "mlp norm": layer.pre_mlp_layernorm,
                 "mlp": getattr(layer, "post_mlp_layernorm", layer.mlp),
             }
-            hooks += [_watch(module, f"{number}.{name}", seen) for name, module in parts.items() if _computes(module)]
+            hooks += [
+                _watch(module, f"{number}.{name}", seen)
+                for name, module in parts.items()
+                if _computes(module)
+            ]
             hooks.append(_watch(layer, str(number), seen))
         try:
             packed, _ = self._run(sample, 1.0)
@@ -99,7 +117,9 @@ class TrainerHere:
                 hook.remove()
         count = int(sample.tokens.numel()) - 1
         order = packed.origins[packed.origins >= 0]
-        assert torch.equal(order, torch.arange(count))  # one sample, one stripe: its tokens in their order
+        assert torch.equal(
+            order, torch.arange(count)
+        )  # one sample, one stripe: its tokens in their order
         return {name: value[:count] for name, value in seen.items()}
 
     def _run(self, sample: Scored, temperature: float) -> tuple[PackedMicroBatch, Tensor]:
@@ -139,12 +159,17 @@ def batch_of(sample: Scored) -> TrainBatch:
     count = sample.response_length
     mask = torch.ones(count)
     return dataclasses.replace(
-        batch, response_lengths=[count], loss_masks=[mask], steps=[StepPlan([[0]], 1, count)], rollout_mask_sums=[count]
+        batch,
+        response_lengths=[count],
+        loss_masks=[mask],
+        steps=[StepPlan([[0]], 1, count)],
+        rollout_mask_sums=[count],
     )
 
 
 def _computes(module: Any) -> bool:
-    """Whether it is more than a place holder: Transformer Engine's layers have their norm inside."""
+    """Whether it is more than a place holder: Transformer Engine's layers have their norm
+    inside."""
     return type(module).__name__ != "IdentityOp"
 
 

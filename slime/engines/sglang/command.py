@@ -1,7 +1,9 @@
-"""The command line of a stock SGLang server, from the run's configuration and the engine's place in the cluster.
+"""The command line of a stock SGLang server, from the run's configuration and the engine's place in
+the cluster.
 
 --sglang-<name> VALUE   goes through as --<name> VALUE
-what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set here and wins
+what must agree with the rest of the run (model, ports, seed, parallel sizes, memory saver) is set
+here and wins
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from slime.processes.host import python_module
 if TYPE_CHECKING:
     from slime.config.config import Config
 
-#: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it graph capture.
+#: A model of hundreds of gigabytes on a cold disk; 126 s were seen for a small one, most of it
+#: graph capture.
 STARTUP_SECONDS = 1800.0
-#: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s business.
+#: Asked of an engine that is awake; what the router asks at any time is `HEALTH_GENERATES`'s
+#: business.
 HEALTH_PATH = "/health_generate"
-#: One answer of it: it generates a token, the very first of the server, and sleeps a second meanwhile.
+#: One answer of it: it generates a token, the very first of the server, and sleeps a second
+#: meanwhile.
 HEALTH_SECONDS = 30.0
 
 #: Whether SGLang's /health generates a token, as /health_generate always does, or only answers.
@@ -38,8 +43,8 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 #: What SGLang reads as false there; everything else, typing errors included, is true.
 _FALSE = ("false", "0", "no", "n")
 
-#: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves at least these
-#: bytes, beside a part of all.
+#: What it about chooses when ``--sglang-mem-fraction-static`` is not set: on a small GPU it leaves
+#: at least these bytes, beside a part of all.
 _AUTOMATIC_FRACTION = 0.88
 _AUTOMATIC_PART = 0.95
 _AUTOMATIC_REST = 5.9e9
@@ -50,11 +55,14 @@ _KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "fp4_e2m1": 0.5}
 _DRAFTS_WITHOUT_WEIGHTS = ("NGRAM",)
 
 
-def sglang_command(config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU) -> LaunchSpec:
+def sglang_command(
+    config: Config, model_path: str, host: str, port: int, place: EnginePlace = ONE_GPU
+) -> LaunchSpec:
     """A stock SGLang server, or one node's part of it.
 
     Raises:
-        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks for.
+        UserError: SGLang is not installed, in no supported version, or cannot do what a flag asks
+            for.
     """
     check_sglang(config)
     check_version(installed_version())
@@ -70,7 +78,8 @@ def sglang_command(config: Config, model_path: str, host: str, port: int, place:
 
 
 def check_sglang(config: Config) -> None:
-    """Refuse what an SGLang engine could not do for this run. Looks at flags and environment variables only.
+    """Refuse what an SGLang engine could not do for this run. Looks at flags and environment
+    variables only.
 
     Raises:
         UserError: names the flag or variable.
@@ -81,22 +90,26 @@ def check_sglang(config: Config) -> None:
     num_gpus = config.cluster.rollout_num_gpus_per_engine
     if flags.get("disaggregation_mode") not in (None, "null"):
         raise UserError(
-            f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine one half of a pair",
+            f"--sglang-disaggregation-mode {flags['disaggregation_mode']} would make every engine "
+            "one half of a pair",
             fix="give server groups with --sglang-config, or leave the flag out",
         )
     if num_gpus % int(flags.get("pp_size") or 1):
         raise UserError(
-            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {flags['pp_size']}",
+            f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size "
+            f"{flags['pp_size']}",
             why="an engine's tensor-parallel size is the former divided by the latter",
         )
     check_pushes(config, flags)
 
 
 def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse options with which an engine could not follow the trainer's weights, or not from the trainer alone.
+    """Refuse options with which an engine could not follow the trainer's weights, or not from the
+    trainer alone.
 
     Args:
-        options: SGLang's, by name; of the command line, or of a server group with these beneath its own.
+        options: SGLang's, by name; of the command line, or of a server group with these beneath its
+            own.
         where: "FILE: server group 0 of policy" for the latter.
     Raises:
         UserError: names the option.
@@ -104,38 +117,50 @@ def check_pushes(config: Config, options: Mapping[str, Any], where: str = "") ->
 
     def named(option: str) -> str:
         value = options[option]
-        return f"{where} has {option} {value}, which" if where else f"--sglang-{option.replace('_', '-')} {value}"
+        return (
+            f"{where} has {option} {value}, which"
+            if where
+            else f"--sglang-{option.replace('_', '-')} {value}"
+        )
 
     algorithm = options.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in _DRAFTS_WITHOUT_WEIGHTS:
         raise UserError(
             f"{named('speculative_algorithm')} cannot follow the weights of a training run",
-            why="its draft model is no part of what the trainer trains, so that no push would update it, and fewer and"
+            why="its draft model is no part of what the trainer trains, so that no push would "
+            "update it, and fewer and"
             " fewer of its drafts would be accepted",
-            fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), or leave it out",
+            fix="take NGRAM, which drafts without weights (--sglang-speculative-algorithm NGRAM), "
+            "or leave it out",
         )
     if algorithm is not None and config.sync.update_weight_transport == "disk":
         raise UserError(
             f"{named('speculative_algorithm')} does not go with --update-weight-transport disk",
-            why="SGLang has its drafting part read the files, too, which has no weights, and dies of that",
-            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well with it",
+            why="SGLang has its drafting part read the files, too, which has no weights, and dies "
+            "of that",
+            fix="leave one of the two out; pushes by handles (--colocate) and broadcasts go well "
+            "with it",
         )
     if int(options.get("tokenizer_worker_num") or 1) > 1:
         raise UserError(
             f"{named('tokenizer_worker_num')} cannot ask for the run's key",
-            why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an engine without a key can"
+            why="SGLang asks for keys with one tokenizer worker alone, and whoever reaches an "
+            "engine without a key can"
             " replace its weights",
             fix="leave it out",
         )
     if int(options.get("pp_size") or 1) > 1:
         raise UserError(
             f"{named('pp_size')} cannot take weight pushes",
-            why="stock SGLang numbers the members of a weight-update group by tensor-parallel rank only",
-            fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines tensor-parallel",
+            why="stock SGLang numbers the members of a weight-update group by tensor-parallel "
+            "rank only",
+            fix="leave it out; more GPUs per engine (--rollout-num-gpus-per-engine) make engines "
+            "tensor-parallel",
         )
     if int(options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
         raise UserError(
-            f"{named('dp_size')} cannot take weight pushes without DP attention (--sglang-enable-dp-attention)",
+            f"{named('dp_size')} cannot take weight pushes without DP attention "
+            "(--sglang-enable-dp-attention)",
             why="stock SGLang refuses them",
             fix="start more engines instead (raise --rollout-num-gpus), or add enable_dp_attention",
         )
@@ -145,7 +170,11 @@ def _check_override(name: str, value: Any) -> None:
     if name in SGLANG_RESERVED:
         raise UserError(f"cannot override {name}", why=SGLANG_RESERVED[name])
     if instead := SGLANG_INSTEAD.get(name, {}).get(str(value)):
-        raise UserError(f"cannot set {name} to {value}", why=instead[1], fix=f"leave it out, or set {instead[0]}")
+        raise UserError(
+            f"cannot set {name} to {value}",
+            why=instead[1],
+            fix=f"leave it out, or set {instead[0]}",
+        )
     version, arguments = sglang_args()
     if name not in {argument.name for argument in arguments}:
         raise UserError(f"overrides {name}, which SGLang {version} does not have")
@@ -156,30 +185,38 @@ def _check_policy(config: Config, overrides: Mapping[str, Any], where: str) -> N
 
 
 #: Of the server groups of --sglang-config.
-GROUP_RULES = GroupRules(("regular", "prefill", "decode", "placeholder"), _check_override, _check_policy)
+GROUP_RULES = GroupRules(
+    ("regular", "prefill", "decode", "placeholder"), _check_override, _check_policy
+)
 
 
 def _check_questions(config: Config) -> None:
-    """The router asks for a sign of life at any time: also while memory is released, when a token ends the engine."""
+    """The router asks for a sign of life at any time: also while memory is released, when a token
+    ends the engine."""
     said = os.environ.get(HEALTH_GENERATES)
     path = str(config.engine.router.get("health_check_endpoint") or "")
     if said is not None and said.lower() not in _FALSE:
         raise UserError(
             f"{HEALTH_GENERATES}={said} does not go with --offload-rollout",
-            why="the router asks engines for /health once a minute, also during training; to answer, SGLang would"
+            why="the router asks engines for /health once a minute, also during training; to "
+            "answer, SGLang would"
             " generate a token with memory that it has released, and die of it",
-            fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own checks still generate",
+            fix=f"unset {HEALTH_GENERATES}: engines are then started with false, and their own "
+            "checks still generate",
         )
     if "health_generate" in path:
         raise UserError(
             f"--router-health-check-endpoint {path} does not go with --offload-rollout",
-            why="the router asks also during training; to answer, SGLang would generate a token with memory that it"
+            why="the router asks also during training; to answer, SGLang would generate a token "
+            "with memory that it"
             " has released, and die of it",
             fix="leave the flag out",
         )
 
 
-def sglang_options(config: Config, model_path: str, host: str, port: int, place: EnginePlace) -> dict[str, Any]:
+def sglang_options(
+    config: Config, model_path: str, host: str, port: int, place: EnginePlace
+) -> dict[str, Any]:
     """All options by name: the user's, those of the server group, then ours."""
     given = {**config.engine.sglang, **place.overrides}
     stages = int(given.get("pp_size") or 1)
@@ -191,7 +228,11 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         "tp_size": place.num_gpus // stages,
         "random_seed": config.rollout.rollout_seed + place.number,
         "skip_server_warmup": True,
-        "custom_weight_loader": (*(given.get("custom_weight_loader") or ()), WEIGHT_PROBE, WEIGHT_LOADER),
+        "custom_weight_loader": (
+            *(given.get("custom_weight_loader") or ()),
+            WEIGHT_PROBE,
+            WEIGHT_LOADER,
+        ),
     }
     if config.checkpoint.trust_remote_code:
         ours["trust_remote_code"] = True
@@ -203,7 +244,8 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
     }
     if config.cluster.offload_rollout:
         ours["enable_memory_saver"] = True
-        # without a push in between, the engines must find again what they held when they were put to sleep
+        # without a push in between, the engines must find again what they held when they were put
+        # to sleep
         if config.sync.update_weights_interval > 1 or not is_policy:
             defaults["enable_weights_cpu_backup"] = True
     if config.rollout.deterministic:
@@ -214,13 +256,20 @@ def sglang_options(config: Config, model_path: str, host: str, port: int, place:
         ours["nccl_port"] = place.nccl_port
     if place.num_nodes > 1:
         assert place.dist_init_addr is not None, "an engine over several nodes has a meeting point"
-        ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
+        ours |= {
+            "nnodes": place.num_nodes,
+            "node_rank": place.node_rank,
+            "dist_init_addr": place.dist_init_addr,
+        }
     return {**defaults, **given, **ours}
 
 
 def dtype_of(config: Config) -> str:
-    """Of the policy's weights, in SGLang's words: --sglang-dtype, which is the trainer's precision by default."""
-    trained = "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
+    """Of the policy's weights, in SGLang's words: --sglang-dtype, which is the trainer's precision
+    by default."""
+    trained = (
+        "float32" if config.megatron.fp32 else "float16" if config.megatron.fp16 else "bfloat16"
+    )
     return str(config.engine.sglang.get("dtype") or trained)
 
 
@@ -254,17 +303,20 @@ def _automatic_fraction(nbytes: float) -> float:
 
 def sglang_environment(config: Config, place: EnginePlace) -> dict[str, str]:
     """What the server's processes need in their environment, on top of the run's."""
-    # The router's question whether the server answers must need no memory and no time: engines sleep, and pause for
-    # pushes. Whether they generate is asked by those who know that they can, at /health_generate.
+    # The router's question whether the server answers must need no memory and no time: engines
+    # sleep, and pause for pushes. Whether they generate is asked by those who know that they can,
+    # at /health_generate.
     environment = {HEALTH_GENERATES: os.environ.get(HEALTH_GENERATES, "false")}
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     if config.cluster.offload_rollout:
-        # memory that NCCL maps itself is not given back by the memory saver, and expandable segments defeat it
+        # memory that NCCL maps itself is not given back by the memory saver, and expandable
+        # segments defeat it
         environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ""
-    # transformers copies the Python files that come with a model there, and imports the copies: engines that start at
-    # the same time, on hosts that share a home, would read what another one is writing
+    # transformers copies the Python files that come with a model there, and imports the copies:
+    # engines that start at the same time, on hosts that share a home, would read what another one
+    # is writing
     modules = Path(os.environ.get("HF_MODULES_CACHE") or Path(HF_HOME, "modules"))
     environment["HF_MODULES_CACHE"] = str(modules / f"{socket.gethostname()}-engine-{place.number}")
     return environment

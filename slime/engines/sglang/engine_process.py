@@ -1,8 +1,10 @@
-"""An SGLang server's process: its own launcher, which is told the key to ask for where nobody reads it.
+"""An SGLang server's process: its own launcher, which is told the key to ask for where nobody reads
+it.
 
-SGLang takes the key on its command line alone, which every user of the host can read, and writes all its arguments into
-its log. Here the arguments get it after they were read, and what is logged is looked through. It must be an ordinary
-string: SGLang's processes send each other their arguments in a form that knows no other.
+SGLang takes the key on its command line alone, which every user of the host can read, and writes
+all its arguments into its log. Here the arguments get it after they were read, and what is logged
+is looked through. It must be an ordinary string: SGLang's processes send each other their arguments
+in a form that knows no other.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def main() -> None:
 
 
 def guard(host: str, *, inference_only: bool) -> None:
-    """Have SGLang's application answer no pages of elsewhere, which it allows by itself (CORS), and, if it is to only
-    generate, no route that steers it."""
+    """Have SGLang's application answer no pages of elsewhere, which it allows by itself (CORS),
+    and, if it is to only generate, no route that steers it."""
     server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     server.app.add_middleware(AsgiGuard, access=EngineAccess(is_loopback(host), inference_only))
 
@@ -53,7 +55,11 @@ def hide_in_log(key: str) -> None:
         record = make(*given, **named)
         try:
             said = record.getMessage()
-        except (TypeError, ValueError, KeyError):  # a message that does not fit its arguments: logging will say so
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+        ):  # a message that does not fit its arguments: logging will say so
             return record
         if key in said:
             record.msg = said.replace(key, HIDDEN)

@@ -1,10 +1,12 @@
-"""Which tensors of a push an SGLang process has loaded: runs inside it, asked through the weight probe.
+"""Which tensors of a push an SGLang process has loaded: runs inside it, asked through the weight
+probe.
 
-SGLang's loaders do not say what they took. They skip names that they do not know, and drop half of a pair that they
-fuse when the other half comes in another call. So before a transfer the first numbers of each tensor that will be sent
-are overwritten, at the place where the engine holds it. A mark that is still there after the transfer belongs to a
-tensor that was not loaded, whichever way the weights came. An engine whose push broke off stays paused, marks and all,
-until another push has brought everything.
+SGLang's loaders do not say what they took. They skip names that they do not know, and drop half of
+a pair that they fuse when the other half comes in another call. So before a transfer the first
+numbers of each tensor that will be sent are overwritten, at the place where the engine holds it. A
+mark that is still there after the transfer belongs to a tensor that was not loaded, whichever way
+the weights came. An engine whose push broke off stays paused, marks and all, until another push has
+brought everything.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class LoadMarks:
     """Places for marks in the memory of tensors.
 
     Args:
-        held: by name, what a process holds of the tensors that will be sent. Tensors without a number are left out.
+        held: by name, what a process holds of the tensors that will be sent. Tensors without a
+            number are left out.
     """
 
     def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
@@ -60,22 +63,29 @@ class LoadMarks:
         found = []
         for (dtype, _), places in self._places.items():
             is_marked = (torch.stack(list(places.values())).cpu() == _mark(dtype)).all(dim=1)
-            found += [name for name, marked in zip(places, is_marked.tolist(), strict=True) if marked]
+            found += [
+                name for name, marked in zip(places, is_marked.tolist(), strict=True) if marked
+            ]
         return found
 
 
 #: By model, from the start of a transfer to its check.
 _set: weakref.WeakKeyDictionary[nn.Module, LoadMarks] = weakref.WeakKeyDictionary()
-#: By model, where its parameters were when the places were found. To find ten thousand of them takes seconds.
-_found: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], LoadMarks]] = weakref.WeakKeyDictionary()
+#: By model, where its parameters were when the places were found. To find ten thousand of them
+#: takes seconds.
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[list[int], LoadMarks]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def mark(model: nn.Module, find: Callable[[], Mapping[str, torch.Tensor]], *, keep: bool) -> int:
     """Mark what will be sent; returns how many tensors that are.
 
     Args:
-        find: what the process holds of it; called if the model's parameters are not where they were.
-        keep: remember the places for the next push; not those in layers that are only opened for one.
+        find: what the process holds of it; called if the model's parameters are not where they
+            were.
+        keep: remember the places for the next push; not those in layers that are only opened for
+            one.
     """
     where = [parameter.data_ptr() for parameter in model.parameters()]
     known = _found.get(model)
@@ -93,14 +103,15 @@ def forget(model: nn.Module) -> None:
 
 
 def untouched(model: nn.Module) -> list[str]:
-    """Names that were marked and have not been loaded since; [] where nothing is marked. Marks are read once: they
-    would keep the memory of layers that were only opened for the transfer."""
+    """Names that were marked and have not been loaded since; [] where nothing is marked. Marks are
+    read once: they would keep the memory of layers that were only opened for the transfer."""
     marks = _set.pop(model, None)
     return [] if marks is None else marks.untouched()
 
 
 def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Words of the first numbers of a tensor's first row, as a view: eight bytes, or as many as the row has."""
+    """Words of the first numbers of a tensor's first row, as a view: eight bytes, or as many as the
+    row has."""
     flat = tensor.detach()
     row = flat[(0,) * (flat.dim() - 1)] if flat.dim() else flat.reshape(1)
     return row[: max(1, _MARK_BYTES // flat.dtype.itemsize)].view(_WORDS[flat.dtype.itemsize])

@@ -1,17 +1,22 @@
-"""Layers of quantised weights made loadable again: runs inside SGLang's processes, asked through the weight probe.
+"""Layers of quantised weights made loadable again: runs inside SGLang's processes, asked through
+the weight probe.
 
-SGLang changes quantised weights once they are loaded: Marlin's kernels want INT4 in an order of their own, FP8 by
-tensor is turned over and its scales are spread over rows. What is left are parameters without loaders, in other
-shapes: `load_weights` raises, which ends the engine, or fills the wrong places.
+SGLang changes quantised weights once they are loaded: Marlin's kernels want INT4 in an order of
+their own, FP8 by tensor is turned over and its scales are spread over rows. What is left are
+parameters without loaders, in other shapes: `load_weights` raises, which ends the engine, or fills
+the wrong places.
 
-    open_layers    every such layer gets the parameters that its method creates before loading, in the memory of the old
+    open_layers    every such layer gets the parameters that its method creates before loading, in
+    the memory of the old
         ... any number of loads, of any kind: handles, broadcasts, files ...
-    close_layers   the method processes them as after a start; the result goes where the old parameters are
+    close_layers   the method processes them as after a start; the result goes where the old
+    parameters are
 
-The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives them back after a
-sleep. Between the two an engine must not compute; it is paused. SGLang itself processes what it has read from files, at
-once; while layers are open their methods let that pass, so that what arrived can be compared first, however it came.
-Opening takes memory only for what is larger before loading than behind it, and processing for one layer at a time.
+The old parameters stay the engine's: CUDA graphs have their addresses, and the memory saver gives
+them back after a sleep. Between the two an engine must not compute; it is paused. SGLang itself
+processes what it has read from files, at once; while layers are open their methods let that pass,
+so that what arrived can be compared first, however it came. Opening takes memory only for what is
+larger before loading than behind it, and processing for one layer at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-#: Quant methods, by class, whose ``create_weights`` and ``process_weights_after_loading`` were read and tried.
+#: Quant methods, by class, whose ``create_weights`` and ``process_weights_after_loading`` were read
+#: and tried.
 LINEAR = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
 EXPERTS = ("Fp8MoEMethod", "CompressedTensorsFusedMoEMethod")
 #: Marks of layers that were processed, which keep them from being processed again.
@@ -104,7 +110,9 @@ def open_layers(model: nn.Module) -> list[str]:
         ValueError: a layer has a method that is not known here; nothing was changed.
     """
     found = {name: module for name, module in model.named_modules() if _is_quantised(module)}
-    unknown = sorted({type(_method(module)).__name__ for module in found.values()} - {*LINEAR, *EXPERTS})
+    unknown = sorted(
+        {type(_method(module)).__name__ for module in found.values()} - {*LINEAR, *EXPERTS}
+    )
     if unknown:
         raise ValueError(f"layers of {', '.join(unknown)} cannot be made loadable")
     layers = _open.setdefault(model, {})
@@ -132,7 +140,9 @@ def close_layers(model: nn.Module) -> list[str]:
         try:
             layers[name].close()
         except Exception as error:
-            raise ValueError(f"{name} could not be closed: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{name} could not be closed: {type(error).__name__}: {error}"
+            ) from error
         del layers[name]
     for module in _with_cache_scales(model):
         _let_go(_method(module))
@@ -146,7 +156,8 @@ def close_layers(model: nn.Module) -> list[str]:
 
 @contextmanager
 def opened_to_look(model: nn.Module) -> Iterator[None]:
-    """Layers are loadable within the block, to see where a push would put what; memory is not touched, and may be away.
+    """Layers are loadable within the block, to see where a push would put what; memory is not
+    touched, and may be away.
 
     Raises:
         ValueError: as `open_layers`.
@@ -156,7 +167,9 @@ def opened_to_look(model: nn.Module) -> Iterator[None]:
         open_layers(model)
         yield
     finally:
-        if not was_open:  # also what was opened before another layer could not be: nobody has paused the engine
+        if (
+            not was_open
+        ):  # also what was opened before another layer could not be: nobody has paused the engine
             for layer in _open.pop(model, {}).values():
                 layer.shut()
             for module in _with_cache_scales(model):
@@ -168,7 +181,8 @@ def _method(module: nn.Module) -> Any:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Has weights that a quantising method made; attention has methods of scales for its cache alone."""
+    """Has weights that a quantising method made; attention has methods of scales for its cache
+    alone."""
     method = _method(module)
     if method is None or not any("weight" in name for name in module._parameters):
         return False
@@ -176,7 +190,8 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _with_cache_scales(model: nn.Module) -> list[Any]:
-    """Attention whose quantising method has made scales for the cache. Processing takes them for what files brought."""
+    """Attention whose quantising method has made scales for the cache. Processing takes them for
+    what files brought."""
     names = ("k_scale", "v_scale")
     return [
         module for module in model.modules()
@@ -194,7 +209,8 @@ def _let_go(method: Any) -> None:
 
 
 def _create(method: Any, module: Any) -> None:
-    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and ``moe/fused_moe_triton/layer.py``)."""
+    """As the layer's own constructor does it (SGLang 0.5.16, ``linear.py`` and
+    ``moe/fused_moe_triton/layer.py``)."""
     if type(method).__name__ in EXPERTS:
         method.create_weights(
             layer=module,
@@ -226,7 +242,8 @@ def _dtype(module: Any) -> torch.dtype:
 
 @contextmanager
 def _default_dtype(module: nn.Module) -> Iterator[None]:
-    """Some parameters are made in the default dtype, which is the model's while a model is loaded."""
+    """Some parameters are made in the default dtype, which is the model's while a model is
+    loaded."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_dtype(module))
     try:
@@ -240,8 +257,11 @@ def _tensors(owner: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
-def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device) -> nn.Parameter:
-    """A parameter of the meta device as one of its class with its attributes, where the old one is if sizes allow."""
+def _realised(
+    parameter: nn.Parameter, old: torch.Tensor | None, device: torch.device
+) -> nn.Parameter:
+    """A parameter of the meta device as one of its class with its attributes, where the old one is
+    if sizes allow."""
     shape = parameter.shape
     dtype = parameter.dtype
     nbytes = parameter.numel() * dtype.itemsize
@@ -249,8 +269,8 @@ def _realised(parameter: nn.Parameter, old: torch.Tensor | None, device: torch.d
         data = torch.empty(0, dtype=dtype, device=device)
         data.set_(old.untyped_storage(), 0, shape, parameter.stride())
     elif old is not None and not old.numel() and nbytes:
-        # what the kernels do without (orders of columns): of hundreds of experts it would be gigabytes, and only its
-        # shape is asked for
+        # what the kernels do without (orders of columns): of hundreds of experts it would be
+        # gigabytes, and only its shape is asked for
         data = torch.empty((), dtype=dtype, device=device).expand(shape)
     else:
         data = torch.empty(shape, dtype=dtype, device=device)
@@ -266,7 +286,9 @@ def _settle(owner: Any, name: str, old: torch.Tensor) -> None:
     if not isinstance(new, torch.Tensor):
         raise ValueError(f"{name} is gone")
     if (new.shape, new.dtype) != (old.shape, old.dtype):
-        raise ValueError(f"{name} came out as {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}")
+        raise ValueError(
+            f"{name} came out as {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}"
+        )
     if new is not old:
         if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
             old.data.copy_(new.data)

@@ -1,8 +1,10 @@
-"""Which way quantised weights go into SGLang, by version and format: one table, with the reason where there is none.
+"""Which way quantised weights go into SGLang, by version and format: one table, with the reason
+where there is none.
 
-A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit, what engines hold that
-were started with the same weights (`benchmarks/gpu/quantised.py`, `benchmarks/gpu/weight_sync.py --served`; rows in
-docs/measurements). A change of what an entry needs wants such an experiment. Imports no SGLang.
+A way stands here when an experiment has shown it: engines that were pushed to hold, bit for bit,
+what engines hold that were started with the same weights (`benchmarks/gpu/quantised.py`,
+`benchmarks/gpu/weight_sync.py --served`; rows in docs/measurements). A change of what an entry
+needs wants such an experiment. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ class QuantisedRoute:
     """How a push goes.
 
     Attributes:
-        opens: layers are made loadable before the transfer and processed after it (`slime.engines.sglang.loadable`);
-            otherwise SGLang computes with what it loaded as it came.
+        opens: layers are made loadable before the transfer and processed after it
+            (`slime.engines.sglang.loadable`); otherwise SGLang computes with what it loaded as it
+            came.
         kinds: of `slime.weights.route.choose_route`, those that were tried.
-        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the values that were tried; the first is advised.
+        needs: SGLang's arguments, by the names of `_ARGUMENTS`, with the values that were tried;
+            the first is advised.
         experts: models with experts were tried, too; else why they are refused.
     """
 
@@ -62,22 +66,30 @@ _KINDS = {
 }  # fmt: skip
 _FP8_NEEDS = (("tp_size", (1,)), ("fp8_gemm_backend", ("triton",)))
 _TWICE_ROUNDED = (
-    "SGLang computes gate and up of an expert with the larger of their two scales, for which it rounds one of them a"
-    " second time: engines would hold other weights than a push brought, and than --fake-quantisation computes with"
+    "SGLang computes gate and up of an expert with the larger of their two scales, for which it "
+    "rounds one of them a"
+    " second time: engines would hold other weights than a push brought, and than "
+    "--fake-quantisation computes with"
 )
 
 _UNTRIED = (
-    "not tried: SGLang packs quantised weights anew for its kernels after it has loaded them, and no experiment shows"
+    "not tried: SGLang packs quantised weights anew for its kernels after it has loaded them, and "
+    "no experiment shows"
     " that pushes in this format end right"
 )
-_OTHER_VERSION = "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
+_OTHER_VERSION = (
+    "not tried: pushes of quantised weights were tried with other versions of SGLang alone"
+)
 
-#: Version → format, as `form_of` names it → route, or why there is none. What stands nowhere was not tried.
+#: Version → format, as `form_of` names it → route, or why there is none. What stands nowhere was
+#: not tried.
 ROUTES: dict[str, dict[str, QuantisedRoute | str]] = {
     "0.5.16": {
         "INT4 in groups of 128, symmetric": QuantisedRoute(opens=True),
         "FP8 in blocks of 128×128": QuantisedRoute(opens=True, needs=_FP8_NEEDS),
-        "FP8 by tensor": QuantisedRoute(opens=True, kinds=("ipc",), needs=_FP8_NEEDS, experts=_TWICE_ROUNDED),
+        "FP8 by tensor": QuantisedRoute(
+            opens=True, kinds=("ipc",), needs=_FP8_NEEDS, experts=_TWICE_ROUNDED
+        ),
     },
 }
 
@@ -94,15 +106,19 @@ def form_of(quantisation: Quantisation) -> str:
     return str(scheme) if quantisation.method == usual else f"{scheme} of {quantisation.method}"
 
 
-def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kind: str) -> QuantisedRoute | None:
+def quantised_route(
+    hf_config: Mapping[str, Any], engine: Mapping[str, Any], kind: str
+) -> QuantisedRoute | None:
     """None for a model of plain weights.
 
     Args:
         hf_config: config.json.
-        engine: ``version`` of the SGLang that serves it, and its arguments: an engine's ``/server_info``, or flags.
+        engine: ``version`` of the SGLang that serves it, and its arguments: an engine's
+            ``/server_info``, or flags.
         kind: which way weights go, of `slime.weights.route.choose_route`.
     Raises:
-        UserError: the method is not known, or no push of it into this engine this way is known to end right; by name.
+        UserError: the method is not known, or no push of it into this engine this way is known to
+            end right; by name.
     """
     quantisation = Quantisation.read(hf_config)
     if quantisation is None:
@@ -113,8 +129,14 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
     found = _OTHER_VERSION if known is None else known.get(form, _UNTRIED)
     what = f"--hf-checkpoint has quantised weights ({form}, quant_method {quantisation.method})"
     if not isinstance(found, QuantisedRoute):
-        tried = f"quantise it as {', '.join(known)} (slime convert hf-to-int4, hf-to-fp8), or " if known else ""
-        raise UserError(f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=tried + _OTHERWISE)
+        tried = (
+            f"quantise it as {', '.join(known)} (slime convert hf-to-int4, hf-to-fp8), or "
+            if known
+            else ""
+        )
+        raise UserError(
+            f"{what}, which cannot be pushed to SGLang {version}", why=found, fix=tried + _OTHERWISE
+        )
     if hf_config.get("kv_lora_rank"):
         raise UserError(
             f"{what} and latent attention, which cannot be pushed to SGLang {version}",
@@ -132,15 +154,19 @@ def quantised_route(hf_config: Mapping[str, Any], engine: Mapping[str, Any], kin
         raise UserError(
             f"{what} and experts, which cannot be pushed to SGLang {version}",
             why=found.experts,
-            fix=f"quantise it in blocks (slime convert hf-to-fp8 --block_size 128 128); or {_OTHERWISE}",
+            fix="quantise it in blocks (slime convert hf-to-fp8 --block_size 128 128); or "
+            f"{_OTHERWISE}",
         )
     for name, values in found.needs:
         argument = _ARGUMENTS[name]
-        value = next((engine[key] for key in argument.keys if engine.get(key) is not None), argument.default)
+        value = next(
+            (engine[key] for key in argument.keys if engine.get(key) is not None), argument.default
+        )
         if value not in values:
             raise UserError(
                 f"{what}, which cannot be pushed to SGLang with {name} {value}",
-                why=f"not tried: pushes in this format went to engines with {name} {_either(values)} alone",
+                why=f"not tried: pushes in this format went to engines with {name} "
+                f"{_either(values)} alone",
                 fix=f"{argument.fix.format(_either(values))}; or {_OTHERWISE}",
             )
     return found
@@ -150,4 +176,7 @@ def _either(values: tuple[Any, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-_OTHERWISE = "take the model with plain weights (slime convert quantised-to-hf makes one), or --rollout-engine embedded"
+_OTHERWISE = (
+    "take the model with plain weights (slime convert quantised-to-hf makes one), or "
+    "--rollout-engine embedded"
+)

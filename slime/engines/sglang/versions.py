@@ -13,7 +13,8 @@ _INSTALL = "pip install 'slime-rl[sglang]'"
 
 
 def installed_version() -> str | None:
-    """Version of the installed SGLang, found without importing it (which takes half a minute); None without one."""
+    """Version of the installed SGLang, found without importing it (which takes half a minute); None
+    without one."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -41,14 +42,19 @@ def check_version(version: str | None) -> str:
     if version is None:
         raise UserError(
             "SGLang is not installed in this environment",
-            why="--rollout-engine sglang starts python -m sglang.launch_server with this interpreter",
+            why="--rollout-engine sglang starts python -m sglang.launch_server with this "
+            "interpreter",
             fix=f"{_INSTALL} (versions {oldest} to {newest}), or pass --rollout-engine embedded",
         )
     number = version_of(version)[:3]
     if OLDEST <= number <= NEWEST:
         return version
     older = number < OLDEST
-    missing = "pausing with a mode, flat buckets and weight checksums" if older else "nothing newer has been tried"
+    missing = (
+        "pausing with a mode, flat buckets and weight checksums"
+        if older
+        else "nothing newer has been tried"
+    )
     raise UserError(
         f"SGLang {version} is not supported: {oldest} to {newest} are",
         why=f"{missing}; SGLang {oldest} is the first that has it" if older else missing,

@@ -1,13 +1,16 @@
-"""Loads buckets with runs of experts into an SGLang process: runs inside it, through its ``--custom-weight-loader``.
+"""Loads buckets with runs of experts into an SGLang process: runs inside it, through its
+``--custom-weight-loader``.
 
     trainer ── /update_weights_from_tensor, load_format = the dotted path of `load` ──► rank
-               a flat bucket and its table           runs of experts: one copy each; the rest: the model's load_weights
+               a flat bucket and its table           runs of experts: one copy each; the rest: the
+               model's load_weights
 
-SGLang's own loaders take a mixture of experts apart weight by weight, in Python: seconds for a model of 30B, where the
-bytes need a tenth of one. They decide all the same where a weight belongs. Before the first
-copy into a kind of layer one expert goes through ``load_weights``, and only if it then lies where the copy would have
-put it do the others go the short way. If not (other runner backends order or quantise experts otherwise), every
-expert goes through ``load_weights``, one by one.
+SGLang's own loaders take a mixture of experts apart weight by weight, in Python: seconds for a
+model of 30B, where the bytes need a tenth of one. They decide all the same where a weight belongs.
+Before the first copy into a kind of layer one expert goes through ``load_weights``, and only if it
+then lies where the copy would have put it do the others go the short way. If not (other runner
+backends order or quantise experts otherwise), every expert goes through ``load_weights``, one by
+one.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ def load(model: nn.Module, named_tensors: NamedTensors) -> None:
     """SGLang's hook for custom weight loaders.
 
     Args:
-        named_tensors: a flat uint8 bucket on this rank's GPU, and its table, JSON in a uint8 tensor: a list of
-            `TensorEntry` as in `TensorEntry.to_json`.
+        named_tensors: a flat uint8 bucket on this rank's GPU, and its table, JSON in a uint8
+            tensor: a list of `TensorEntry` as in `TensorEntry.to_json`.
     Raises:
         ValueError: an entry reaches beyond the bucket.
     """
@@ -55,7 +58,8 @@ def load(model: nn.Module, named_tensors: NamedTensors) -> None:
 class Experts:
     """The stacked experts of one model.
 
-    Kinds of layers are told apart by class, parameter and shape: what holds for one of a kind holds for all.
+    Kinds of layers are told apart by class, parameter and shape: what holds for one of a kind holds
+    for all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +67,8 @@ class Experts:
         self._is_plain: dict[tuple[Any, ...], bool] = {}
 
     def take(self, run: ExpertRun, sent: torch.Tensor) -> bool:
-        """Copy this rank's part of [experts, out, in]; False when its experts do not lie as they were sent."""
+        """Copy this rank's part of [experts, out, in]; False when its experts do not lie as they
+        were sent."""
         held = self._tree.experts(run)
         if held is None:
             return False
@@ -81,13 +86,18 @@ class Experts:
         """One expert goes the long way: is it then where the short one would have put it?"""
         model = self._model()
         wanted = held.of(sent)
-        fits = wanted.dtype == held.target.dtype or run.leaf == SIZE  # which some layers hold as floats
+        fits = (
+            wanted.dtype == held.target.dtype or run.leaf == SIZE
+        )  # which some layers hold as floats
         if model is None or wanted.shape != held.target.shape or not fits:
             return False
         _load_weights(model, [(run.expert_name(run.first + held.first), sent[held.first])])
         is_there = _same(held.target[0], wanted[0])
         if not is_there:
-            logger.info("%s: experts are not held as they are sent; they are loaded one by one", held.parameter)
+            logger.info(
+                "%s: experts are not held as they are sent; they are loaded one by one",
+                held.parameter,
+            )
         return is_there
 
 

@@ -1,13 +1,17 @@
-"""What an SGLang process holds, tensor by tensor: runs inside it, called through its own ``--custom-weight-loader``.
+"""What an SGLang process holds, tensor by tensor: runs inside it, called through its own
+``--custom-weight-loader``.
 
-Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors are asked for under
-the names in which they were sent, and each rank answers for the slice that it has:
+Stock SGLang hashes all of its parameters or none, under its own fused names. Here single tensors
+are asked for under the names in which they were sent, and each rank answers for the slice that it
+has:
 
-    trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as "tensor" ──► rank
-    trainer ◄── TCP store: which slices it holds, and their fingerprints ──────────────────────────────────────── rank
+    trainer ── /update_weights_from_tensor, load_format = the dotted path of `report`, a request as
+    "tensor" ──► rank trainer ◄── TCP store: which slices it holds, and their fingerprints
+    ──────────────────────────────────────── rank
 
-Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and by ``mark``
-(`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an exception would end the engine.
+Nothing is changed in the model but by ``open`` and ``close`` (`slime.engines.sglang.loadable`) and
+by ``mark`` (`slime.engines.sglang.load_marks`). Whatever goes wrong is reported as text: an
+exception would end the engine.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ logger = logging.getLogger(__name__)
 _STORE_SECONDS = 60.0
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight\w*)")
 _SHARED_EXPERT = re.compile(r"(.*)\.shared_experts\.(gate|up|down)_proj\.(weight\w*)")
-#: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer share it, and no
-#: kernel reads it. It is not compared.
+#: The size of a quantised weight: the shapes of its other parts say it too, parts of a fused layer
+#: share it, and no kernel reads it. It is not compared.
 SIZE = "weight_shape"
 #: Parameters that no push brings: what SGLang makes by itself, and scales of its cache.
 _OWN = re.compile(r".*(g_idx|g_idx_sort_indices|weight_shape|[kv]_scale)")
@@ -50,7 +54,8 @@ _CONCATENATED = tuple(fused for family in FAMILIES for fused in family.fused)
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a sent tensor that this rank holds: ``sent.narrow(dim, start, stop - start)`` is ``tensor``.
+    """The part of a sent tensor that this rank holds: ``sent.narrow(dim, start, stop - start)`` is
+    ``tensor``.
 
     Attributes:
         parameter: name of the engine's parameter that it is in.
@@ -65,7 +70,8 @@ class Held:
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The part of a run of experts that this rank holds: ``target`` is ``sent[first:stop].narrow(axis, start, size)``.
+    """The part of a run of experts that this rank holds: ``target`` is
+    ``sent[first:stop].narrow(axis, start, size)``.
 
     Attributes:
         first, stop: places in the run.
@@ -82,18 +88,21 @@ class HeldExperts:
 
     def of(self, sent: torch.Tensor) -> torch.Tensor:
         """What ``target`` must be."""
-        return sent[self.first : self.stop].narrow(self.axis, self.start, self.target.shape[self.axis])
+        return sent[self.first : self.stop].narrow(
+            self.axis, self.start, self.target.shape[self.axis]
+        )
 
 
 def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's hook for custom weight loaders.
 
     Args:
-        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by action:
-            "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while layers are open;
-            "mark" and "open": no more; the tensors of the last layout, which will be sent, are marked;
-            "fingerprint": some of these tensors and ``"method"``, of `FINGERPRINTS`; the answer also names what was
-            marked and is not loaded; "close": no more.
+        named_tensors: one uint8 tensor of JSON: ``{"action", "host", "port", "key"}`` with, by
+            action: "layout": ``"tensors": {name: shape}``, and ``"opens"``: as they are while
+            layers are open; "mark" and "open": no more; the tensors of the last layout, which will
+            be sent, are marked; "fingerprint": some of these tensors and ``"method"``, of
+            `FINGERPRINTS`; the answer also names what was marked and is not loaded; "close": no
+            more.
     """
     try:
         [(_, raw)] = named_tensors
@@ -101,10 +110,13 @@ def report(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> N
         answer = _answer(model, request)
         limit = timedelta(seconds=_STORE_SECONDS)
         port = int(request["port"])
-        store = dist.TCPStore(request["host"], port, is_master=False, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(
+            request["host"], port, is_master=False, timeout=limit, wait_for_workers=False
+        )
         rank = dist.get_rank() if dist.is_initialized() else 0
         store.set(f"{request['key']}/{rank}", json.dumps(answer))
-    except Exception as error:  # must not reach the engine's scheduler; the trainer, if there is one, misses the answer
+    # must not reach the engine's scheduler; the trainer, if there is one, misses the answer
+    except Exception as error:
         logger.exception("nobody could be told about the weights (%s)", error)
 
 
@@ -131,7 +143,8 @@ _shapes: weakref.WeakKeyDictionary[nn.Module, dict[str, list[int]]] = weakref.We
 
 
 def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong to no name."""
+    """Slices by name (None: this rank has nothing of it), and the engine's parameters that belong
+    to no name."""
     tree = Tree(model)
     _shapes[model] = shapes
     load_marks.forget(model)
@@ -142,14 +155,20 @@ def _layout(model: nn.Module, shapes: dict[str, list[int]]) -> dict[str, Any]:
         slices[name] = None if held is None else [held.dim, held.start, held.stop]
         if held is not None:
             touched.add(held.parameter)
-    own = {name for name, parameter in tree.parameters.items() if _OWN.fullmatch(name) or not parameter.numel()}
+    own = {
+        name
+        for name, parameter in tree.parameters.items()
+        if _OWN.fullmatch(name) or not parameter.numel()
+    }
     others = sorted(set(tree.parameters) - touched - own)
     return {"slices": slices, "others": others}
 
 
 def _fingerprints(model: nn.Module, shapes: dict[str, list[int]], method: str) -> dict[str, Any]:
     if method not in FINGERPRINTS:
-        raise ValueError(f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}")
+        raise ValueError(
+            f"fingerprints by {method!r} are not known here, only by {', '.join(FINGERPRINTS)}"
+        )
     take = FINGERPRINTS[method]
     fingerprints = {name: take(tensor) for name, tensor in _held(model, shapes).items()}
     return {"fingerprints": fingerprints, "untouched": load_marks.untouched(model)}
@@ -174,7 +193,8 @@ class Tree:
         self.parameters = dict(model.named_parameters())
 
     def find(self, name: str, shape: tuple[int, ...]) -> Held | None:
-        """Where (this rank's slice of) a tensor is; None when it is not here, or not in a form that is known.
+        """Where (this rank's slice of) a tensor is; None when it is not here, or not in a form that
+        is known.
 
         Args:
             shape: of the whole tensor, as sent.
@@ -191,7 +211,9 @@ class Tree:
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             number = int(expert.group(2))
-            return self._expert(ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4)))
+            return self._expert(
+                ExpertRun(expert.group(1), number, number, expert.group(3), expert.group(4))
+            )
         if projection not in FUSED:
             return self._concatenated(owner, leaf, shape) or self._shared_expert(name)
         fused, part = FUSED[projection]
@@ -200,13 +222,21 @@ class Tree:
             return self._shared_expert(name)
         module = self.modules[f"{parent}.{fused}"]
         tensor = self.parameters[parameter]
-        if tensor.dim() == 1 and leaf == "weight_scale":  # one for each projection, the same on every rank
+        if (
+            tensor.dim() == 1 and leaf == "weight_scale"
+        ):  # one for each projection, the same on every rank
             return Held(tensor[part : part + 1], 0, 0, 1, parameter)
         if fused == "qkv_proj":
             return self._of_qkv(parameter, module, part)
         size = self.parameters[parameter].shape[0] // 2
         start = _tp_rank(module) * size
-        return Held(self.parameters[parameter][part * size : (part + 1) * size], 0, start, start + size, parameter)
+        return Held(
+            self.parameters[parameter][part * size : (part + 1) * size],
+            0,
+            start,
+            start + size,
+            parameter,
+        )
 
     def _direct(self, name: str, shape: tuple[int, ...]) -> Held | None:
         tensor = self.parameters[name]
@@ -228,8 +258,8 @@ class Tree:
         return Held(tensor, dims[0], start, start + size, name)
 
     def _concatenated(self, owner: str, leaf: str, shape: tuple[int, ...]) -> Held | None:
-        """The first or the last part of a parameter that SGLang makes of several when it loads them. Such parameters
-        are whole on every rank."""
+        """The first or the last part of a parameter that SGLang makes of several when it loads
+        them. Such parameters are whole on every rank."""
         place = fused_place(_CONCATENATED, owner)
         tensor = None if place is None else self.parameters.get(f"{place[0]}.{leaf}")
         if place is None or tensor is None or tensor.dim() != len(shape) or not shape:
@@ -244,7 +274,9 @@ class Tree:
 
     def _of_qkv(self, parameter: str, module: Any, part: int) -> Held | None:
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.kv_proj_shard_size]
-        unit = sum(sizes) // self.parameters[parameter].shape[0]  # rows that share a row of this one: a block's scale
+        unit = (
+            sum(sizes) // self.parameters[parameter].shape[0]
+        )  # rows that share a row of this one: a block's scale
         if not unit or any(size % unit for size in sizes):
             return None
         begin = sum(sizes[:part]) // unit
@@ -254,14 +286,17 @@ class Tree:
         return Held(tensor, 0, rank * size, (rank + 1) * size, parameter)
 
     def _shared_expert(self, name: str) -> Held | None:
-        """Of a shared expert that SGLang stacks behind the routed ones, as it does for DeepSeek-V3."""
+        """Of a shared expert that SGLang stacks behind the routed ones, as it does for
+        DeepSeek-V3."""
         found = _SHARED_EXPERT.fullmatch(name)
         module = None if found is None else self.modules.get(f"{found[1]}.experts")
         if found is None or module is None or vars(module).get("num_fused_shared_experts") != 1:
             return None
         begin, count = _routed_experts(module, 0)
         behind = begin + count
-        held = self.experts(ExpertRun(f"{found[1]}.experts", behind, behind, found[2], found[3]), num_shared=1)
+        held = self.experts(
+            ExpertRun(f"{found[1]}.experts", behind, behind, found[2], found[3]), num_shared=1
+        )
         return None if held is None else _of_one(held)
 
     def _expert(self, run: ExpertRun) -> Held | None:
@@ -283,17 +318,25 @@ class Tree:
     def experts(self, run: ExpertRun, num_shared: int = 0) -> HeldExperts | None:
         """This rank's part of a run, possibly nothing of it; None when its form is not known.
 
-        SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden, intermediate]; in w13 the
-        gate is above, or below where `_gate_half` says so. Of quantised weights the numbers and scales of groups may
-        lie turned over, and a tensor's one scale is a column, or alone.
+        SGLang's fused experts: w13 [experts, 2 x intermediate, hidden], w2 [experts, hidden,
+        intermediate]; in w13 the gate is above, or below where `_gate_half` says so. Of quantised
+        weights the numbers and scales of groups may lie turned over, and a tensor's one scale is a
+        column, or alone.
 
         Args:
             num_shared: shared experts behind the routed ones that the run may reach to.
         """
         module = self.modules.get(run.owner)
         leaf = f"{'w2' if run.projection == 'down' else 'w13'}_{run.leaf}"
-        stacked = None if module is None else module._parameters.get(leaf)  # anew: engines may replace parameters
-        if module is None or stacked is None or stacked.dim() > 3 or (stacked.dim() < 3 and run.leaf == "weight"):
+        stacked = (
+            None if module is None else module._parameters.get(leaf)
+        )  # anew: engines may replace parameters
+        if (
+            module is None
+            or stacked is None
+            or stacked.dim() > 3
+            or (stacked.dim() < 3 and run.leaf == "weight")
+        ):
             return None
         begin, count = _routed_experts(module, int(stacked.shape[0]))
         count += num_shared
@@ -324,15 +367,19 @@ def _of_one(held: HeldExperts) -> Held:
 
 
 def _routed_experts(module: Any, stacked: int) -> tuple[int, int]:
-    """Number of this rank's first routed expert, and how many it has; shared ones may be stacked behind them."""
+    """Number of this rank's first routed expert, and how many it has; shared ones may be stacked
+    behind them."""
     here = vars(module)
     count = int(here.get("_num_local_routed", stacked))
     return int(here.get("moe_ep_rank", 0)) * count, count
 
 
 def _gate_half(module: Any) -> int:
-    """Which half of w13 is the gate: kernels like FlashInfer's CUTLASS ones want it below, and SGLang puts it there."""
-    method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
+    """Which half of w13 is the gate: kernels like FlashInfer's CUTLASS ones want it below, and
+    SGLang puts it there."""
+    method: Any = vars(module).get("quant_method") or vars(module).get("_modules", {}).get(
+        "quant_method"
+    )
     try:
         return int(bool(method.load_up_proj_weight_first))
     except AttributeError:  # as SGLang takes it: most methods do not say

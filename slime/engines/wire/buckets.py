@@ -2,8 +2,9 @@
 
     tensors ─► pack ─► Bucket(buffer, entries) ── wire ──► unpack ─► tensors
 
-A bucket holds tensors of one dtype only, back to back and without gaps: the byte layout is then a function of names
-and shapes alone, which is what SGLang's ``flattened_bucket`` expects, and every tensor starts aligned to its dtype.
+A bucket holds tensors of one dtype only, back to back and without gaps: the byte layout is then a
+function of names and shapes alone, which is what SGLang's ``flattened_bucket`` expects, and every
+tensor starts aligned to its dtype.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import torch
 import xxhash
 
 Allocate = Callable[[int], torch.Tensor]
-"""nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned memory."""
+"""nbytes → uint8 tensor of that many elements; lets the caller pack straight into shared or pinned
+memory."""
 
 Together = Callable[[str], tuple[str, ...]]
-"""Name → names of all tensors that must share its bucket, itself included; () for one that stands alone.
-`slime.models.fused_loading.LoadGroups.members` is one."""
+"""Name → names of all tensors that must share its bucket, itself included; () for one that stands
+alone. `slime.models.fused_loading.LoadGroups.members` is one."""
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not enter.
+    """xxh3-128 of the tensor's bytes in row-major order, as 32 hex digits. Shape and dtype do not
+    enter.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3)) == fingerprint(torch.zeros(6))
@@ -44,13 +47,15 @@ _FOLD = 0x94D049BB133111EB
 
 
 def word_fingerprint(tensor: torch.Tensor) -> str:
-    """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the tensor is.
+    """128 bits of the tensor's bytes in row-major order, as 32 hex digits; computed where the
+    tensor is.
 
-    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up, which needs no order: a
-    GPU can do it, where `fingerprint` would copy everything to the host. Whole numbers wrap around alike on every
-    device, so the result does not depend on it. Against damage and mix-ups, not against forgery: one changed word
-    always shows, more of them do but for a chance of 2^-64 or so.
-    Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014).
+    Each word of 8 bytes is mixed with a key made from its place, and the results are summed up,
+    which needs no order: a GPU can do it, where `fingerprint` would copy everything to the host.
+    Whole numbers wrap around alike on every device, so the result does not depend on it. Against
+    damage and mix-ups, not against forgery: one changed word always shows, more of them do but for
+    a chance of 2^-64 or so. Source: the mixing steps are those of SplitMix64 (Steele, Lea & Flood,
+    OOPSLA 2014).
 
     Example:
         >>> word_fingerprint(torch.ones(2, 3)) == word_fingerprint(torch.ones(6))
@@ -68,7 +73,9 @@ def word_fingerprint(tensor: torch.Tensor) -> str:
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         part = words[start : start + _WORDS_AT_ONCE]
-        keys = torch.arange(start + 1, start + 1 + part.numel(), device=data.device).mul_(_signed(_SPREAD))
+        keys = torch.arange(start + 1, start + 1 + part.numel(), device=data.device).mul_(
+            _signed(_SPREAD)
+        )
         keys ^= _shifted(keys, 30)
         mixed = keys.mul_(_signed(_MIX)) ^ part
         mixed ^= _shifted(mixed, 27)
@@ -81,8 +88,8 @@ def word_fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """words >> bits with zeros coming in. torch's shift repeats the sign: ``x ^ (x >> bits)`` is then the same for the
-    complement of x, and a word of zeros passes for one of 0xff."""
+    """words >> bits with zeros coming in. torch's shift repeats the sign: ``x ^ (x >> bits)`` is
+    then the same for the complement of x, and a word of zeros passes for one of 0xff."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -91,8 +98,12 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-#: Ways to say in few characters what bytes a tensor has, by name: both sides of a comparison need the same one.
-FINGERPRINTS: dict[str, Callable[[torch.Tensor], str]] = {"xxh3": fingerprint, "words": word_fingerprint}
+#: Ways to say in few characters what bytes a tensor has, by name: both sides of a comparison need
+#: the same one.
+FINGERPRINTS: dict[str, Callable[[torch.Tensor], str]] = {
+    "xxh3": fingerprint,
+    "words": word_fingerprint,
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,7 +113,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError for anything that is no dtype."""
+    """Inverse of `dtype_name`; also takes "torch.bfloat16". ValueError for anything that is no
+    dtype."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not the name of a torch dtype")
@@ -130,7 +142,12 @@ class TensorEntry:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "offset": self.offset}
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "offset": self.offset,
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> TensorEntry:
@@ -158,7 +175,8 @@ class Bucket:
 
 
 class BufferPair:
-    """Two flat buffers that take turns: one is packed while the other one is read. They exist once they are needed.
+    """Two flat buffers that take turns: one is packed while the other one is read. They exist once
+    they are needed.
 
     Args:
         nbytes: of each, at least.
@@ -180,7 +198,8 @@ class BufferPair:
         return self.turn
 
     def current(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of the buffer whose turn it is; larger than the others', if it has to be."""
+        """The first ``nbytes`` of the buffer whose turn it is; larger than the others', if it has
+        to be."""
         buffer = self._buffers[self.turn]
         if buffer is None or buffer.numel() < nbytes:
             self._buffers[self.turn] = buffer = None  # give the smaller one back first
@@ -198,7 +217,9 @@ class BufferPair:
         self.rewind()
 
 
-def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(
+    buffer: torch.Tensor, entries: Iterable[TensorEntry]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of the tensors in a flat uint8 buffer.
 
     Raises:
@@ -207,29 +228,39 @@ def unpack(buffer: torch.Tensor, entries: Iterable[TensorEntry]) -> Iterator[tup
     for entry in entries:
         end = entry.offset + entry.nbytes
         if entry.offset < 0 or end > buffer.numel():
-            raise ValueError(f"{entry.name} ends at byte {end} of a bucket of {buffer.numel()} bytes")
+            raise ValueError(
+                f"{entry.name} ends at byte {end} of a bucket of {buffer.numel()} bytes"
+            )
         yield entry.name, buffer[entry.offset : end].view(dtype_of(entry.dtype)).view(entry.shape)
 
 
-#: Tensors that routers read in float32 whatever the model's dtype; SGLang and the published checkpoints keep them so.
+#: Tensors that routers read in float32 whatever the model's dtype; SGLang and the published
+#: checkpoints keep them so.
 FLOAT32_NAMES = ("e_score_correction_bias",)
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 
 
 def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """What a tensor has in a model of ``model_dtype``; None leaves it its own. FP8 and scales keep theirs.
+    """What a tensor has in a model of ``model_dtype``; None leaves it its own. FP8 and scales keep
+    theirs.
 
     Example:
         >>> dtype_in(torch.bfloat16, "model.layers.3.mlp.gate.e_score_correction_bias", torch.float32)
         torch.float32
     """
-    if model_dtype is None or not own.is_floating_point or own.itemsize == 1 or name.endswith(SCALE_NAMES):
+    if (
+        model_dtype is None
+        or not own.is_floating_point
+        or own.itemsize == 1
+        or name.endswith(SCALE_NAMES)
+    ):
         return own
     return torch.float32 if name.endswith(FLOAT32_NAMES) else model_dtype
 
 
 def entries_of(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorEntry]:
-    """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to back."""
+    """The table of a bucket from what ``/update_weights_from_distributed`` carries: tensors back to
+    back."""
     entries = []
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
@@ -246,17 +277,20 @@ def pack(
     allocate: Allocate | None = None,
     together: Together | None = None,
 ) -> Iterator[Bucket]:
-    """Pack named tensors into buckets of at most ``limit`` bytes; what is larger gets a bucket of its own.
+    """Pack named tensors into buckets of at most ``limit`` bytes; what is larger gets a bucket of
+    its own.
 
-    Tensors are copied (and cast) once, into the buffer. At most one bucket per dtype is open at a time, so the
-    order of tensors is kept within a dtype and the memory held is bounded by ``limit`` per dtype. A group of
-    tensors that must share a bucket takes the place of its last member; the others are held until that one comes.
+    Tensors are copied (and cast) once, into the buffer. At most one bucket per dtype is open at a
+    time, so the order of tensors is kept within a dtype and the memory held is bounded by ``limit``
+    per dtype. A group of tensors that must share a bucket takes the place of its last member; the
+    others are held until that one comes.
 
     Args:
         tensors: (name, tensor of any strides), read lazily.
         limit: bytes per bucket; a larger tensor or group makes its bucket as large as itself.
         dtype: cast floating-point tensors to it (see `dtype_in`); None keeps each tensor's own.
-        allocate: where the buffers come from; CPU memory by default, on the tensors' device otherwise.
+        allocate: where the buffers come from; CPU memory by default, on the tensors' device
+            otherwise.
         together: which tensors must share a bucket; None for none.
     Raises:
         ValueError: a member of a group never came, or the members have several dtypes.
@@ -300,10 +334,15 @@ def _complete_groups(
             yield waiting.pop(members)
     if waiting:
         missing = [set(members) - {name for name, _ in here} for members, here in waiting.items()]
-        raise ValueError(f"engines load these only with others that were not sent: {sorted(set().union(*missing))}")
+        raise ValueError(
+            "engines load these only with others that were not sent: "
+            f"{sorted(set().union(*missing))}"
+        )
 
 
-def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate: Allocate | None) -> Bucket:
+def _fill(
+    tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate: Allocate | None
+) -> Bucket:
     names = [name for name, _ in tensors]
     shapes = [list(tensor.shape) for _, tensor in tensors]
     entries = entries_of(names, [dtype_name(dtype)] * len(names), shapes)
@@ -311,5 +350,7 @@ def _fill(tensors: list[tuple[str, torch.Tensor]], dtype: torch.dtype, allocate:
     make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensors[0][1].device)
     bucket = Bucket(make(total), entries)
     # all in one call: a model of experts has ten thousand tensors and more
-    torch._foreach_copy_([view for _, view in bucket.tensors()], [source.detach() for _, source in tensors])
+    torch._foreach_copy_(
+        [view for _, view in bucket.tensors()], [source.detach() for _, source in tensors]
+    )
     return bucket

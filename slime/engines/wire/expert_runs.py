@@ -1,10 +1,12 @@
 """Runs of experts: neighbours of one layer that travel to engines as one tensor.
 
-A mixture of experts has ten thousand weights and more. Whoever handles each of them by itself, in Python, on both sides
-of a push, spends seconds where the bytes need a tenth of one. The trainer holds the experts of a layer stacked, and so
-does SGLang, so a run of them needs one entry of a bucket and one copy:
+A mixture of experts has ten thousand weights and more. Whoever handles each of them by itself, in
+Python, on both sides of a push, spends seconds where the bytes need a tenth of one. The trainer
+holds the experts of a layer stacked, and so does SGLang, so a run of them needs one entry of a
+bucket and one copy:
 
-    model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden]    experts 32 to 63, both included
+    model.layers.3.mlp.experts.32-63.up_proj.weight    [32, intermediate, hidden]    experts 32 to
+    63, both included
 
 Of quantised weights each part is a run: …up_proj.weight_packed, …up_proj.weight_scale.
 """
@@ -19,19 +21,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of a run at most, in the trainer's own piece; several fit into a batch of what is gathered at once.
+#: Bytes of a run at most, in the trainer's own piece; several fit into a batch of what is gathered
+#: at once.
 RUN_BYTES = 64 << 20
 
 _HF_RUN = re.compile(
     r"(?P<owner>.*\.experts)\.(?P<first>\d+)-(?P<last>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<leaf>weight\w*)"
 )
-_MEGATRON_RUN = re.compile(r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)")
+_MEGATRON_RUN = re.compile(
+    r"(?P<stem>.*\.experts\.linear_fc[12]\.weight)(?P<first>\d+)-(?P<last>\d+)"
+)
 _HF_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """Experts ``first`` to ``last`` (both included) of one layer and projection, as engines are sent them.
+    """Experts ``first`` to ``last`` (both included) of one layer and projection, as engines are
+    sent them.
 
     Attributes:
         owner: "model.layers.3.mlp.experts".
@@ -51,12 +57,19 @@ class ExpertRun:
 
         Example:
             >>> ExpertRun.parse("model.layers.3.mlp.experts.32-63.up_proj.weight")
-            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up', leaf='weight')
+            ExpertRun(owner='model.layers.3.mlp.experts', first=32, last=63, projection='up',
+            leaf='weight')
         """
         found = _HF_RUN.fullmatch(name)
         if found is None:
             return None
-        return ExpertRun(found["owner"], int(found["first"]), int(found["last"]), found["projection"], found["leaf"])
+        return ExpertRun(
+            found["owner"],
+            int(found["first"]),
+            int(found["last"]),
+            found["projection"],
+            found["leaf"],
+        )
 
     def expert_name(self, number: int) -> str:
         """Of the tensor that a checkpoint has for one of its experts."""
@@ -72,7 +85,8 @@ class ExpertRun:
 
 
 def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, int]]:
-    """Half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in each range.
+    """Half-open ranges over ``count`` stacked experts of ``nbytes`` each; at least one in each
+    range.
 
     Example:
         >>> bounds(5, nbytes=10, limit=25)
@@ -83,14 +97,19 @@ def bounds(count: int, nbytes: int, limit: int = RUN_BYTES) -> list[tuple[int, i
 
 
 def first_of(megatron_name: str) -> tuple[str, int | None]:
-    """A Megatron parameter that the conversion tables know, and the last expert if the name is that of a run.
+    """A Megatron parameter that the conversion tables know, and the last expert if the name is that
+    of a run.
 
     Example:
         >>> first_of("decoder.layers.0.mlp.experts.linear_fc1.weight8-15")
         ('decoder.layers.0.mlp.experts.linear_fc1.weight8', 15)
     """
     found = _MEGATRON_RUN.fullmatch(megatron_name)
-    return (megatron_name, None) if found is None else (found["stem"] + found["first"], int(found["last"]))
+    return (
+        (megatron_name, None)
+        if found is None
+        else (found["stem"] + found["first"], int(found["last"]))
+    )
 
 
 def run_name(expert_name: str, last: int) -> str:

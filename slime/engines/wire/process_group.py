@@ -1,8 +1,10 @@
-"""A process group of one trainer rank and the engines, outside ``torch.distributed``'s default group.
+"""A process group of one trainer rank and the engines, outside ``torch.distributed``'s default
+group.
 
-Neither side's WORLD may notice it: the trainer's has its own ranks, a stock engine's too. So the backend object is
-built directly on a store of its own. The chain of key prefixes is the one that engines get who build their side with
-``torch.distributed``'s ``_new_process_group_helper``, as SGLang does, so that the two sides find each other.
+Neither side's WORLD may notice it: the trainer's has its own ranks, a stock engine's too. So the
+backend object is built directly on a store of its own. The chain of key prefixes is the one that
+engines get who build their side with ``torch.distributed``'s ``_new_process_group_helper``, as
+SGLang does, so that the two sides find each other.
 
     trainer: store = ExternalGroup.open_store(…); ExternalGroup(store, …, rank=0)
     engine:  ExternalGroup.join(address, port, …, rank=1)
@@ -44,7 +46,14 @@ class ExternalGroup:
     """
 
     def __init__(
-        self, store: TCPStore, address: str, name: str, backend: str, rank: int, world_size: int, timeout: float
+        self,
+        store: TCPStore,
+        address: str,
+        name: str,
+        backend: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
     ) -> None:
         self.address = address
         self.name = name
@@ -52,7 +61,9 @@ class ExternalGroup:
         self.rank = rank
         self.world_size = world_size
         self.port = store.port
-        self._store = store  # the master's store dies with its last reference, and the group with it
+        self._store = (
+            store  # the master's store dies with its last reference, and the group with it
+        )
         device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         limit = timedelta(seconds=timeout)
@@ -61,8 +72,9 @@ class ExternalGroup:
         if backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            # bound to the interface that leads to the trainer: gloo would ask for this host's name, which may not
-            # resolve, or follow GLOO_SOCKET_IFNAME, which the trainer's own group may have set to loopback
+            # bound to the interface that leads to the trainer: gloo would ask for this host's name,
+            # which may not resolve, or follow GLOO_SOCKET_IFNAME, which the trainer's own group may
+            # have set to loopback
             options._devices = [gloo.create_device(hostname=address_towards(address))]
             options._timeout = limit
             self._group = gloo(prefixed, rank, world_size, options)
@@ -75,32 +87,39 @@ class ExternalGroup:
 
     @staticmethod
     def open_store(address: str, world_size: int, timeout: float, port: int = 0) -> TCPStore:
-        """The rendezvous that the trainer holds; port 0 picks a free one. Others can join as soon as it exists."""
+        """The rendezvous that the trainer holds; port 0 picks a free one. Others can join as soon
+        as it exists."""
         return listening_store(address, port, world_size, timeout, wait_for_workers=False)
 
     @staticmethod
     def join(
         address: str, port: int, name: str, backend: str, rank: int, world_size: int, timeout: float
     ) -> ExternalGroup:
-        """An engine's side: connect to the trainer's store and become rank ``rank``. Blocks until all have joined.
+        """An engine's side: connect to the trainer's store and become rank ``rank``. Blocks until
+        all have joined.
 
         Raises:
             torch.distributed.DistError: the others did not come within ``timeout`` seconds.
         """
         limit = timedelta(seconds=timeout)
-        store = TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        store = TCPStore(
+            address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False
+        )
         return ExternalGroup(store, address, name, backend, rank, world_size, timeout)
 
-    def start_broadcast(self, tensor: torch.Tensor, timeout: float, source: int = 0) -> Future[None]:
+    def start_broadcast(
+        self, tensor: torch.Tensor, timeout: float, source: int = 0
+    ) -> Future[None]:
         """Begin to send (rank ``source``) or receive a tensor; one at a time.
 
-        Returns at once: NCCL's first collective sets its communicator up and blocks without any limit until all members
-        have come, so a thread calls it. On a GPU the transfer follows what the caller's stream has to do so far, and
-        nothing that is queued there later waits for it.
+        Returns at once: NCCL's first collective sets its communicator up and blocks without any
+        limit until all members have come, so a thread calls it. On a GPU the transfer follows what
+        the caller's stream has to do so far, and nothing that is queued there later waits for it.
 
         Returns:
-            Done when the tensor has arrived, or may be written to again. A RuntimeError in it: not done within
-            ``timeout`` seconds (gloo; for NCCL the caller has to watch the time), or a member is gone.
+            Done when the tensor has arrived, or may be written to again. A RuntimeError in it: not
+            done within ``timeout`` seconds (gloo; for NCCL the caller has to watch the time), or a
+            member is gone.
         """
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -134,10 +153,14 @@ class ExternalGroup:
         """
         try:
             # gloo's own limit comes first and says more
-            self.start_broadcast(tensor, timeout, source).result(timeout + (1 if self.backend == "gloo" else 0))
+            self.start_broadcast(tensor, timeout, source).result(
+                timeout + (1 if self.backend == "gloo" else 0)
+            )
         except FutureTimeout as error:
             self.abort()
-            raise RuntimeError(f"{tensor.numel()} elements were not through after {timeout:.0f} s") from error
+            raise RuntimeError(
+                f"{tensor.numel()} elements were not through after {timeout:.0f} s"
+            ) from error
 
     def abort(self) -> None:
         """Give up what is under way; the group is of no use afterwards, but for `close`."""
@@ -146,9 +169,12 @@ class ExternalGroup:
     def close(self, timeout: float = _LEAVE_SECONDS) -> None:
         """Leave; the other members' collectives fail from then on.
 
-        NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they are left behind.
+        NCCL waits for the members on the same host to leave too: for ``timeout`` seconds, then they
+        are left behind.
         """
-        leaving = threading.Thread(target=self._group.shutdown, name="weight-group-leaves", daemon=True)
+        leaving = threading.Thread(
+            target=self._group.shutdown, name="weight-group-leaves", daemon=True
+        )
         leaving.start()
         leaving.join(timeout)
 
@@ -158,15 +184,17 @@ def listening_store(
 ) -> TCPStore:
     """The store at which a group's members meet, which nobody reaches but through ``address``.
 
-    torch's own listens on every address of the host. It asks nobody who they are: whoever reaches it reads and writes
-    all of its keys. So it must not be reachable from further away than its members are, and what members take from it
-    must be plain data (numbers, JSON), never a pickle.
+    torch's own listens on every address of the host. It asks nobody who they are: whoever reaches
+    it reads and writes all of its keys. So it must not be reachable from further away than its
+    members are, and what members take from it must be plain data (numbers, JSON), never a pickle.
 
     Args:
-        address: of this host, as the other members know it. A host name, which may stand for other addresses on other
-            hosts, and an address that this host does not know to be its own (behind NAT) leave torch's way.
+        address: of this host, as the other members know it. A host name, which may stand for other
+            addresses on other hosts, and an address that this host does not know to be its own
+            (behind NAT) leave torch's way.
         port: 0 picks a free one.
-        timeout: seconds that a member waits for a key, and for the others with ``wait_for_workers``.
+        timeout: seconds that a member waits for a key, and for the others with
+            ``wait_for_workers``.
     Raises:
         OSError: the port is taken.
     """
@@ -198,7 +226,9 @@ def _listener(address: str, port: int) -> socket.socket | None:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            logger.warning("%s is no address of this host: the store listens on all of them", address)
+            logger.warning(
+                "%s is no address of this host: the store listens on all of them", address
+            )
             return None
         raise
     return listener
@@ -206,8 +236,9 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """A group made within the block is not watched by NCCL's watchdog, which ends the whole process when a member is
-    lost or late. Here members are engines; that one of them died must be an error that says so.
+    """A group made within the block is not watched by NCCL's watchdog, which ends the whole process
+    when a member is lost or late. Here members are engines; that one of them died must be an error
+    that says so.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)

@@ -1,12 +1,14 @@
-"""Weights ↔ what quantised models store of them. Trainer and engine must agree to the bit, so both compute it here.
+"""Weights ↔ what quantised models store of them. Trainer and engine must agree to the bit, so both
+compute it here.
 
-    quantise("…up_proj", weight [rows, columns], scheme) ─► {"…up_proj.weight_packed": int32, "…weight_scale": …}
-    dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
+    quantise("…up_proj", weight [rows, columns], scheme) ─► {"…up_proj.weight_packed": int32,
+    "…weight_scale": …} dequantise("…up_proj", those tensors, scheme, dtype) ─► weight
 
-INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no library; its bits are
-the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a weight do not know of each other but in FP8
-blocks, so large weights are taken in pieces of rows: memory stays at some copies of one piece. On a GPU
-`slime.engines.wire.quantised_kernels` gives the same bits of the formats that it takes.
+INT4 is packed, and its scales are chosen, by the library compressed-tensors itself. FP8 needs no
+library; its bits are the same as compressed-tensors' (`tests/unit/test_quantised.py`). Rows of a
+weight do not know of each other but in FP8 blocks, so large weights are taken in pieces of rows:
+memory stays at some copies of one piece. On a GPU `slime.engines.wire.quantised_kernels` gives the
+same bits of the formats that it takes.
 """
 
 from __future__ import annotations
@@ -68,12 +70,17 @@ def quantise_run(run: ExpertRun, weight: torch.Tensor, scheme: Int4 | Fp8) -> St
 def _check(module: str, weight: torch.Tensor, scheme: Int4 | Fp8) -> None:
     rows, columns = weight.shape
     if misfit := scheme.misfit((rows, columns)):
-        raise UserError(f"{module} cannot be stored as {scheme}", why=misfit, fix=f"ignore it: --ignore {module}")
+        raise UserError(
+            f"{module} cannot be stored as {scheme}",
+            why=misfit,
+            fix=f"ignore it: --ignore {module}",
+        )
     require_library(scheme)
 
 
 def _parts_of_stack(weight: torch.Tensor, scheme: Int4 | Fp8) -> Stored:
-    """Whole blocks of rows, and rows that know of no other, are quantised alike below each other."""
+    """Whole blocks of rows, and rows that know of no other, are quantised alike below each
+    other."""
     count, rows, _ = weight.shape
     together = _rows_together(scheme)
     if together and rows % together == 0:
@@ -108,12 +115,16 @@ def _kernels(weight: torch.Tensor, scheme: Int4 | Fp8) -> Any:
     """The module of them; None off a GPU, and for a format that they do not take."""
     if not weight.is_cuda:
         return None
-    from slime.engines.wire import quantised_kernels  # imports triton, which other builds of torch lack
+    from slime.engines.wire import (
+        quantised_kernels,
+    )  # imports triton, which other builds of torch lack
 
     return quantised_kernels if quantised_kernels.takes(scheme) else None
 
 
-def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
+def dequantise(
+    module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | Fp8, dtype: torch.dtype
+) -> torch.Tensor:
     """The weight [rows, columns] in ``dtype`` that engines compute with.
 
     Raises:
@@ -121,14 +132,18 @@ def dequantise(module: str, stored: Mapping[str, torch.Tensor], scheme: Int4 | F
         UserError: compressed-tensors is needed and not installed.
     """
     if isinstance(scheme, Fp8):
-        return _from_fp8(stored[f"{module}.weight"], stored[f"{module}.{scheme.scale}"], scheme, dtype)
+        return _from_fp8(
+            stored[f"{module}.weight"], stored[f"{module}.{scheme.scale}"], scheme, dtype
+        )
     parts = {name: stored[f"{module}.{name}"] for name in scheme.parts((1, 1), "")}
     return _from_int4(parts, scheme, dtype)
 
 
-def as_engines_compute(weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype) -> torch.Tensor:
-    """What engines of ``dtype`` compute with once a Linear layer's weight [rows, columns] was pushed to them, in the
-    dtype of ``weight``.
+def as_engines_compute(
+    weight: torch.Tensor, scheme: Int4 | Fp8, dtype: torch.dtype
+) -> torch.Tensor:
+    """What engines of ``dtype`` compute with once a Linear layer's weight [rows, columns] was
+    pushed to them, in the dtype of ``weight``.
 
     Raises:
         UserError: it cannot be stored so, or compressed-tensors is needed and not installed.
@@ -170,14 +185,19 @@ def _in_rows(weight: torch.Tensor, unit: int, compute: Callable[[torch.Tensor], 
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-# -- INT4 ------------------------------------------------------------------------------------------------------------
+# -- INT4
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _scheme(scheme: Int4) -> Any:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     weights = QuantizationArgs(
-        num_bits=4, type="int", strategy="group", group_size=scheme.group_size, symmetric=scheme.symmetric
+        num_bits=4,
+        type="int",
+        strategy="group",
+        group_size=scheme.group_size,
+        symmetric=scheme.symmetric,
     )
     return QuantizationScheme(targets=["Linear"], weights=weights)
 
@@ -194,7 +214,9 @@ def _int4(weight: torch.Tensor, scheme: Int4) -> Stored:
         scale, zero = calculate_qparams(low, high, library.weights)
         zero = zero.masked_fill((low == 0) & (high == 0), 0)  # the library divides 0 by 0 for it
         scale = scale.to(weight.dtype)  # what is stored is what is divided by
-        scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).tiny)  # float16 has no number so small
+        scale = scale.masked_fill(
+            scale == 0, torch.finfo(scale.dtype).tiny
+        )  # float16 has no number so small
         state = {"weight": wide, "weight_scale": scale.float(), "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(state, library)
         del packed["weight_shape"]
@@ -209,13 +231,16 @@ def _from_int4(parts: Stored, scheme: Int4, dtype: torch.dtype) -> torch.Tensor:
     from compressed_tensors.compressors import PackedQuantizationCompressor
 
     zero = parts.get("weight_zero_point")
-    if zero is not None and len(zero) == 1:  # its transpose is viewed as bytes, which takes neighbours one apart
+    if (
+        zero is not None and len(zero) == 1
+    ):  # its transpose is viewed as bytes, which takes neighbours one apart
         parts["weight_zero_point"] = zero.as_strided(zero.shape, (1, 1))
     weight: torch.Tensor = PackedQuantizationCompressor.decompress(parts, _scheme(scheme))["weight"]
     return weight.to(dtype)
 
 
-# -- FP8 -------------------------------------------------------------------------------------------------------------
+# -- FP8
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
@@ -224,7 +249,9 @@ def _fp8(weight: torch.Tensor, scheme: Fp8) -> Stored:
 
     def scales(piece: torch.Tensor) -> torch.Tensor:
         most = _tiles(piece.float(), min(height, len(piece)), width).abs().amax(dim=(1, 3))
-        return most / torch.full_like(most, _LARGEST_FP8)  # GPUs multiply with the inverse of a number in Python
+        return most / torch.full_like(
+            most, _LARGEST_FP8
+        )  # GPUs multiply with the inverse of a number in Python
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         tiles = _tiles(piece.float(), min(height, len(piece)), width) / scale[:, None, :, None]
@@ -255,7 +282,9 @@ def _never_zero(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def _from_fp8(weight: torch.Tensor, scale: torch.Tensor, scheme: Fp8, dtype: torch.dtype) -> torch.Tensor:
+def _from_fp8(
+    weight: torch.Tensor, scale: torch.Tensor, scheme: Fp8, dtype: torch.dtype
+) -> torch.Tensor:
     height = scheme.block[0] or len(weight)
     width = scheme.block[1] or weight.shape[1]
     scale = scale.float().reshape(scheme.blocks((len(weight), weight.shape[1])))

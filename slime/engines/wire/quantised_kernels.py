@@ -1,7 +1,9 @@
-"""Quantised weights on a GPU in one pass over memory, with the bits of `slime.engines.wire.quantised`.
+"""Quantised weights on a GPU in one pass over memory, with the bits of
+`slime.engines.wire.quantised`.
 
-Its torch functions take twenty passes and as many launches for each weight, compressed-tensors' twice as many and waits
-for the GPU among them: a push was five to thirteen times as long as that of plain weights (docs/performance.md).
+Its torch functions take twenty passes and as many launches for each weight, compressed-tensors'
+twice as many and waits for the GPU among them: a push was five to thirteen times as long as that of
+plain weights (docs/performance.md).
 
 Imports triton, which comes with torch's CUDA builds: import this where a tensor is on a GPU only.
 """
@@ -16,7 +18,8 @@ from torch import Tensor
 from slime.models.quantised import NIBBLES, Fp8, Int4
 
 _LARGEST_FP8 = tl.constexpr(448.0)
-#: 2²³ + 2²²: added and taken away again it rounds a small float32 to a whole number, halves to even ones.
+#: 2²³ + 2²²: added and taken away again it rounds a small float32 to a whole number, halves to even
+#: ones.
 _ROUNDS = tl.constexpr(12582912.0)
 _NIBBLES = tl.constexpr(NIBBLES)
 _ELEMENTS_PER_PROGRAM = 4096
@@ -26,18 +29,23 @@ _MOST_ELEMENTS = 1 << 14
 
 def takes(scheme: Int4 | Fp8) -> bool:
     """Whether there is a kernel for this format; the torch functions know all of them."""
-    sizes = (scheme.group_size, NIBBLES) if isinstance(scheme, Int4) else tuple(size or 1 for size in scheme.block)
+    sizes = (
+        (scheme.group_size, NIBBLES)
+        if isinstance(scheme, Int4)
+        else tuple(size or 1 for size in scheme.block)
+    )
     if any(size & (size - 1) for size in sizes):
         return False
     if isinstance(scheme, Int4):
         return scheme.symmetric and NIBBLES <= scheme.group_size <= _ELEMENTS_PER_PROGRAM
-    # a scale for each block, or for all rows and columns; a block of whole rows has no size that is known here
+    # a scale for each block, or for all rows and columns; a block of whole rows has no size that is
+    # known here
     return sizes[0] * sizes[1] <= _MOST_ELEMENTS if all(scheme.block) else not any(scheme.block)
 
 
 def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
-    """What is stored of a weight [rows, columns] on a GPU, by the last part of the name; where a scale is of a whole
-    weight, also of a stack of them [weights, rows, columns].
+    """What is stored of a weight [rows, columns] on a GPU, by the last part of the name; where a
+    scale is of a whole weight, also of a stack of them [weights, rows, columns].
 
     No scale is 0, and nothing waits for the GPU.
     """
@@ -47,11 +55,14 @@ def quantise(weight: Tensor, scheme: Int4 | Fp8) -> dict[str, Tensor]:
     return _fp8_blocks(weight, scheme) if any(scheme.block) else _fp8_whole(weight, scheme)
 
 
-# -- FP8 -------------------------------------------------------------------------------------------------------------
+# -- FP8
+# -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _block_kernel(x_ptr, q_ptr, s_ptr, rows, columns, EPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def _block_kernel(
+    x_ptr, q_ptr, s_ptr, rows, columns, EPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     here = (row < rows) & (column < columns)
@@ -80,7 +91,8 @@ def _whole_kernel(x_ptr, q_ptr, most_ptr, s_ptr, n, EPS: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def _as_fp8(x, scale):
-    """x / scale; the smallest scales are rounded themselves, so that it may be beyond the largest number."""
+    """x / scale; the smallest scales are rounded themselves, so that it may be beyond the largest
+    number."""
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return tl.minimum(tl.maximum(x, -_LARGEST_FP8), _LARGEST_FP8)
 
@@ -110,7 +122,8 @@ def _fp8_whole(weight: Tensor, scheme: Fp8) -> dict[str, Tensor]:
     return {"weight": numbers, scheme.scale: scales}
 
 
-# -- INT4 ------------------------------------------------------------------------------------------------------------
+# -- INT4
+# ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -123,19 +136,31 @@ def _group_kernel(
     group = tl.program_id(0)
     here = row < rows
     first = row.to(tl.int64) * columns + group * GROUP
-    x = tl.load(x_ptr + first[:, None] + tl.arange(0, GROUP)[None, :], mask=here[:, None], other=0.0).to(tl.float32)
+    x = tl.load(
+        x_ptr + first[:, None] + tl.arange(0, GROUP)[None, :], mask=here[:, None], other=0.0
+    ).to(tl.float32)
     most = tl.max(tl.abs(x), axis=1)
     scale = tl.div_rn(most, tl.full(most.shape, 7.5, tl.float32))
     scale = tl.where(scale == 0.0, EPS, scale).to(scale_ptr.dtype.element_ty)
-    scale = tl.where(scale == 0.0, TINY, scale.to(tl.float32))  # what is stored is what is divided by
-    tl.store(scale_ptr + row.to(tl.int64) * groups + group, scale.to(scale_ptr.dtype.element_ty), mask=here)
+    scale = tl.where(
+        scale == 0.0, TINY, scale.to(tl.float32)
+    )  # what is stored is what is divided by
+    tl.store(
+        scale_ptr + row.to(tl.int64) * groups + group,
+        scale.to(scale_ptr.dtype.element_ty),
+        mask=here,
+    )
     x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     x = tl.minimum(tl.maximum(x, -8.0), 7.0)
     number = ((x + _ROUNDS) - _ROUNDS).to(tl.int32) + 8
     number = tl.reshape(number, (ROWS, GROUP // _NIBBLES, _NIBBLES))
     word = tl.sum(number << (4 * tl.arange(0, _NIBBLES))[None, None, :], axis=2)
     words = columns // _NIBBLES
-    at = row.to(tl.int64)[:, None] * words + group * (GROUP // _NIBBLES) + tl.arange(0, GROUP // _NIBBLES)[None, :]
+    at = (
+        row.to(tl.int64)[:, None] * words
+        + group * (GROUP // _NIBBLES)
+        + tl.arange(0, GROUP // _NIBBLES)[None, :]
+    )
     tl.store(packed_ptr + at, word, mask=here[:, None])
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(shape_ptr, tl.cast(rows, tl.int64))
@@ -144,9 +169,16 @@ def _group_kernel(
 
 def _int4(weight: Tensor, scheme: Int4) -> dict[str, Tensor]:
     rows, columns = weight.shape
-    dtypes = {"weight_packed": torch.int32, "weight_scale": weight.dtype, "weight_shape": torch.int64}
+    dtypes = {
+        "weight_packed": torch.int32,
+        "weight_scale": weight.dtype,
+        "weight_shape": torch.int64,
+    }
     shapes = {name: shape for name, (_, shape) in scheme.parts((rows, columns), "").items()}
-    parts = {name: torch.empty(shapes[name], dtype=dtype, device=weight.device) for name, dtype in dtypes.items()}
+    parts = {
+        name: torch.empty(shapes[name], dtype=dtype, device=weight.device)
+        for name, dtype in dtypes.items()
+    }
     together = max(1, _ELEMENTS_PER_PROGRAM // scheme.group_size)
     grid = (columns // scheme.group_size, triton.cdiv(rows, together))
     eps = torch.finfo(torch.float32).eps

@@ -1,11 +1,13 @@
 """Segments below /dev/shm that the trainer fills and engines on the same host read.
 
-    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared) ── path in the request ──► attach(path, nbytes)
+    SegmentPool.take(nbytes) ─► Segment.tensor (uint8, shared) ── path in the request ──►
+    attach(path, nbytes)
 
-A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is reused from push to
-push, removed on `close` and at exit, and, should the owner be killed, by the next trainer that starts: a segment whose
-lock can be had belongs to no one. (A lock, not a pid in the name: containers may share /dev/shm and not their pids.)
-The end of a run removes those too; so torch is imported only where there are tensors.
+A segment is a file that its owner keeps locked (``flock``) as long as it lives. Its memory is
+reused from push to push, removed on `close` and at exit, and, should the owner be killed, by the
+next trainer that starts: a segment whose lock can be had belongs to no one. (A lock, not a pid in
+the name: containers may share /dev/shm and not their pids.) The end of a run removes those too; so
+torch is imported only where there are tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Segment:
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self.path = directory / self.name
         self.nbytes = nbytes
-        unlocked = directory / f".{self.name}"  # no name that `remove_stale` looks at before the lock is held
+        unlocked = (
+            directory / f".{self.name}"
+        )  # no name that `remove_stale` looks at before the lock is held
         try:
             self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -92,7 +96,8 @@ class SegmentPool:
         self._next = 0
 
     def take(self, nbytes: int) -> tuple[int, Segment]:
-        """The segment whose turn it is and its number; the caller sees to it that no one reads it any more."""
+        """The segment whose turn it is and its number; the caller sees to it that no one reads it
+        any more."""
         number = self._next
         self._next = (number + 1) % len(self._segments)
         segment = self._segments[number]
@@ -126,16 +131,26 @@ def attach(name: str, nbytes: int, directory: Path = SHM_DIR) -> torch.Tensor:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if os.fstat(descriptor).st_size < nbytes:
-            raise ValueError(f"segment {name} has {os.fstat(descriptor).st_size} bytes, the request says {nbytes}")
-        # a private mapping: torch insists on a writable buffer, and a write must not reach the trainer's memory
-        mapped = mmap.mmap(descriptor, max(1, nbytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            raise ValueError(
+                f"segment {name} has {os.fstat(descriptor).st_size} bytes, the request says "
+                f"{nbytes}"
+            )
+        # a private mapping: torch insists on a writable buffer, and a write must not reach the
+        # trainer's memory
+        mapped = mmap.mmap(
+            descriptor,
+            max(1, nbytes),
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
     finally:
         os.close(descriptor)
     return torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
 
 
 def remove_stale(directory: Path = SHM_DIR) -> list[str]:
-    """Remove segments whose owner died without removing them; returns their names. Others' are left alone."""
+    """Remove segments whose owner died without removing them; returns their names. Others' are left
+    alone."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*"):
         with left_behind(path) as is_free:
@@ -147,11 +162,17 @@ def remove_stale(directory: Path = SHM_DIR) -> list[str]:
 
 def _no_room(directory: Path, nbytes: int, error: OSError) -> UserError:
     room = os.statvfs(directory) if directory.is_dir() else None
-    free = f"{room.f_bavail * room.f_frsize / 1e6:,.0f} MB are free" if room else "there is no such directory"
+    free = (
+        f"{room.f_bavail * room.f_frsize / 1e6:,.0f} MB are free"
+        if room
+        else "there is no such directory"
+    )
     return UserError(
-        f"cannot reserve {nbytes / 1e6:,.0f} MB of shared memory in {directory} for the weight update",
+        f"cannot reserve {nbytes / 1e6:,.0f} MB of shared memory in {directory} for the weight "
+        "update",
         why=f"{error.strerror}; {free}",
-        fix="lower --update-weight-buffer-size, give the container more (docker run --shm-size=8g), or pass"
+        fix="lower --update-weight-buffer-size, give the container more (docker run "
+        "--shm-size=8g), or pass"
         " --update-weight-transport disk",
     )
 

@@ -1,4 +1,5 @@
-"""Rewards that take what their parameters are called, as in a notebook: ``lambda response, label: …``."""
+"""Rewards that take what their parameters are called, as in a notebook: ``lambda response, label:
+…``."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ NAMES = ("response", "label", "prompt", "metadata", "sample")
 
 
 class RewardByName:
-    """A `slime.user_code.hooks.RewardFunction` around a function of some of ``response``, ``label``, ``prompt``,
-    ``metadata`` and ``sample``.
+    """A `slime.user_code.hooks.RewardFunction` around a function of some of ``response``,
+    ``label``, ``prompt``, ``metadata`` and ``sample``.
 
     Example:
         >>> reward = RewardByName.of(lambda response, label: response == label)
@@ -24,7 +25,9 @@ class RewardByName:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._names = tuple(inspect.signature(function).parameters)
-        self.__name__ = getattr(function, "__name__", type(function).__name__)  # what errors call it
+        self.__name__ = getattr(
+            function, "__name__", type(function).__name__
+        )  # what errors call it
 
     @property
     def required(self) -> set[str]:
@@ -34,7 +37,8 @@ class RewardByName:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` itself where its parameters are others; those of (args, sample) fit a run already."""
+        """``function`` itself where its parameters are others; those of (args, sample) fit a run
+        already."""
         try:
             names = set(inspect.signature(function).parameters)
         except ValueError:  # some builtins have no signature
@@ -42,4 +46,6 @@ class RewardByName:
         return RewardByName(function) if names and names <= set(NAMES) else function
 
     def __call__(self, args: Any, sample: Sample, **_: Any) -> Any:
-        return self._function(**{name: sample if name == "sample" else getattr(sample, name) for name in self._names})
+        return self._function(
+            **{name: sample if name == "sample" else getattr(sample, name) for name in self._names}
+        )

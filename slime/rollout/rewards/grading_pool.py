@@ -1,5 +1,6 @@
-"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only when it is what the
-process hung or died of: where the process was killed, or stopped, from outside, another one grades it."""
+"""The pool of grading processes. One that hangs or dies is replaced. Its sample gets no score only
+when it is what the process hung or died of: where the process was killed, or stopped, from outside,
+another one grades it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ class GradingPool:
     """
 
     def __init__(
-        self, num_workers: int, module: str = "slime.rollout.rewards.math_grading", package: str = "math_verify"
+        self,
+        num_workers: int,
+        module: str = "slime.rollout.rewards.math_grading",
+        package: str = "math_verify",
     ) -> None:
         self._module = module
         self._package = package
@@ -72,7 +76,9 @@ class GradingPool:
             worker = self._idle.pop() if self._idle else await self._start()
             grade = await self._ask(worker, request, deadline)
             if grade.failure in ("crash", "stopped"):
-                logger.warning("a reward worker was lost (%s): another one grades what it had", grade.failure)
+                logger.warning(
+                    "a reward worker was lost (%s): another one grades what it had", grade.failure
+                )
                 grade = await self._ask(await self._start(), request, deadline)
             return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
 
@@ -81,7 +87,9 @@ class GradingPool:
         try:
             answer = await worker.ask(request, deadline + _GRACE)
         except (asyncio.CancelledError, Exception):
-            await self._discard(worker)  # an answer may still come; it must not meet the next request
+            await self._discard(
+                worker
+            )  # an answer may still come; it must not meet the next request
             raise
         if answer is not None:
             self._idle.append(worker)
@@ -125,7 +133,12 @@ class _Worker:
     @staticmethod
     async def start(module: str, package: str) -> _Worker:
         package_parent = str(Path(slime.__file__).parent.parent)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([package_parent, *filter(None, [os.getenv("PYTHONPATH")])])}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [package_parent, *filter(None, [os.getenv("PYTHONPATH")])]
+            ),
+        }
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", module, str(os.getpid()),
@@ -138,7 +151,8 @@ class _Worker:
             raise UserError(
                 "a reward worker process does not start",
                 why=said or f"it said nothing within {_START_TIMEOUT:.0f} s",
-                fix=f"check that {package.replace('_', '-')} is installed: python -c 'import {package}'",
+                fix=f"check that {package.replace('_', '-')} is installed: python -c 'import "
+                f"{package}'",
             )
         return worker
 
@@ -147,7 +161,9 @@ class _Worker:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS) + b"\n")
-            async with asyncio.timeout(timeout):  # wait_for would swallow a cancellation here (Python 3.11)
+            async with asyncio.timeout(
+                timeout
+            ):  # wait_for would swallow a cancellation here (Python 3.11)
                 await self.process.stdin.drain()
         except (ConnectionError, TimeoutError):
             return None
@@ -176,7 +192,8 @@ class _Worker:
         return lines[-1] if lines else ""
 
     async def end(self) -> str:
-        """Kill (if need be), reap, and say why the process had ended: "timeout" (its alarm, or ours) or "crash"."""
+        """Kill (if need be), reap, and say why the process had ended: "timeout" (its alarm, or
+        ours) or "crash"."""
         hung = self.process.returncode is None
         if hung:
             # closed output means that it is on its way out: let it say with which signal
@@ -187,7 +204,9 @@ class _Worker:
                 hung = False
             except TimeoutError:
                 self.process.kill()
-                with contextlib.suppress(TimeoutError):  # the kernel has not let go of it yet: nobody needs it
+                with contextlib.suppress(
+                    TimeoutError
+                ):  # the kernel has not let go of it yet: nobody needs it
                     async with asyncio.timeout(_KILLED_SECONDS):
                         await self.process.wait()
         self._errors.close()

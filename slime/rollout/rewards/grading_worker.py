@@ -19,17 +19,20 @@ from slime.processes.owner import die_with_parent
 _MAX_BYTES = 4 << 30
 
 
-def serve(graders: Mapping[str, Callable[[str, Any], float]], prepare: Callable[[], object]) -> None:
+def serve(
+    graders: Mapping[str, Callable[[str, Any], float]], prepare: Callable[[], object]
+) -> None:
     """The process: one JSON request per line on stdin, one JSON answer per line on stdout.
 
         {"grader": "math", "response": "…", "label": "…", "deadline": 10.0}  →  {"score": 1.0}
 
-    The kernel's alarm ends it when a request takes longer than its deadline: sympy cannot be interrupted reliably in
-    any gentler way. `slime.rollout.rewards.grading_pool` then starts another one. It ends with its parent, too.
+    The kernel's alarm ends it when a request takes longer than its deadline: sympy cannot be
+    interrupted reliably in any gentler way. `slime.rollout.rewards.grading_pool` then starts
+    another one. It ends with its parent, too.
 
     Args:
-        graders: functions of response and label, by their name in the request. A `UserError` of theirs is told to
-            whoever asks: ``{"refused": [what, why, fix]}``.
+        graders: functions of response and label, by their name in the request. A `UserError` of
+            theirs is told to whoever asks: ``{"refused": [what, why, fix]}``.
         prepare: imports what takes long, before the first deadline runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes us
@@ -48,7 +51,15 @@ def serve(graders: Mapping[str, Callable[[str, Any], float]], prepare: Callable[
             answer = {"score": graders[request["grader"]](request["response"], request["label"])}
         except UserError as error:
             answer = {"refused": [error.what, error.why, error.fix]}
-        except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError, re.error) as error:
+        except (
+            ArithmeticError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+            re.error,
+        ) as error:
             # sympy raises most of these on strange input: such an answer is wrong, and said so
             answer = {"score": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_REAL, 0)

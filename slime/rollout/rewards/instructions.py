@@ -1,10 +1,12 @@
-"""Does a response follow the instructions of its row? The checkers of IFBench and IFEval are those of the package
-if-verifiable (``pip install 'slime-rl[ifbench]'``); this is how a row reaches them. They run in processes of their own
-(``python -m slime.rollout.rewards.instructions``), as they may hang and draw from the global ``random``.
+"""Does a response follow the instructions of its row? The checkers of IFBench and IFEval are those
+of the package if-verifiable (``pip install 'slime-rl[ifbench]'``); this is how a row reaches them.
+They run in processes of their own (``python -m slime.rollout.rewards.instructions``), as they may
+hang and draw from the global ``random``.
 
 A row's metadata has what the benchmarks' files have:
 
-    {"instruction_id_list": ["count:word_count_range"], "kwargs": [{"min_words": 50, "max_words": 60}]}
+    {"instruction_id_list": ["count:word_count_range"], "kwargs": [{"min_words": 50, "max_words":
+    60}]}
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ NEEDS_DATA: dict[str, tuple[str, ...]] = {
 
 
 def follows_all(response: str, task: Task) -> float:
-    """1.0 if the response follows every instruction to the letter, else 0.0. What stands before ``</think>`` is not
-    looked at; a checker that trips over a response has not found it followed.
+    """1.0 if the response follows every instruction to the letter, else 0.0. What stands before
+    ``</think>`` is not looked at; a checker that trips over a response has not found it followed.
 
     Raises:
         UserError: the instructions cannot be judged; as `check_task`, and `check_data`.
@@ -61,23 +63,28 @@ def follows_all(response: str, task: Task) -> float:
     arguments = [given for _, given in task]
     try:
         with _same_draws(task):
-            _, scores = evaluate(response, names, arguments, prompt="", instruction_registry=_checkers())
+            _, scores = evaluate(
+                response, names, arguments, prompt="", instruction_registry=_checkers()
+            )
     except LookupError as error:
         if type(error) is not LookupError:  # those of lists and dicts are the checker's own
             return 0.0
         raise UserError(
             f"the checkers of {', '.join(names)} need data of NLTK's that is not here",
             why=" ".join(str(error).replace("*", "").split())[:300],
-            fix="get it with python -m nltk.downloader on each host of the run, or leave the rows out",
+            fix="get it with python -m nltk.downloader on each host of the run, or leave the rows "
+            "out",
         ) from error
     return float(scores.binary_strict)
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
+# -- rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
-    """The instructions of a row. Arguments that are None are as good as none: columnar files fill in all of them.
+    """The instructions of a row. Arguments that are None are as good as none: columnar files fill
+    in all of them.
 
     Args:
         where: the row or sample, for errors.
@@ -94,12 +101,15 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
         raise UserError(
             f"{where}: --rm-type {NAME} finds no instructions",
             why=f"metadata['instruction_id_list'] is {names!r:.80}",
-            fix="make it a list of names, {'instruction_id_list': ['count:numbers'], 'kwargs': [{'N': 3}]} for one; "
+            fix="make it a list of names, {'instruction_id_list': ['count:numbers'], 'kwargs': "
+            "[{'N': 3}]} for one; "
             "--metadata-key names the column",
         )
     listed = [given or {}] * len(names) if isinstance(given, dict | None) else given
     fits = (
-        isinstance(listed, list) and len(listed) == len(names) and all(isinstance(one, dict | None) for one in listed)
+        isinstance(listed, list)
+        and len(listed) == len(names)
+        and all(isinstance(one, dict | None) for one in listed)
     )
     if not fits:
         raise UserError(
@@ -107,7 +117,9 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
             why=f"metadata['kwargs'] is {given!r:.80}",
             fix="give {} to instructions that take none",
         )
-    clean = [{key: value for key, value in (one or {}).items() if value is not None} for one in listed]
+    clean = [
+        {key: value for key, value in (one or {}).items() if value is not None} for one in listed
+    ]
     return [(name.strip(), arguments) for name, arguments in zip(names, clean)]
 
 
@@ -122,7 +134,9 @@ def check_task(task: Task) -> None:
             near = difflib.get_close_matches(name, _checkers(), n=1)
             raise UserError(
                 f"no instruction of IFBench or IFEval is called '{name}'",
-                fix=f"did you mean '{near[0]}'?" if near else "leave its rows out, or judge them in --custom-rm-path",
+                fix=f"did you mean '{near[0]}'?"
+                if near
+                else "leave its rows out, or judge them in --custom-rm-path",
             )
         try:
             with _same_draws(task):
@@ -132,7 +146,10 @@ def check_task(task: Task) -> None:
             raise _unfit(name, arguments, error) from error
         try:
             checker.check_following(_PROBE)
-        except (TypeError, re.error) as error:  # arguments are missing, or are no pattern: met with every response
+        except (
+            TypeError,
+            re.error,
+        ) as error:  # arguments are missing, or are no pattern: met with every response
             raise _unfit(name, arguments, error) from error
         except (ArithmeticError, ValueError, AttributeError, LookupError):
             pass  # of this response, or of data that `check_data` asks for
@@ -156,10 +173,12 @@ def check_data(names: Iterable[str]) -> None:
     if lacking:
         data = sorted({path.rpartition("/")[2] for paths in lacking.values() for path in paths})
         raise UserError(
-            f"the checkers of {', '.join(lacking)} need data of NLTK's that is not here: {', '.join(data)}",
+            f"the checkers of {', '.join(lacking)} need data of NLTK's that is not here: "
+            f"{', '.join(data)}",
             why="no package brings it, and rewards do not wait for a download; looked in "
             + ", ".join(optional_package("nltk", NAME).data.path),
-            fix=f"python -m nltk.downloader {' '.join(data)}, on each host of the run (NLTK_DATA names another folder "
+            fix=f"python -m nltk.downloader {' '.join(data)}, on each host of the run (NLTK_DATA "
+            "names another folder "
             "to look in); or leave their rows out",
         )
 
@@ -188,7 +207,8 @@ def check_package() -> None:
         )
 
 
-# -- the package -----------------------------------------------------------------------------------------------------
+# -- the package
+# -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -196,21 +216,29 @@ def _checkers() -> dict[str, Any]:
     """The classes of both benchmarks by the names of their instructions. Takes two seconds."""
     nltk: Any = optional_package("nltk", NAME)
     download = nltk.download
-    nltk.download = lambda *_, **__: False  # on import it asks the network for data, 16 s where there is none
+    nltk.download = lambda *_, **__: (
+        False
+    )  # on import it asks the network for data, 16 s where there is none
     try:
         registries = [
-            optional_package(f"{PACKAGE}.{name}.instructions_registry", NAME) for name in ("ifeval", "ifbench")
+            optional_package(f"{PACKAGE}.{name}.instructions_registry", NAME)
+            for name in ("ifeval", "ifbench")
         ]
     finally:
         nltk.download = download
     # or it draws, and calls one response by two languages
     optional_package("langdetect", NAME).DetectorFactory.seed = 0
-    return {name: checker for registry in registries for name, checker in registry.INSTRUCTION_DICT.items()}
+    return {
+        name: checker
+        for registry in registries
+        for name, checker in registry.INSTRUCTION_DICT.items()
+    }
 
 
 @contextlib.contextmanager
 def _same_draws(task: Task) -> Iterator[None]:
-    """Checkers draw what their arguments leave open: the same each time, and out of nobody else's numbers."""
+    """Checkers draw what their arguments leave open: the same each time, and out of nobody else's
+    numbers."""
     state = random.getstate()
     random.seed(orjson.dumps(task))
     try:

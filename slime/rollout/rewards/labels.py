@@ -1,7 +1,7 @@
 """Check labels before a launch: can the built-in graders compare a response with them at all?
 
-`check_label` finds labels that no response can match. `doubt_label` finds those that a response can match and that are
-rarely meant.
+`check_label` finds labels that no response can match. `doubt_label` finds those that a response can
+match and that are rarely meant.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ _HAS_VALUE = re.compile(r"\w|\\(?:infty|emptyset|varnothing)|[∞∅√°%½⅓�
 _NOTHING = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\s*\{\s*\}|[\s$.,;:?\\}]")
 
 
-def check_label(rm_type: str | None, label: Any, metadata: dict[str, Any] | None = None) -> str | None:
+def check_label(
+    rm_type: str | None, label: Any, metadata: dict[str, Any] | None = None
+) -> str | None:
     r"""Say why the built-in reward ``rm_type`` cannot grade a response against ``label``.
 
-    The check takes microseconds and runs in the caller's process. Rewards that do not compare with a
-    label (``remote_rm``, ``random``, ``ifbench``, names that are unknown) accept every label.
+    The check takes microseconds and runs in the caller's process. Rewards that do not compare with
+    a label (``remote_rm``, ``random``, ``ifbench``, names that are unknown) accept every label.
 
     Args:
         rm_type: with or without the prefix ``boxed_``.
@@ -66,12 +68,13 @@ def doubt_label(rm_type: str | None, label: Any) -> tuple[str, str] | None:
     r"""Say what is odd about a label that `check_label` accepts.
 
     Returns:
-        What such rows have, to be read after "rows", and what is odd about this one, to be read after "the label …";
-        None where nothing is.
+        What such rows have, to be read after "rows", and what is odd about this one, to be read
+        after "the label …"; None where nothing is.
 
     Example:
         >>> doubt_label("math", "<")
-        ('have a label that --rm-type math compares as text', "is '<', which has neither a number nor a word")
+        ('have a label that --rm-type math compares as text', "is '<', which has neither a number
+        nor a word")
     """
     rm_type = rm_type or ""
     if rm_type.removeprefix("boxed_") not in ("math", "deepscaler"):

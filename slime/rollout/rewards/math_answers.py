@@ -1,8 +1,9 @@
 r"""Read a final answer of a mathematical problem as what it is, and compare it with a label.
 
-An answer is a number (with a unit, a percent sign, a base), an expression, a list, a set, a tuple, an
-interval, a union, a matrix, an equation or inequality, a ratio, a time, a date or words. `same_answer`
-decides by that structure; docs/rewards.md has the rules. What it cannot read it leaves to the caller.
+An answer is a number (with a unit, a percent sign, a base), an expression, a list, a set, a tuple,
+an interval, a union, a matrix, an equation or inequality, a ratio, a time, a date or words.
+`same_answer` decides by that structure; docs/rewards.md has the rules. What it cannot read it
+leaves to the caller.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Sequence_:
-    r"""Several answers. Brackets: "" of a plain list, ``\{`` of a set, else those of tuples and intervals."""
+    r"""Several answers. Brackets: "" of a plain list, ``\{`` of a set, else those of tuples and
+    intervals."""
 
     opening: str
     items: tuple[Any, ...]
@@ -122,7 +124,8 @@ class Based:
 
 @dataclass(frozen=True)
 class Congruence:
-    """Numbers that leave ``residue`` (perhaps a list) on division by ``modulus``. ``name`` may be empty."""
+    """Numbers that leave ``residue`` (perhaps a list) on division by ``modulus``. ``name`` may be
+    empty."""
 
     name: str
     residue: Any
@@ -131,7 +134,8 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Family:
-    """Answers for every whole number: π/4 + kπ. In ``body`` the parameter is called `_PARAMETER`."""
+    """Answers for every whole number: π/4 + kπ. In ``body`` the parameter is called
+    `_PARAMETER`."""
 
     body: Any
     parameter: str
@@ -160,23 +164,31 @@ class Opaque:
 
 # -- reading ---------------------------------------------------------------------------------------
 
-_COMMAS = re.compile(r"\s*[,;]\s*(?:\\ )?(?:and\b|or\b)?\s*|\s+(?:and|or)\s+|\s*\\text\{\s*(?:and|or)\s*\}\s*")
+_COMMAS = re.compile(
+    r"\s*[,;]\s*(?:\\ )?(?:and\b|or\b)?\s*|\s+(?:and|or)\s+|\s*\\text\{\s*(?:and|or)\s*\}\s*"
+)
 _ONLY_COMMA = re.compile(r"\s*[,;]\s*")
-_CUPS = re.compile(r"\s*\\(?:cup|cap|setminus)(?![A-Za-z])\s*|\s+U\s+|(?<=[)\]}])\s*U\s*(?=[(\[\\])")
+_CUPS = re.compile(
+    r"\s*\\(?:cup|cap|setminus)(?![A-Za-z])\s*|\s+U\s+|(?<=[)\]}])\s*U\s*(?=[(\[\\])"
+)
 _SIGNS = re.compile(
     r"\s*(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])|\\in(?![A-Za-z])|"
     r"\\to(?![A-Za-z])|<=|>=|!=|==|=|<|>)\s*"
 )
 _SIGN_NAMES = {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "="}
 _COLON = re.compile(r"\s*:\s*")
-_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.S)
+_MATRIX = re.compile(
+    r"\\begin\{([pbBvV]?matrix|smallmatrix|array|cases)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.S
+)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _SET_BUILDER = re.compile(r"[A-Za-z]+ ?(?:\\in ?\\R ?)?(?:\||:)(.+)", re.S)
 _COMPOUND = re.compile(
-    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?)?"
+    r"(\d[\d.]*) ?([A-Za-z]+)\.?(?:,? and|,)? +(\d[\d.]*) ?([A-Za-z]+)\.?(?:(?:,? and|,)? "
+    r"+(\d[\d.]*) ?([A-Za-z]+)\.?)?"
 )
 _HEDGE = re.compile(
-    r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: is|:)|approximately|approx\.?|about|around|roughly|exactly|"
+    r"(?i)\A(?:~|(?:the )?(?:final |correct )?answer(?: "
+    r"is|:)|approximately|approx\.?|about|around|roughly|exactly|"
     r"nearly|=|\\approx) *(?=[-+\d\\.$])"
 )
 _HEDGED = re.compile(
@@ -192,24 +204,30 @@ _MINUTES_OF_ARC = re.compile(
 )
 _MODULO = re.compile(
     r"\A(?:(?P<name>[^=]{1,40}?) ?\\equiv ?)?(?P<residue>(?:(?!mod|\\equiv)[^()]){1,200}?) ?"
-    r"(?:\( ?\\?p?mod(?:ulo)? ?(?P<m1>[^()]{1,40})\)|\\pmod ?(?:\{(?P<m2>[^{}]{1,40})\}|(?P<m3>\w))|"
+    r"(?:\( ?\\?p?mod(?:ulo)? ?(?P<m1>[^()]{1,40})\)|\\pmod "
+    r"?(?:\{(?P<m2>[^{}]{1,40})\}|(?P<m3>\w))|"
     r"(?P<operator>\\mod|,? ?mod) ?(?:\{(?P<m4>[^{}]{1,40})\}|(?P<m5>\w+)))\Z"
 )
 _INTEGERS = r"(?:any |all |every |some |an |arbitrary |each )*(?:integers?|whole numbers?)"
 _FOR_INTEGERS = re.compile(
-    rf"\A(?P<body>.{{1,400}}?) ?[,;]? ?\(? ?(?:(?:where|for|with|and) )?(?:(?:any|all|every|some|each) )?"
-    rf"(?:(?P<p1>[a-zA-Z]) ?\\in ?\\Z|(?P<p2>[a-zA-Z]) (?:is|are|being|=) {_INTEGERS}|(?P<p3>[a-zA-Z]) an integer|"
+    rf"\A(?P<body>.{{1,400}}?) ?[,;]? ?\(? ?(?:(?:where|for|with|and) "
+    r")?(?:(?:any|all|every|some|each) )?"
+    r"(?:(?P<p1>[a-zA-Z]) ?\\in ?\\Z|(?P<p2>[a-zA-Z]) (?:is|are|being|=) "
+    rf"{_INTEGERS}|(?P<p3>[a-zA-Z]) an integer|"
     rf"{_INTEGERS} (?P<p4>[a-zA-Z])) ?\)?\Z"
 )
 #: What the parameter of a family is called, whatever it was called.
 _PARAMETER = "k_{Z}"
 _POINT = re.compile(r"[A-Z]'? ?(\(.+\))", re.S)
 _EXCEPT = re.compile(
-    r"(?i)(?:[a-z] ?(?:\\in|is|can be) )?(?:all|any|every) (?:real )?(?:numbers?|reals?|values?)(?: of)?(?: [a-z])?"
+    r"(?i)(?:[a-z] ?(?:\\in|is|can be) )?(?:all|any|every) (?:real "
+    r")?(?:numbers?|reals?|values?)(?: of)?(?: [a-z])?"
     r"(?: (?:except|but|other than|excluding)(?: for)?|, ?[a-z] ?\\ne) (?:[a-z] ?= ?)?(.+)"
 )
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) +(.+)", re.S)
-_CURRENCY = re.compile(r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S)
+_CURRENCY = re.compile(
+    r"([-+]?)\s*(?:(?:US|USD|A|C)?\s*(\\\$|[$€£¥₹])|(USD|EUR|GBP|Rs\.?)(?=\s*\d))\s*(.+)", re.S
+)
 _PERCENT = re.compile(r"(.+?)\s*(?:\\?%|\bpercent(?:age)?s?\b|\bpct\b|\bper cent\b)", re.S | re.I)
 _BASE = re.compile(
     r"\(?\s*([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*\)?_\s*(?:\{?\s*\(?\s*(?:(\d{1,2})|([a-z]+))\s*\)?\s*\}?)"
@@ -220,7 +238,8 @@ _BASES = {
     "eleven": 11, "twelve": 12, "sixteen": 16, "hex": 16, "binary": 2, "octal": 8,
 }  # fmt: skip
 _CLOCK = re.compile(
-    r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?", re.I
+    r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?",
+    re.I,
 )
 _MONTHS = [
     "january",
@@ -237,15 +256,19 @@ _MONTHS = [
     "december",
 ]
 _DATE = re.compile(
-    r"(?:\w+day,? )?(?:(?P<m1>[A-Za-z]{3,9})\.? (?P<d1>\d{1,2})(?:st|nd|rd|th)?(?:,? (?P<y1>\d{4}))?|"
-    r"(?:the )?(?P<d2>\d{1,2})(?:st|nd|rd|th)?(?: of)? (?P<m2>[A-Za-z]{3,9})\.?(?:,? (?P<y2>\d{4}))?|"
+    r"(?:\w+day,? )?(?:(?P<m1>[A-Za-z]{3,9})\.? (?P<d1>\d{1,2})(?:st|nd|rd|th)?(?:,? "
+    r"(?P<y1>\d{4}))?|"
+    r"(?:the )?(?P<d2>\d{1,2})(?:st|nd|rd|th)?(?: of)? (?P<m2>[A-Za-z]{3,9})\.?(?:,? "
+    r"(?P<y2>\d{4}))?|"
     r"(?P<m3>[A-Za-z]{3,9})\.?,? (?P<y3>\d{4})|(?P<y4>\d{4})[-/](?P<m4>\d{1,2})[-/](?P<d4>\d{1,2}))"
 )
 _ORDINAL = re.compile(r"(\d+)(?:\^?\{?\s*\\?(?:st|nd|rd|th)\s*\}?)")
 _MULTIPLES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
-_MULTIPLE = re.compile(r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion|dozen)\b(.*)", re.S)
+_MULTIPLE = re.compile(
+    r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion|dozen)\b(.*)", re.S
+)
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
@@ -276,7 +299,9 @@ _NUMBER_WORDS = {
 }
 _TENS = {
     word: 10 * number
-    for number, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
+    for number, word in enumerate(
+        ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2
+    )
 }
 _PARTS = {
     "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9,
@@ -293,14 +318,18 @@ _SAME_WORDS = (
 )  # fmt: skip
 _CANONICAL_WORDS = {word: words[0] for words in _SAME_WORDS for word in words}
 _DECIMAL = re.compile(
-    r"([-+]?)(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?: ?(?:\\times|\\cdot|\*|[xX]) ?10\^ ?\{? ?\(?([-+]?\d+)\)? ?\}?|"
+    r"([-+]?)(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?: ?(?:\\times|\\cdot|\*|[xX]) ?10\^ ?\{? "
+    r"?\(?([-+]?\d+)\)? ?\}?|"
     r"[eE]([-+]?\d+))?"
 )
-_WHOLE_SCIENTIFIC = re.compile(r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)")
+_WHOLE_SCIENTIFIC = re.compile(
+    r"[-+]?\d+(?: ?(?:\\times|\\cdot|\*) ?10\^ ?\{? ?\(?-?\d+\)? ?\}?|[eE][-+]?\d+)"
+)
 _MEASURE = re.compile(
     r"(?P<number>[-+]?(?:\\pm ?)?(?:[\d.,]|\\frac ?(?:\{[^{}]*\}|\d) ?(?:\{[^{}]*\}|\d)|\\pi|"
     r"\\sqrt(?:\[\d+\])? ?(?:\{[^{}]*\}|\d+)|"
-    r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|[()]|\\overline\{\d+\}| (?=[\d\\(+*/-])(?!\\circ))++)"
+    r"\\times|\\cdot|\*|/|\+|-|\^ ?(?:\{[-+ \d]*\}|-?\d+)|[()]|\\overline\{\d+\}| "
+    r"(?=[\d\\(+*/-])(?!\\circ))++)"
     r"(?P<gap> *)(?P<unit>(?:\^ ?\{? ?)?\\circ.*|[A-Za-zµμΩ\\$€£¥₹¢°].*)",
     re.S,
 )
@@ -358,7 +387,11 @@ def _read_special(text: str, _: int) -> Any:
         return Quantity(text, ("n", -degrees if found[1] == "-" else degrees), read_unit("°"))
     if found := _LITERAL.fullmatch(text):
         digits = found[1] or found[2] or found[3]
-        return Based(digits.upper().lstrip("0") or "0", 16 if found[1] else 2 if found[2] else 8, is_literal=True)
+        return Based(
+            digits.upper().lstrip("0") or "0",
+            16 if found[1] else 2 if found[2] else 8,
+            is_literal=True,
+        )
     found = _BASE.fullmatch(text)
     if found is None and (found := _IN_BASE.fullmatch(text)):
         return _based(found[1], found[2])
@@ -369,7 +402,11 @@ def _compound(found: re.Match[str]) -> Quantity | None:
     """5 ft 3 in, 2 hours and 30 minutes."""
     parts = [(found[n], read_unit(found[n + 1], allow_words=False)) for n in (1, 3, 5) if found[n]]
     known = [(Fraction(number.rstrip(".")), unit) for number, unit in parts if unit]
-    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not known[0][1].dimension:
+    if (
+        len(known) < len(parts)
+        or len({unit.dimension for _, unit in known}) > 1
+        or not known[0][1].dimension
+    ):
         return None
     factors = [unit.factor for _, unit in known]
     if factors != sorted(set(factors), reverse=True):
@@ -397,7 +434,9 @@ def _clock(found: re.Match[str]) -> Any:
         return Clock(hour * 3600 + minute * 60 + second, has_half=False)
     if not 1 <= hour <= 12 or minute > 59:
         return None
-    return Clock((hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True)
+    return Clock(
+        (hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True
+    )
 
 
 def _date(found: re.Match[str]) -> Date | None:
@@ -426,7 +465,9 @@ def _read_congruence(text: str, depth: int) -> Any:
 
 
 def _read_family(text: str, depth: int) -> Any:
-    found = _FOR_INTEGERS.match(text) if r"\Z" in text or "integer" in text or "whole" in text else None
+    found = (
+        _FOR_INTEGERS.match(text) if r"\Z" in text or "integer" in text or "whole" in text else None
+    )
     if not found or re.search(r"\\[lg]e\b|[<>]", found["body"]):
         return None
     parameter = found["p1"] or found["p2"] or found["p3"] or found["p4"]
@@ -445,22 +486,32 @@ def _read_scaled_matrix(text: str, depth: int) -> Any:
     if at < 1 or not prefix:
         return None
     closing = text[at:].removesuffix(")") if text[:at].rstrip().endswith("(") else text[at:]
-    matrix = _read_matrix(closing.strip(), depth + 1) if _MATRIX.fullmatch(closing.strip()) else None
+    matrix = (
+        _read_matrix(closing.strip(), depth + 1) if _MATRIX.fullmatch(closing.strip()) else None
+    )
     factor = ("-", ("n", Fraction(1))) if prefix == "-" else None
     try:
         factor = factor or read_expression(prefix)
     except NotMath:
         return None
-    if not isinstance(matrix, Matrix) or not all(isinstance(cell, Quantity) for row in matrix.rows for cell in row):
+    if not isinstance(matrix, Matrix) or not all(
+        isinstance(cell, Quantity) for row in matrix.rows for cell in row
+    ):
         return None
-    rows = tuple(tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows)
+    rows = tuple(
+        tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows
+    )
     return Matrix(rows, matrix.kind) if matrix.kind == "matrix" else None
 
 
 def _read_matrix(text: str, depth: int) -> Any:
     found = _MATRIX.fullmatch(text)
     if found:
-        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2].replace(r"\hline", "")) if row.strip()]
+        rows = [
+            row
+            for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2].replace(r"\hline", ""))
+            if row.strip()
+        ]
         cells = [[cell.strip(" ,.") for cell in row.split(r"&")] for row in rows]
         if r"\begin" in found[2]:
             return None
@@ -475,7 +526,9 @@ def _read_matrix(text: str, depth: int) -> Any:
         if all(row and row[0] == "[" and row[2] == "]" for row in inner):
             cells = [split_top(row[1], _ONLY_COMMA)[0] for row in inner if row]
             if len({len(row) for row in cells}) == 1:
-                return Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix")
+                return Matrix(
+                    tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix"
+                )
     if whole and r"\begin" in whole[1] and _MATRIX.fullmatch(whole[1]):
         return _read_matrix(whole[1], depth)
     return _read_scaled_matrix(text, depth) if r"\begin" in text else None
@@ -488,7 +541,10 @@ def _cases(cells: list[list[str]], depth: int) -> Any:
     condition = re.compile(r"^(?:if|for|when|where)\b\s*")
     return Sequence_(
         r"\{",
-        tuple(Sequence_("(", tuple(_read(condition.sub("", cell), depth + 1) for cell in row), ")") for row in cells),
+        tuple(
+            Sequence_("(", tuple(_read(condition.sub("", cell), depth + 1) for cell in row), ")")
+            for row in cells
+        ),
         r"\}",
     )
 
@@ -519,13 +575,16 @@ def _read_list(text: str, depth: int) -> Any:
         return _words(text)
     if _CURRENCY.fullmatch(text) and _THOUSANDS.fullmatch(_CURRENCY.fullmatch(text)[4]):  # type: ignore[index]
         return None
-    if all(_ONLY_COMMA.fullmatch(separator) for separator in separators) and (joined := _measured_thousands(text)):
+    if all(_ONLY_COMMA.fullmatch(separator) for separator in separators) and (
+        joined := _measured_thousands(text)
+    ):
         return _read(joined, depth + 1)
     return Sequence_("", tuple(_read(part, depth + 1) for part in parts), "")
 
 
 def _measured_thousands(text: str) -> str | None:
-    r"""1,000 cm, or 12,345 \times 2: digits in threes before something that is no further number."""
+    r"""1,000 cm, or 12,345 \times 2: digits in threes before something that is no further
+    number."""
     found = re.match(r"([-+]?(?:\\\$ ?)?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)(?![\d,])([^,;]*)$", text)
     if not found or re.search(r"\b(?:and|or)\b", found[2]):
         return None
@@ -547,7 +606,10 @@ def _read_brackets(text: str, depth: int) -> Any:
         return Words(r"\emptyset", "no solution") if opening == r"\{" else None
     if opening == r"\{" and (found := _SET_BUILDER.fullmatch(inner)):
         condition = _read(found[1], depth + 1)
-        is_read = isinstance(condition, (Relation, Union_, Sequence_)) and _intervals(condition) is not None
+        is_read = (
+            isinstance(condition, (Relation, Union_, Sequence_))
+            and _intervals(condition) is not None
+        )
         return condition if is_read else Opaque(_squeezed(text))
     if opening == r"\langle":
         opening = "("
@@ -602,9 +664,18 @@ def _read_quantity(text: str, depth: int) -> Any:
 def _number(text: str) -> Quantity | None:
     if _NUMBER_IN_WORDS.fullmatch(text) and (number := _number_in_words(text.lower())) is not None:
         return _quantity(text, ("n", number))
-    if _PROPER_NAME.fullmatch(text) and text.lower() not in ("pi", "infinity", "inf", "theta", "alpha", "beta"):
+    if _PROPER_NAME.fullmatch(text) and text.lower() not in (
+        "pi",
+        "infinity",
+        "inf",
+        "theta",
+        "alpha",
+        "beta",
+    ):
         return None  # ABC, a triangle or a word: no product
-    if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (unit := read_unit(found[2].strip(), allow_words=False)):
+    if (found := _UNIT_IN_BRACKETS.fullmatch(text)) and (
+        unit := read_unit(found[2].strip(), allow_words=False)
+    ):
         plain = _number(found[1])
         return Quantity(text, plain.node, unit, False, plain.decimal) if plain else None
     try:
@@ -651,7 +722,8 @@ def _before_unit(text: str) -> Quantity | None:
 
 
 _GLUED = re.compile(
-    r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ ?(?:\{-?\d+\}|\d+))?)"
+    r"([-+]?(?:[\d.]*\d|\\frac ?\{\d+\} ?\{\d+\})(?: ?(?:\\times|\\cdot) ?10\^ "
+    r"?(?:\{-?\d+\}|\d+))?)"
     r"( *)((?:[A-Za-zΩµ\\]|\^ ?\{? ?\\circ).*)"
 )
 _NUMBER_IN_WORDS = re.compile(r"[A-Za-z]{3,10}(?:[ -][A-Za-z]{3,10}){0,6}")
@@ -665,7 +737,13 @@ def _number_in_words(text: str) -> Fraction | None:
     *before, last = words
     part = _PARTS.get("half" if last == "halves" else last.removesuffix("s"))
     if part is not None:
-        top = _NUMBER_WORDS.get(before[0]) if len(before) == 1 else 1 if last == "half" and not before else None
+        top = (
+            _NUMBER_WORDS.get(before[0])
+            if len(before) == 1
+            else 1
+            if last == "half" and not before
+            else None
+        )
         return None if top is None else Fraction(top, part)
     total = group = 0
     room = 10**12  # what a further word may be worth at most
@@ -679,7 +757,11 @@ def _number_in_words(text: str) -> Fraction | None:
         elif word == "hundred" and 0 < group < 10:
             group *= 100
             room = 100
-        elif word in ("thousand", "million", "billion") and group and (not total or total >= 1000 * _MULTIPLES[word]):
+        elif (
+            word in ("thousand", "million", "billion")
+            and group
+            and (not total or total >= 1000 * _MULTIPLES[word])
+        ):
             total += group * _MULTIPLES[word]
             group = 0
             room = 1000
@@ -688,7 +770,9 @@ def _number_in_words(text: str) -> Fraction | None:
     return Fraction(total + group)
 
 
-_PROPER_NAME = re.compile(r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}")
+_PROPER_NAME = re.compile(
+    r"[A-Z]{2,}|(?!(?:[xyzw]{2,4}|[abc]{2,3}|[mnk]{2,3}|[pqrst]{2,3}|[uvw]{2,3})$)[A-Za-z]{2,}"
+)
 
 
 def _quantity(text: str, node: Node, glued: Quantity | None = None) -> Quantity:
@@ -710,11 +794,14 @@ def _decimal(text: str) -> tuple[Fraction, Fraction, int] | None:
 
 
 def _measured(text: str, depth: int) -> Quantity | None:
-    """A number with a currency sign before it, or a percent sign, a multiple or a unit behind it."""
+    """A number with a currency sign before it, or a percent sign, a multiple or a unit behind
+    it."""
     if depth > 12:
         return None
     if found := _CURRENCY.fullmatch(text):
-        amount = _read_quantity((found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4], depth + 1)
+        amount = _read_quantity(
+            (found[1] + found[4]).replace(" ", "", 1) if found[1] else found[4], depth + 1
+        )
         unit = read_unit((found[2] or found[3]).rstrip("."), allow_words=False)
         if isinstance(amount, Quantity) and not amount.percent:
             if unit and amount.unit and amount.unit != unit and not amount.unit.words:
@@ -737,7 +824,9 @@ def _measured(text: str, depth: int) -> Quantity | None:
     return _with_unit(text)
 
 
-def _scaled(decimal: tuple[Fraction, Fraction, int] | None, by: Fraction) -> tuple[Fraction, Fraction, int] | None:
+def _scaled(
+    decimal: tuple[Fraction, Fraction, int] | None, by: Fraction
+) -> tuple[Fraction, Fraction, int] | None:
     return None if decimal is None else (decimal[0] * by, decimal[1] * by, decimal[2])
 
 
@@ -780,7 +869,9 @@ def _cuts(text: str, first: int) -> Iterable[tuple[str, str]]:
 
 
 def _is_wordy(text: str) -> bool:
-    return bool(re.search(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", text))) or not re.search(r"[\\^_{}]", text)
+    return bool(re.search(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", text))) or not re.search(
+        r"[\\^_{}]", text
+    )
 
 
 def _words(text: str) -> Words:
@@ -797,7 +888,8 @@ _BOUND = re.compile(r"\\(?:sum|prod)_\{ ?([a-z]) ?=")
 
 
 def _bare(text: str) -> str:
-    r"""The text without blanks and braces around one character; the variable of a sum is always k."""
+    r"""The text without blanks and braces around one character; the variable of a sum is always
+    k."""
     found = _BOUND.search(text)
     if found and (found[1] == "k" or not re.search(r"(?<![A-Za-z\\])k(?![A-Za-z])", text)):
         text = re.sub(rf"(?<![A-Za-z\\]){found[1]}(?![A-Za-z])", "k", text)
@@ -903,14 +995,19 @@ _MAY_EXCLUDE = (Words, Union_, Relation, Sequence_)
 
 
 def _excluded(answer: Any) -> list[Any] | None:
-    r"""Numbers that "all reals but …" leaves out, in whatever form: x \ne 2, ℝ \ {2}, two intervals that meet at 2."""
+    r"""Numbers that "all reals but …" leaves out, in whatever form: x \ne 2, ℝ \ {2}, two intervals
+    that meet at 2."""
     if isinstance(answer, Words):
         found = _EXCEPT.fullmatch(answer.text)
         return _listed(_read(found[1], 2)) if found else None
     if isinstance(answer, Relation):
         if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
             return _excluded(answer.sides[1])
-        return _listed(answer.sides[1]) if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) else None
+        return (
+            _listed(answer.sides[1])
+            if answer.signs == (r"\ne",) and _is_name(answer.sides[0])
+            else None
+        )
     if isinstance(answer, Sequence_):
         if answer.opening or not all(
             isinstance(item, Relation) and item.signs == (r"\ne",) for item in answer.items[:1]
@@ -927,19 +1024,33 @@ def _excluded(answer: Any) -> list[Any] | None:
         return _listed(answer.parts[1]) if is_all and len(answer.parts) == 2 else None
     ends: list[Any] = []
     for part in answer.parts:
-        if not (isinstance(part, Sequence_) and (part.opening, part.closing) == ("(", ")") and len(part.items) == 2):
+        if not (
+            isinstance(part, Sequence_)
+            and (part.opening, part.closing) == ("(", ")")
+            and len(part.items) == 2
+        ):
             return None
         if not all(isinstance(item, Quantity) for item in part.items):
             return None
         ends += part.items
-    if len(ends) < 4 or _endpoint((ends[0], False))[0] is not None or _endpoint((ends[-1], False))[0] is not None:
+    if (
+        len(ends) < 4
+        or _endpoint((ends[0], False))[0] is not None
+        or _endpoint((ends[-1], False))[0] is not None
+    ):
         return None
     meeting = list(zip(ends[1:-1:2], ends[2:-1:2]))
-    return [low for low, _ in meeting] if all(_same(low, high) is True for low, high in meeting) else None
+    return (
+        [low for low, _ in meeting]
+        if all(_same(low, high) is True for low, high in meeting)
+        else None
+    )
 
 
 def _listed(answer: Any) -> list[Any] | None:
-    items = _expanded(answer.items if isinstance(answer, Sequence_) and _is_unordered(answer) else [answer])
+    items = _expanded(
+        answer.items if isinstance(answer, Sequence_) and _is_unordered(answer) else [answer]
+    )
     return items if all(_is_constant(item) for item in items) else None
 
 
@@ -952,7 +1063,11 @@ def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
         other = other.residue
     elif isinstance(other, Family):
         step = _step(other.body)
-        if step is None or step[1] == 0 or _same(congruence.modulus, _of_number(abs(step[1]))) is not True:
+        if (
+            step is None
+            or step[1] == 0
+            or _same(congruence.modulus, _of_number(abs(step[1]))) is not True
+        ):
             return False
         other = _of_number(step[0])
     elif isinstance(other, Relation):
@@ -964,10 +1079,15 @@ def _same_congruence(congruence: Congruence, other: Any) -> bool | None:
         return True
     residues = congruence.residue, other, congruence.modulus
     try:
-        x, y, n = (number_of(part.node) if isinstance(part, Quantity) else Fraction(1, 2) for part in residues)
+        x, y, n = (
+            number_of(part.node) if isinstance(part, Quantity) else Fraction(1, 2)
+            for part in residues
+        )
     except (NotMath, Undefined):
         return False
-    are_whole = all(isinstance(number, Fraction) and number.denominator == 1 for number in (x, y, n))
+    are_whole = all(
+        isinstance(number, Fraction) and number.denominator == 1 for number in (x, y, n)
+    )
     return are_whole and n != 0 and (x - y) % n == 0
 
 
@@ -976,7 +1096,8 @@ def _of_number(number: Any) -> Quantity:
 
 
 def _step(body: Any) -> tuple[Any, Any] | None:
-    """(a, b) of a family a + b·k of rational multiples of one number; numbers at k = 0 and steps of k."""
+    """(a, b) of a family a + b·k of rational multiples of one number; numbers at k = 0 and steps of
+    k."""
     body = _assigned_value(body) if isinstance(body, Relation) else body
     if not isinstance(body, Quantity) or symbols_of(body.node) != {"k_Z"}:
         return None
@@ -986,7 +1107,9 @@ def _step(body: Any) -> tuple[Any, Any] | None:
         return None
     if not all(isinstance(value, Fraction) for value in (zero, one, two, three)):
         zero, one, two, three = map(as_float, (zero, one, two, three))
-        if any(abs(late - early - (one - zero)) > 1e-30 for early, late in ((one, two), (two, three))):
+        if any(
+            abs(late - early - (one - zero)) > 1e-30 for early, late in ((one, two), (two, three))
+        ):
             return None
         return zero, one - zero
     return (zero, one - zero) if two - one == three - two == one - zero else None
@@ -1059,7 +1182,9 @@ def _same_date(date: Date, other: Any) -> bool | None:
     if not isinstance(other, Date):
         return False
     pairs = ((date.month, other.month), (date.day, other.day), (date.year, other.year))
-    return all(x == y or x is None or y is None for x, y in pairs) and (date.day is None) == (other.day is None)
+    return all(x == y or x is None or y is None for x, y in pairs) and (date.day is None) == (
+        other.day is None
+    )
 
 
 def _same_clock(clock: Clock, other: Any) -> bool | None:
@@ -1082,7 +1207,9 @@ def _same_based(based: Based, other: Any) -> bool | None:
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_based(based, other.sides[-1])
     if based.is_literal and isinstance(other, Quantity):
-        return other.unit is None and bool(equal(other.node, ("n", Fraction(int(based.digits, based.base)))))
+        return other.unit is None and bool(
+            equal(other.node, ("n", Fraction(int(based.digits, based.base))))
+        )
     if isinstance(other, (Quantity, Words)):
         return (other.text.strip().replace(" ", "").upper().lstrip("0") or "0") == based.digits
     return False
@@ -1097,7 +1224,12 @@ def _same_ratio(ratio: Ratio, other: Any) -> bool | None:
         pairs = [(("*", ratio.parts[0].node, y.node), ("*", other.parts[0].node, x.node))
                  for x, y in zip(ratio.parts, other.parts)]  # fmt: skip
         return _all(equal(x, y) for x, y in pairs)
-    if isinstance(other, Quantity) and len(ratio.parts) == 2 and other.unit is None and not other.percent:
+    if (
+        isinstance(other, Quantity)
+        and len(ratio.parts) == 2
+        and other.unit is None
+        and not other.percent
+    ):
         return equal(("/", ratio.parts[0].node, ratio.parts[1].node), other.node)
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_ratio(ratio, other.sides[-1])
@@ -1108,7 +1240,9 @@ def _same_matrix(matrix: Matrix, other: Any) -> bool | None:
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_matrix(matrix, other.sides[-1])
     if isinstance(other, Matrix):
-        if matrix.kind != other.kind or [len(row) for row in matrix.rows] != [len(row) for row in other.rows]:
+        if matrix.kind != other.kind or [len(row) for row in matrix.rows] != [
+            len(row) for row in other.rows
+        ]:
             return False
         return _all(_same(x, y) for r, s in zip(matrix.rows, other.rows) for x, y in zip(r, s))
     if matrix.kind == "det":
@@ -1185,7 +1319,10 @@ def _same_lists(g: Sequence_, a: Sequence_) -> bool | None:
 
 def _assigned(items: Sequence[Any]) -> list[Any] | None:
     """Values of "x = 1, y = 2", where each has a variable of its own; else None."""
-    if not all(isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0]) for item in items):
+    if not all(
+        isinstance(item, Relation) and item.signs == ("=",) and _is_name(item.sides[0])
+        for item in items
+    ):
         return None
     names = [str(getattr(item.sides[0], "text", "")) for item in items]
     return [item.sides[1] for item in items] if len(set(names)) == len(names) else None
@@ -1198,12 +1335,15 @@ def _values_in_order(sequence: Sequence_) -> Sequence[Any]:
 def _is_name(side: Any) -> bool:
     if isinstance(side, Sequence_):  # (x, y) = (1, 2)
         return side.opening == "(" and all(_is_name(item) for item in side.items)
-    return isinstance(side, (Quantity, Words, Opaque)) and bool(_NAME.fullmatch(_squeezed(side.text)))
+    return isinstance(side, (Quantity, Words, Opaque)) and bool(
+        _NAME.fullmatch(_squeezed(side.text))
+    )
 
 
 _NAME = re.compile(
     r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()=]*\))?|[A-Za-z]+\^\{?(?:-1|\\circ|\\prime|\*|')\}?(?:\([^()=]*\))?|"
-    r"\|\\?[A-Za-z]+ ?\||(?:m ?)?\\angle ?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
+    r"\|\\?[A-Za-z]+ ?\||(?:m ?)?\\angle "
+    r"?[A-Z]+|\\(?:overline|vec|hat|overrightarrow)\{[A-Za-z]+\}|[A-Za-z][A-Za-z ]+|"
     r"\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 
@@ -1212,9 +1352,17 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
     r"""Without "x =" before the first or each item; ``\pm 2`` as two items."""
     out = []
     for item in items:
-        if isinstance(item, Relation) and item.signs in (("=",), (r"\in",)) and _is_name(item.sides[0]):
+        if (
+            isinstance(item, Relation)
+            and item.signs in (("=",), (r"\in",))
+            and _is_name(item.sides[0])
+        ):
             name = getattr(item.sides[0], "text", "")
-            others = {o.sides[0].text for o in items if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)}
+            others = {
+                o.sides[0].text
+                for o in items
+                if isinstance(o, Relation) and isinstance(o.sides[0], Quantity)
+            }
             if len(others) <= 1 or (name in ("x",) and len(others) == 1):
                 item = item.sides[1]
         if isinstance(item, Sequence_) and _is_unordered(item):
@@ -1227,7 +1375,8 @@ def _expanded(items: Iterable[Any]) -> list[Any]:
 def _both_signs(item: Any) -> list[Any]:
     if isinstance(item, Quantity) and contains(item.node, "±"):
         return [
-            Quantity(f"{item.text} ({sign})", with_sign(item.node, sign), item.unit, item.percent) for sign in (1, -1)
+            Quantity(f"{item.text} ({sign})", with_sign(item.node, sign), item.unit, item.percent)
+            for sign in (1, -1)
         ]
     return [item]
 
@@ -1276,7 +1425,11 @@ def _same_single(g: Any, a: Any) -> bool | None:
                 return _same_unordered(x, y)
         items = _expanded(sequence.items)
         others = _expanded([other])
-        if len(items) == len(others) == 1 and isinstance(items[0], type(other)) and items[0] is sequence:
+        if (
+            len(items) == len(others) == 1
+            and isinstance(items[0], type(other))
+            and items[0] is sequence
+        ):
             return False
         if len(items) != len(sequence.items) or len(others) > 1 or (len(items) == 1):
             if sequence.opening == r"\{":
@@ -1324,7 +1477,8 @@ def _mirror_interval(relation: Relation, other: Any) -> bool | None:
 
 
 def _same_value_of(g: Any, a: Relation) -> bool | None:
-    """Is the label ``g`` what the equation ``a`` gives? "x = 5", "AB = 5", "3 + 2 = 5", "a + b = 5"."""
+    """Is the label ``g`` what the equation ``a`` gives? "x = 5", "AB = 5", "3 + 2 = 5", "a + b =
+    5"."""
     signs = set(a.signs)
     if signs == {r"\approx"} or signs == {"=", r"\approx"}:
         return _any(_same(g, side) for side in a.sides[0 if len(a.sides) == 2 else 1 :])
@@ -1334,15 +1488,26 @@ def _same_value_of(g: Any, a: Relation) -> bool | None:
             return _same(g, a.sides[-1])
         if isinstance(first, Quantity):
             variables = symbols_of(first.node)
-            if not variables and len(a.sides) == 2 and _is_name(a.sides[1]) and not _is_constant(a.sides[1]):
+            if (
+                not variables
+                and len(a.sides) == 2
+                and _is_name(a.sides[1])
+                and not _is_constant(a.sides[1])
+            ):
                 return _same(g, first)  # "5 = x"
             if not variables and not (isinstance(g, Quantity) and symbols_of(g.node)):
                 return _same(g, a.sides[-1])
             last = a.sides[-1]
             if len(variables) >= 2 and isinstance(last, Quantity) and not symbols_of(last.node):
                 return _same(g, last)
-            if len(a.sides) > 2 or (isinstance(g, Quantity) and isinstance(last, Quantity) and symbols_of(last.node)):
-                return _same(g, last) if equal(first.node, getattr(last, "node", first.node)) else False
+            if len(a.sides) > 2 or (
+                isinstance(g, Quantity) and isinstance(last, Quantity) and symbols_of(last.node)
+            ):
+                return (
+                    _same(g, last)
+                    if equal(first.node, getattr(last, "node", first.node))
+                    else False
+                )
         return _mirror_interval(a, g)
     if signs == {r"\in"} and _is_name(a.sides[0]):
         return _same(g, a.sides[-1])
@@ -1354,7 +1519,11 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
     a = _short(a)
     if g.signs == a.signs == ("=",):
         heads = {str(getattr(side, "text", "")) for side in (g.sides[0], a.sides[0])}
-        if len(heads) == 2 and "y" in heads and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads):
+        if (
+            len(heads) == 2
+            and "y" in heads
+            and any(re.fullmatch(r"[fgh]\(x\)", head) for head in heads)
+        ):
             return _same(g.sides[-1], a.sides[-1])
     if _is_ordering(g) and _is_ordering(a):
         x = _bounds(g)
@@ -1365,7 +1534,11 @@ def _same_relations(g: Relation, a: Relation) -> bool | None:
     if len(g.signs) != len(a.signs) or g.signs != a.signs:
         if {g.signs, a.signs} == {("=",), (r"\approx",)}:
             return _same_chain(Relation(g.sides, ("=",), g.text), Relation(a.sides, ("=",), a.text))
-        if _assigned_value(g) is not None and _assigned_value(a) is not None and _same(g.sides[0], a.sides[0]):
+        if (
+            _assigned_value(g) is not None
+            and _assigned_value(a) is not None
+            and _same(g.sides[0], a.sides[0])
+        ):
             return _same(g.sides[-1], a.sides[-1])
         return _mirror_relation(g, a)
     if _same_chain(g, a):
@@ -1386,7 +1559,9 @@ def _mirror_relation(g: Relation, a: Relation) -> bool | None:
 def _short(relation: Relation) -> Relation:
     """x = 2 + 3 = 5 as x = 5."""
     if len(relation.signs) > 1 and set(relation.signs) <= {"=", r"\approx"}:
-        return Relation((relation.sides[0], relation.sides[-1]), (relation.signs[-1],), relation.text)
+        return Relation(
+            (relation.sides[0], relation.sides[-1]), (relation.signs[-1],), relation.text
+        )
     return relation
 
 
@@ -1396,7 +1571,9 @@ def _same_chain(g: Relation, a: Relation) -> bool:
     mirrored = tuple(_MIRROR.get(sign, sign) for sign in reversed(a.signs))
     if r"\in" in mirrored or r"\to" in mirrored:
         return False
-    return g.signs == mirrored and all(_same(x, y) is True for x, y in zip(g.sides, reversed(a.sides)))
+    return g.signs == mirrored and all(
+        _same(x, y) is True for x, y in zip(g.sides, reversed(a.sides))
+    )
 
 
 _MIRROR = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -1468,7 +1645,8 @@ _Bounds = tuple[Any, bool, Any, bool]
 
 
 def _bounds(relation: Relation) -> tuple[str, _Bounds] | None:
-    """The variable of an inequality and the interval that it may be in; None where it is no such thing."""
+    """The variable of an inequality and the interval that it may be in; None where it is no such
+    thing."""
     if not _is_ordering(relation) or len(relation.signs) > 2:
         return None
     sides = list(relation.sides)
@@ -1526,7 +1704,11 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
         if len(answer.items) == 2 and (pierced := _pierced(*answer.items)):
             return pierced
         parts = [_intervals(item) for item in answer.items]
-        return None if any(part is None for part in parts) else [i for part in parts for i in part or []]
+        return (
+            None
+            if any(part is None for part in parts)
+            else [i for part in parts for i in part or []]
+        )
     if isinstance(answer, Union_):
         if answer.operator == r"\setminus" and len(answer.parts) == 2:
             return _without(answer.parts[0], _listed(answer.parts[1]))
@@ -1534,7 +1716,11 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
     if isinstance(answer, Relation):
         if answer.signs == (r"\in",) and _is_name(answer.sides[0]):
             return _intervals(answer.sides[1])
-        if answer.signs == (r"\ne",) and _is_name(answer.sides[0]) and isinstance(answer.sides[1], Quantity):
+        if (
+            answer.signs == (r"\ne",)
+            and _is_name(answer.sides[0])
+            and isinstance(answer.sides[1], Quantity)
+        ):
             end = answer.sides[1]
             return [_interval((None, False, end, False)), _interval((end, False, None, False))]
         if len(answer.signs) == 1 and (outside := _outside(answer)):
@@ -1546,24 +1732,39 @@ def _intervals(answer: Any) -> list[Sequence_] | None:
 
 def _pierced(first: Any, second: Any) -> list[Sequence_] | None:
     r"""x \ge 2 and x \ne 5: an interval without a number."""
-    if not isinstance(first, Relation) or not isinstance(second, Relation) or second.signs != (r"\ne",):
+    if (
+        not isinstance(first, Relation)
+        or not isinstance(second, Relation)
+        or second.signs != (r"\ne",)
+    ):
         return None
     found = _bounds(first)
-    if found is None or not _is_name(second.sides[0]) or _squeezed(second.sides[0].text) != found[0]:
+    if (
+        found is None
+        or not _is_name(second.sides[0])
+        or _squeezed(second.sides[0].text) != found[0]
+    ):
         return None
     return _without(_interval(found[1]), _listed(second.sides[1]))
 
 
 def _without(interval: Any, numbers: list[Any] | None) -> list[Sequence_] | None:
     """The pieces that are left of an interval; None where that cannot be said."""
-    if not isinstance(interval, Sequence_) or len(interval.items) != 2 or not numbers or len(numbers) > 9:
+    if (
+        not isinstance(interval, Sequence_)
+        or len(interval.items) != 2
+        or not numbers
+        or len(numbers) > 9
+    ):
         return None
     try:
         at = {number: as_float(number_of(number.node)).real for number in numbers}
         low, high = (as_float(number_of(item.node)).real for item in interval.items)
     except (NotMath, Undefined, AttributeError):
         return None
-    inside = sorted((number for number in numbers if low < at[number] < high), key=lambda number: at[number])
+    inside = sorted(
+        (number for number in numbers if low < at[number] < high), key=lambda number: at[number]
+    )
     if len(inside) != len(numbers):
         return None
     ends = [interval.items[0], *(number for number in inside for _ in "12"), interval.items[1]]
@@ -1633,7 +1834,9 @@ def _in_radians(quantity: Quantity) -> Node:
 def _same_measure(g: Quantity, a: Quantity) -> bool | None:
     assert g.unit and a.unit
     if g.unit.words or a.unit.words:
-        same = g.unit.words and a.unit.words and g.unit.words.split()[-1] == a.unit.words.split()[-1]
+        same = (
+            g.unit.words and a.unit.words and g.unit.words.split()[-1] == a.unit.words.split()[-1]
+        )
         generic = Unit(()) in (g.unit, a.unit)
         return _same_value(g, a) if same or generic else False
     if g.unit == a.unit or () in (g.unit.dimension, a.unit.dimension):
@@ -1651,7 +1854,9 @@ def _same_measure(g: Quantity, a: Quantity) -> bool | None:
 def _in_base_units(quantity: Quantity) -> Quantity:
     assert quantity.unit
     by = quantity.unit.factor
-    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
+    return Quantity(
+        quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by)
+    )
 
 
 def _same_percent(g: Quantity, a: Quantity) -> bool | None:
@@ -1673,7 +1878,9 @@ def _as_share(quantity: Quantity) -> Quantity:
     if not quantity.percent:
         return quantity
     by = Fraction(1, 100)
-    return Quantity(quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by))
+    return Quantity(
+        quantity.text, ("*", quantity.node, ("n", by)), None, False, _scaled(quantity.decimal, by)
+    )
 
 
 def _same_value(g: Quantity, a: Quantity) -> bool | None:
@@ -1695,7 +1902,9 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
         if coarse[2] >= _APPROXIMATE_DIGITS and coarse[1] != fine[1]:
             return abs(coarse[0] - fine[0]) * 2 <= coarse[1]
         both = min(g.decimal[2], a.decimal[2]), max(g.decimal[2], a.decimal[2])
-        return both[1] >= 15 and abs(g.decimal[0] - a.decimal[0]) <= abs(g.decimal[0]) * Fraction(1, 10**14)
+        return both[1] >= 15 and abs(g.decimal[0] - a.decimal[0]) <= abs(g.decimal[0]) * Fraction(
+            1, 10**14
+        )
     decimal, exact = (g.decimal, a) if g.decimal else (a.decimal, g)
     assert decimal
     if decimal[2] < (_LABEL_DIGITS if g.decimal else _APPROXIMATE_DIGITS):
@@ -1707,7 +1916,9 @@ def _is_approximation(g: Quantity, a: Quantity) -> bool:
         if value.denominator == 1 or _is_terminating(value):
             return decimal[2] >= 15 and abs(value - decimal[0]) <= abs(value) * Fraction(1, 10**14)
         off = value - decimal[0]
-        truncated = 0 <= (off if value > 0 else -off) < decimal[1] and decimal[2] >= _APPROXIMATE_DIGITS
+        truncated = (
+            0 <= (off if value > 0 else -off) < decimal[1] and decimal[2] >= _APPROXIMATE_DIGITS
+        )
         return abs(off) * 2 <= decimal[1] or truncated
     written = as_float(decimal[0])
     off = as_float(value) - written
@@ -1751,7 +1962,8 @@ def _any(verdicts: Iterable[bool | None]) -> bool | None:
     return None if unknown else False
 
 
-#: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label first.
+#: Which class decides, the first that either of the two is of. Those of `_DIRECTED` need the label
+#: first.
 _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Choice, _same_choice),
     (Congruence, _same_congruence),

@@ -30,11 +30,11 @@ _LONGEST_CLAUSE = 200
 def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
     r"""1.0 if the response's answer equals the label, else 0.0.
 
-    The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without a box
-    (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what the last sentence
-    states, else the last formula or number. Only text after ``</think>`` counts. A label in the style of
-    GSM8K counts from its "####" on. docs/rewards.md says when two answers are equal. An empty label or
-    answer scores 0.
+    The answer is the last ``\boxed{…}``; boxes joined by a comma, "and" or "or" are a list. Without
+    a box (unless ``boxed_only``) it is what follows the last "answer is" or "Answer:", else what
+    the last sentence states, else the last formula or number. Only text after ``</think>`` counts.
+    A label in the style of GSM8K counts from its "####" on. docs/rewards.md says when two answers
+    are equal. An empty label or answer scores 0.
 
     Example:
         >>> grade_math(r"Half of it is left: \boxed{\frac{1}{2}}", "0.5")
@@ -53,7 +53,8 @@ def grade_math(response: str, label: Any, boxed_only: bool = False) -> float:
 
 
 def grade_deepscaler(response: str, label: Any) -> float:
-    r"""1.0 if what follows the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning never ended."""
+    r"""1.0 if what follows the reasoning has the right answer in ``\boxed{…}``; 0.0 if reasoning
+    never ended."""
     answer = after_thinking(response)
     return 0.0 if answer is None else grade_math(answer, label, boxed_only=True)
 
@@ -70,7 +71,9 @@ def label_answer(label: Any) -> str:
     return _answer_of(str(label))
 
 
-_JOINED = re.compile(r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*")
+_JOINED = re.compile(
+    r"(?:\\[)\]]|[$ ])*(?:[,;]|[,;]? ?(?:and|or)\b|\\text\{ ?(?:and|or) ?\})(?:\\[(\[]|[$ ])*"
+)
 
 
 def _final_boxes(text: str) -> str | None:
@@ -91,10 +94,13 @@ def _final_boxes(text: str) -> str | None:
 
 # -- answers in prose ------------------------------------------------------------------------------
 
-_ANCHOR = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*")
+_ANCHOR = re.compile(
+    r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)|####)(?:\*\*)?\s*:?\s*"
+)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s+[A-Z]|\s*$|\*\*)")
 _FORMULA = re.compile(
-    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(?!\d[^$]*\s\$\d)(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(?!\d[^$]*\s\$\d)(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    re.S,
 )
 _NUMBER = re.compile(
     r"(?<![\w.\\^_√/{,])(?:[-+−](?=[\d.$€£])|(?<=\s)-)?(?:\\?[$€£])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -117,7 +123,11 @@ def _stated(text: str, label: str) -> Iterator[str]:
         statement = (rest[: end.start()] if end else rest).strip()
         yield from _answers_in(statement, is_words)
         return
-    if len(text.split()) <= _SHORT and not re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text) and _is_whole(text):
+    if (
+        len(text.split()) <= _SHORT
+        and not re.search(r"(?<![A-Za-z])[A-Za-z]{3,} ?[:,]", text)
+        and _is_whole(text)
+    ):
         yield text
         return
     if is_words:
@@ -153,7 +163,9 @@ def _joined(text: str, formulas: list[re.Match[str]], from_end: bool = False) ->
             break
         run.insert(0 if from_end else len(run), formula)
     contents = [next(group for group in formula.groups() if group is not None) for formula in run]
-    names = {name[1] for content in contents if (name := re.match(r"\s*([A-Za-z]\w*)\s*=", content))}
+    names = {
+        name[1] for content in contents if (name := re.match(r"\s*([A-Za-z]\w*)\s*=", content))
+    }
     if len(names) > 1:  # x = 2 and y = 3: the last is the one that was asked for
         return contents[-1 if from_end else 0]
     return ", ".join(contents)
@@ -170,7 +182,9 @@ def _last_in(tail: str) -> Iterator[str]:
     if sentences:
         sentence = _THEREFORE.sub("", sentences[-1].strip())
         starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
-        for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][-_MOST_CLAUSES:]:
+        for start in [start for start in starts if len(sentence) - start <= _LONGEST_CLAUSE][
+            -_MOST_CLAUSES:
+        ]:
             clause = sentence[start:].strip()
             is_prose = len(set(re.findall(r"[A-Za-z]{2,}", clause)) - {"and", "or"}) > 2
             if re.search(r"\d", clause) and not is_prose and _is_whole(clause):

@@ -1,7 +1,7 @@
 r"""Bring the many spellings of one formula to a common notation, a subset of LaTeX, and split it.
 
-`plain_latex` maps Unicode to LaTeX, drops what only changes the look (sizes, fonts, spaces, dollars)
-and keeps every blank that can carry meaning: ``1 1/2`` is not ``11/2``.
+`plain_latex` maps Unicode to LaTeX, drops what only changes the look (sizes, fonts, spaces,
+dollars) and keeps every blank that can carry meaning: ``1 1/2`` is not ``11/2``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Read one expression in the notation of `slime.rollout.rewards.math_notation` and compare values.
 
-Rational numbers are exact. Roots, logarithms and the like are compared to 40 of 60 digits, relative to
-their size; formulas with variables at fixed points. Work is bounded: no expression, whatever its
+Rational numbers are exact. Roots, logarithms and the like are compared to 40 of 60 digits, relative
+to their size; formulas with variables at fixed points. Work is bounded: no expression, whatever its
 exponents, takes more than milliseconds.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import mpmath
 
-#: ("n", Fraction) | ("x", name) | ("+", a, b) | ("*", a, b) | ("/", a, b) | ("^", a, b) | ("-", a) |
-#: ("!", a) | ("f", name, *arguments) | ("±",)
+#: ("n", Fraction) | ("x", name) | ("+", a, b) | ("*", a, b) | ("/", a, b) | ("^", a, b) | ("-", a)
+#: | ("!", a) | ("f", name, *arguments) | ("±",)
 Node = tuple[Any, ...]
 Number = Any  # Fraction, or mpf or mpc of _MP
 
@@ -81,7 +81,14 @@ _FUNCTIONS = frozenset(
         "lcm",
     ]
 )
-_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
+_ALIASES = {
+    "asin": "arcsin",
+    "acos": "arccos",
+    "atan": "arctan",
+    "cosec": "csc",
+    "tg": "tan",
+    "ctg": "cot",
+}
 _GREEK = frozenset(
     [
         "alpha",
@@ -121,7 +128,9 @@ _GREEK = frozenset(
 )
 _WORDS = {"pi": ("x", "pi"), "infinity": ("x", "oo"), "inf": ("x", "oo")}
 #: Letters that stand side by side as a product; other runs of letters are words.
-_PRODUCTS = re.compile(r"[xyzw]{2,4}|[abc]{2,3}|[pqrst]{2,3}|[mnk]{2,3}|[uvw]{2,3}|[ijk]{2}|i[a-z]|[a-z]i|[a-z]{2}")
+_PRODUCTS = re.compile(
+    r"[xyzw]{2,4}|[abc]{2,3}|[pqrst]{2,3}|[mnk]{2,3}|[uvw]{2,3}|[ijk]{2}|i[a-z]|[a-z]i|[a-z]{2}"
+)
 _NUMBER = re.compile(r"\d{1,3}(?:[, ]\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+")
 _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|overbar|widebar)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|"
@@ -129,7 +138,8 @@ _REPEATING = re.compile(
 )
 _ELLIPSIS = re.compile(r"(\d*)\.(\d*?)(?:(\d+?)\3{2,}|(\d{2,}?)\4+)(?:\\ldots|\.{3})")
 _MIXED = re.compile(
-    r"(\d+) +(\d+) ?/ ?(\d+)(?![\d.!^])|(\d+) ?\\frac ?(?:\{ ?(\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))(?![!^])"
+    r"(\d+) +(\d+) ?/ ?(\d+)(?![\d.!^])|(\d+) ?\\frac ?(?:\{ ?(\d+) ?\}|(\d)) ?(?:\{ ?(\d+) "
+    r"?\}|(\d))(?![!^])"
 )
 _SCIENTIFIC = re.compile(r"[eE][-+]?\d+(?![\d.]*[A-Za-z])")
 _LATEX_NAME = re.compile(r"\\([A-Za-z]+)")
@@ -138,7 +148,9 @@ _SUBSCRIPT = re.compile(r"_(?:\{([^{}]*)\}|(\w))")
 _PRIMES = re.compile(r"'+|\^\{?\\prime\}?")
 _TIMES = re.compile(r"\s*(\\times|\\cdot|\*\*?|\\div|/|\\mod(?![A-Za-z]))\s*")
 #: Combinations and permutations: {}_{10}C_3 and ^{10}C_3, C_{10}^3, C(10,3).
-_COUNT_BEFORE = re.compile(r"(?:\{ ?\} ?)?[_^] ?(?:\{ ?(\w+) ?\}|(\w)) ?([CP])_ ?(?:\{ ?(\w+) ?\}|(\w))")
+_COUNT_BEFORE = re.compile(
+    r"(?:\{ ?\} ?)?[_^] ?(?:\{ ?(\w+) ?\}|(\w)) ?([CP])_ ?(?:\{ ?(\w+) ?\}|(\w))"
+)
 _COUNT_BEHIND = re.compile(r"_ ?(?:\{ ?(\d+) ?\}|(\d)) ?\^ ?(?:\{ ?(\d+) ?\}|(\d))")
 _COUNT_CALLED = re.compile(r"\( ?([\dnkmr][\dnkmr +-]{0,20}), ?([\dnkmr][\dnkmr +-]{0,20})\)")
 _SUM_FROM = re.compile(r" ?_ ?\{ ?([A-Za-z]) ?= ?([^{}=]{1,40})\} ?\^ ?(?:\{([^{}]{1,40})\}|(\w))")
@@ -194,7 +206,11 @@ class _Reader:
         for option in options:
             if self.text.startswith(option, self.at):
                 end = self.at + len(option)
-                if option[0] == "\\" and option[-1].isalpha() and self.text[end : end + 1].isalpha():
+                if (
+                    option[0] == "\\"
+                    and option[-1].isalpha()
+                    and self.text[end : end + 1].isalpha()
+                ):
                     continue
                 self.at = end
                 return option
@@ -353,7 +369,9 @@ class _Reader:
         node: Node = ("n", Fraction(digits.rstrip(".") if digits.endswith(".") else digits))
         if power := self.match(_SCIENTIFIC):
             return _times_power_of_ten(node, int(power[0][1:]))
-        if power := self.match(re.compile(r" ?[xX] ?10\^ ?(?:\{ ?([-+]?\d+) ?\}|\(([-+]?\d+)\)|([-+]?\d+))")):
+        if power := self.match(
+            re.compile(r" ?[xX] ?10\^ ?(?:\{ ?([-+]?\d+) ?\}|\(([-+]?\d+)\)|([-+]?\d+))")
+        ):
             return _times_power_of_ten(node, int(power[1] or power[2] or power[3]))
         if re.match(r"_", text := self.text[self.at :]) and not text.startswith("_{ }"):
             raise NotMath("a number with a subscript")
@@ -406,7 +424,8 @@ class _Reader:
         raise NotMath(f"\\{name}")
 
     def series(self, kind: str) -> Node:
-        r"""A sum or product between limits. Its variable gets a name of its own, so that names do not matter."""
+        r"""A sum or product between limits. Its variable gets a name of its own, so that names do
+        not matter."""
         found = self.match(_SUM_FROM)
         if not found:
             raise NotMath(f"\\{kind} without limits")
@@ -474,7 +493,12 @@ class _Reader:
             if found := self.match(_COUNT_CALLED):
                 return _count(letter, *(read_expression(found[n].strip()) for n in (1, 2)))
             if letter == "C" and (found := self.match(_COUNT_BEHIND)):
-                return _count(letter, *sorted((_atom(found[1] or found[2]), _atom(found[3] or found[4])), reverse=True))
+                return _count(
+                    letter,
+                    *sorted(
+                        (_atom(found[1] or found[2]), _atom(found[3] or found[4])), reverse=True
+                    ),
+                )
         if letter in "fgh" and self.text.startswith("(", self.at):
             return ("f", f"unknown:{letter}", self.group("("))
         return self.subscripted(letter)
@@ -765,7 +789,8 @@ def _whole_point(name: str, point: int) -> Fraction:
 
 @functools.lru_cache(maxsize=4096)
 def _point(name: str, point: int) -> Fraction:
-    """A value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small at 4 and 5."""
+    """A value for a variable: all positive at 0 and 1, all negative at 2, mixed at 3, small at 4
+    and 5."""
     draw = zlib.crc32(f"{name} {point}".encode())
     value = Fraction(700 + draw % 4001, 1009)
     if point >= 4:
@@ -865,7 +890,9 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
         seed = zlib.crc32(name.encode()) % 97
         return mp.cos(_guard(values[0], scope, 512) * mp.sqrt(2) + seed) + mp.mpf(seed) / 7
     if name in ("max", "min"):
-        return (max if name == "max" else min)(values, key=lambda value: mp.re(_float(value, scope)))
+        return (max if name == "max" else min)(
+            values, key=lambda value: mp.re(_float(value, scope))
+        )
     if name in ("gcd", "lcm"):
         if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
             raise Undefined("no whole numbers")
@@ -884,7 +911,11 @@ def _apply(name: str, values: list[Number], scope: _Scope) -> Number:
         return _binomial(values[0], values[1], scope)
     if name in ("log", "ln", "lg"):
         return _logarithm(name, values, scope)
-    value = _guard(values[0], scope, 512 if name in ("sin", "cos", "tan", "cot", "sec", "csc") else _MAX_EXPONENT_BITS)
+    value = _guard(
+        values[0],
+        scope,
+        512 if name in ("sin", "cos", "tan", "cot", "sec", "csc") else _MAX_EXPONENT_BITS,
+    )
     try:
         return _bounded(_ANALYTIC[name](mp, value), scope)
     except (ZeroDivisionError, ValueError) as error:
@@ -903,7 +934,9 @@ def _rounded(name: str, value: Number, scope: _Scope) -> Number:
 
 
 def _binomial(n: Number, k: Number, scope: _Scope) -> Number:
-    whole = isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1
+    whole = (
+        isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1
+    )
     if whole and 0 <= n <= _MAX_EXACT_FACTORIAL and k >= 0:
         return Fraction(math.comb(int(n), int(k)))
     return scope.mp.binomial(_guard(n, scope, 1000), _guard(k, scope, 1000))
@@ -915,7 +948,11 @@ def _logarithm(name: str, values: list[Number], scope: _Scope) -> Number:
         raise Undefined("the logarithm of zero")
     logarithm = mp.log(_float(values[0], scope))
     base = (
-        values[1] if len(values) > 1 else Fraction(10) if name == "lg" or (name == "log" and scope.log_base) else None
+        values[1]
+        if len(values) > 1
+        else Fraction(10)
+        if name == "lg" or (name == "log" and scope.log_base)
+        else None
     )
     if base is None:
         return logarithm
@@ -950,7 +987,11 @@ _ANALYTIC: dict[str, Callable[[Any, Any], Any]] = {
 def symbols_of(node: Node) -> frozenset[str]:
     """Names of the variables; ``pi``, ``e``, ``i`` and ``oo`` are none."""
     if node[0] == "x":
-        return frozenset() if node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#" else frozenset({node[1]})
+        return (
+            frozenset()
+            if node[1] in ("pi", "e", "i", "oo") or node[1][0] == "#"
+            else frozenset({node[1]})
+        )
     found: frozenset[str] = frozenset()
     for item in node[1:]:
         if isinstance(item, tuple):
@@ -1028,10 +1069,15 @@ def _has_series(node: Node) -> bool:
 
 
 def _is_of_whole_numbers(node: Node) -> bool:
-    """Whether variables count something: they are limits of a sum, or exponents of a negative number."""
+    """Whether variables count something: they are limits of a sum, or exponents of a negative
+    number."""
     if node[0] == "f" and node[1] in ("sum", "prod") and symbols_of(node):
         return True
-    if node[0] == "^" and symbols_of(node[2]) and (node[1][0] == "-" or (node[1][0] == "n" and node[1][1] < 0)):
+    if (
+        node[0] == "^"
+        and symbols_of(node[2])
+        and (node[1][0] == "-" or (node[1][0] == "n" and node[1][1] < 0))
+    ):
         return True
     return any(isinstance(item, tuple) and _is_of_whole_numbers(item) for item in node)
 
@@ -1049,7 +1095,9 @@ def _same_number(a: Node, b: Node, scope: _Scope) -> bool:
         return _is_roundoff(a, b, x, y, scope)
     size = abs(_float(x, scope))
     is_huge = not _MP.isinf(size) and size > _MP.mpf(10) ** 45
-    return not is_huge or not (contains(a, "+") or contains(b, "+"))  # 10^(10^9) + 1 is not 10^(10^9)
+    return not is_huge or not (
+        contains(a, "+") or contains(b, "+")
+    )  # 10^(10^9) + 1 is not 10^(10^9)
 
 
 def _close(x: Number, y: Number, scope: _Scope) -> bool:
@@ -1076,7 +1124,9 @@ def _is_roundoff(a: Node, b: Node, x: Number, y: Number, scope: _Scope) -> bool:
 
 
 def _is_real(value: Number) -> bool:
-    return isinstance(value, Fraction) or bool(abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40)
+    return isinstance(value, Fraction) or bool(
+        abs(_MP.im(value)) <= abs(value) * _MP.mpf(10) ** -40
+    )
 
 
 def as_float(value: Number) -> Any:
@@ -1099,7 +1149,11 @@ def proportional(a: Node, b: Node) -> bool | None:
             if (x == 0) != (y == 0):
                 return False
             continue
-        here = x / y if isinstance(x, Fraction) and isinstance(y, Fraction) else _float(x, scope) / _float(y, scope)
+        here = (
+            x / y
+            if isinstance(x, Fraction) and isinstance(y, Fraction)
+            else _float(x, scope) / _float(y, scope)
+        )
         if ratio is not None and not _close(ratio, here, scope):
             return False
         ratio = here

@@ -1,4 +1,5 @@
-r"""Units of measure and money behind a number: ``12 cm``, ``5 \frac{m}{s}``, ``20 cubic inches``."""
+r"""Units of measure and money behind a number: ``12 cm``, ``5 \frac{m}{s}``, ``20 cubic
+inches``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Unit:
     """What stands behind a number.
 
     Attributes:
-        dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () of "units" and the like.
+        dimension: exponents of base units, as ``(("m", 1), ("s", -1))``; () of "units" and the
+            like.
         factor: the size of the unit in base units.
         words: of a unit that the table does not have ("apples"), else "".
     """
@@ -252,7 +254,9 @@ def _known(text: str) -> Unit | None:
             power = 1
             if name[-1].isdigit():  # m2
                 name, power = name[:-1], int(name[-1])
-            unit = _UNITS.get(name) or _UNITS.get(_singular(name if len(name) < 3 else name.lower()))
+            unit = _UNITS.get(name) or _UNITS.get(
+                _singular(name if len(name) < 3 else name.lower())
+            )
             if unit is None:
                 return None
             total = sign * group * prefix * power
@@ -266,7 +270,9 @@ def _name_of(found: re.Match[str]) -> str:
     if found["degree"]:
         return f"°{found['scale']}" if found["scale"] else "°"
     name = found["name"].rstrip(".")
-    return {r"\$": "$", r"\Omega": "Ω", "μm": "µm"}.get(name, "µm" if name.startswith(r"\mu") else name)
+    return {r"\$": "$", r"\Omega": "Ω", "μm": "µm"}.get(
+        name, "µm" if name.startswith(r"\mu") else name
+    )
 
 
 def _apply(exponents: Counter[str], unit: Unit, times: int) -> Fraction:

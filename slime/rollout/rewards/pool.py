@@ -65,7 +65,8 @@ _GRADERS: dict[str, Part] = {
 }
 _READ_METADATA = frozenset({"gpqa", instructions.NAME})
 
-#: Seconds that comparing two expressions may take; answers that need more are not what was asked for.
+#: Seconds that comparing two expressions may take; answers that need more are not what was asked
+#: for.
 MATH_DEADLINE = 5.0
 
 #: Sync reward functions that run at once, each in a thread.
@@ -93,9 +94,10 @@ def check_rm_type(rm_type: str) -> None:
 
 
 class RewardPool:
-    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``,
-    ``--rm-type``, in this order. Every call ends within ``--rm-timeout`` seconds (math: at most 5; ``remote_rm``: each
-    of its 10 tries); a sample whose reward does not come in time scores 0 and is counted.
+    """Scores samples. Which function: ``sample.custom_rm_path``, ``--custom-rm-path``,
+    ``metadata["rm_type"]``, ``--rm-type``, in this order. Every call ends within ``--rm-timeout``
+    seconds (math: at most 5; ``remote_rm``: each of its 10 tries); a sample whose reward does not
+    come in time scores 0 and is counted.
 
     Args:
         config: groups ``reward`` and ``rollout`` are read.
@@ -133,7 +135,8 @@ class RewardPool:
             check_rm_type(self._rm_type)
 
     def beside(self) -> RewardPool:
-        """The same pool for another rollout or evaluation at the same time: with counts of its own."""
+        """The same pool for another rollout or evaluation at the same time: with counts of its
+        own."""
         twin = copy.copy(self)
         twin._counts = Counter()
         return twin
@@ -142,7 +145,10 @@ class RewardPool:
         """The same pool for other ``args``: what they have of the reward's flags counts."""
         twin = copy.copy(self)
         twin._args = args
-        twin._rm_type, twin._path = getattr(args, "rm_type", self._rm_type), getattr(args, "custom_rm_path", self._path)
+        twin._rm_type, twin._path = (
+            getattr(args, "rm_type", self._rm_type),
+            getattr(args, "custom_rm_path", self._path),
+        )
         if getattr(args, "rm_url", self._url) != self._url:
             twin._url = args.rm_url
             twin._remote = RemoteReward(args.rm_url, self._timeout)
@@ -150,7 +156,8 @@ class RewardPool:
             twin._keys = [key, *(other for other in self._keys if other != key)]
         return twin
 
-    # -- scoring -----------------------------------------------------------------------------------------------------
+    # -- scoring
+    # -----------------------------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
         """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
@@ -174,7 +181,11 @@ class RewardPool:
         path = sample.custom_rm_path or self._path
         if path:
             value = await self._call(path, self._load(path), [sample], self._args, sample)
-            return self._zero() if value is _TIMED_OUT else self._checked(value, self._named(path), sample)
+            return (
+                self._zero()
+                if value is _TIMED_OUT
+                else self._checked(value, self._named(path), sample)
+            )
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise UserError(
@@ -185,7 +196,11 @@ class RewardPool:
         check_rm_type(rm_type)
         value = await self._built_in(rm_type, sample)
         try:
-            return self._zero() if value is _TIMED_OUT else self._checked(value, f"--rm-type {rm_type}", sample)
+            return (
+                self._zero()
+                if value is _TIMED_OUT
+                else self._checked(value, f"--rm-type {rm_type}", sample)
+            )
         except FunctionFailed as error:  # no function of the user's: it would fail on each sample
             raise UserError(error.what, error.why, error.fix) from None
 
@@ -198,11 +213,14 @@ class RewardPool:
         if (own := override_of("batched_reward")) is None:
             return await self.score_group_by_flags(samples)
         name = "the plugin's batched_async_rm"
-        return self._one_each(await self._call(name, own, samples, self._args, samples), name, samples)
+        return self._one_each(
+            await self._call(name, own, samples, self._args, samples), name, samples
+        )
 
     async def score_group_by_flags(self, samples: list[Sample]) -> list[Reward]:
-        """Rewards of samples that are scored together: a custom function gets the list. With functions of their own
-        per sample, and with the built-in ones, each sample is scored by itself.
+        """Rewards of samples that are scored together: a custom function gets the list. With
+        functions of their own per sample, and with the built-in ones, each sample is scored by
+        itself.
 
         Raises:
             UserError: as `score`; also a result that is no list with one reward per sample.
@@ -218,17 +236,27 @@ class RewardPool:
         if values is _TIMED_OUT:
             return [self._zero() for _ in samples]
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
-            got = f"{len(values)} rewards" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+            got = (
+                f"{len(values)} rewards"
+                if isinstance(values, (list, tuple))
+                else f"a {type(values).__name__}"
+            )
             raise FunctionFailed(
                 f"{self._named(path)} returned {got} for a list of {len(samples)} samples",
-                why="with --group-rm, and for samples that one execution fanned out into, it is called with a list",
+                why="with --group-rm, and for samples that one execution fanned out into, it is "
+                "called with a list",
                 fix="return a list with one reward per sample",
             )
-        return [self._checked(value, self._named(path), sample) for value, sample in zip(values, samples)]
+        return [
+            self._checked(value, self._named(path), sample)
+            for value, sample in zip(values, samples)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call: ``rollout/reward_timeout`` and ``rollout/reward_crash``."""
-        counts = {f"rollout/reward_{name}": float(self._counts[name]) for name in ("timeout", "crash")}
+        counts = {
+            f"rollout/reward_{name}": float(self._counts[name]) for name in ("timeout", "crash")
+        }
         self._counts.clear()
         return counts
 
@@ -239,7 +267,8 @@ class RewardPool:
         if self._remote is not None:
             await self._remote.close()
 
-    # -- functions ---------------------------------------------------------------------------------------------------
+    # -- functions
+    # ---------------------------------------------------------------------------------------------------
 
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
@@ -247,7 +276,9 @@ class RewardPool:
         if name in _GRADERS and (own := override_of(_GRADERS[name])) is not None:
             said = response if name == rm_type else last_boxed(response) or ""
             more: dict[str, Any] = {"metadata": sample.metadata} if name in _READ_METADATA else {}
-            value = await self._call(f"the plugin's {name}", own, [sample], said, sample.label, **more)
+            value = await self._call(
+                f"the plugin's {name}", own, [sample], said, sample.label, **more
+            )
             return value[0] if name == "f1" and isinstance(value, tuple) else value
         if name in IN_WORKERS:
             return await self._graded(self._grading, rm_type, response, sample.label, rm_type)
@@ -261,20 +292,28 @@ class RewardPool:
         if (own := override_of("remote_reward")) is not None:
             return await self._call("the plugin's remote_rm", own, [sample], self._args, sample)
         if self._remote is None:
-            raise UserError("--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+            raise UserError(
+                "--rm-type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
+            )
         try:
             return await self._remote.score(sample)
         except TimeoutError:
             self._count("timeout", self._url or "", 1)
             return self._zero()
 
-    async def _graded(self, pool: GradingPool, grader: str, response: str, label: Any, rm_type: str) -> float:
-        grade = await pool.grade(grader, response, label_text(label), min(self._timeout, MATH_DEADLINE))
+    async def _graded(
+        self, pool: GradingPool, grader: str, response: str, label: Any, rm_type: str
+    ) -> float:
+        grade = await pool.grade(
+            grader, response, label_text(label), min(self._timeout, MATH_DEADLINE)
+        )
         if grade.failure:
             self._count(grade.failure, f"--rm-type {rm_type}", 1)
         return grade.score
 
-    async def _call(self, path: str, fn: Any, samples: list[Sample], *arguments: Any, **more: Any) -> Any:
+    async def _call(
+        self, path: str, fn: Any, samples: list[Sample], *arguments: Any, **more: Any
+    ) -> Any:
         """What a user's function returned; `_TIMED_OUT` when it took too long.
 
         Args:
@@ -284,7 +323,9 @@ class RewardPool:
         what = f"{path} on sample {samples[0].index}"
         lists = [argument for argument in arguments if argument is samples]
         try:
-            async with contextlib.nullcontext() if is_async(fn) else self._threads:  # the clock starts when it does
+            async with (
+                contextlib.nullcontext() if is_async(fn) else self._threads
+            ):  # the clock starts when it does
                 with frozen(samples, self._named(path), lists, keeps_reward=False):
                     return await call_hook(fn, *arguments, what=what, limit=self._timeout, **more)
         except FunctionHangs:
@@ -302,10 +343,20 @@ class RewardPool:
 
     def _fix(self, path: str, sample: Sample, error: Exception) -> str:
         mend = where_to_mend(error)
-        is_by_flag = path in (sample.custom_rm_path, self._path)  # others have no command of their own
+        is_by_flag = path in (
+            sample.custom_rm_path,
+            self._path,
+        )  # others have no command of their own
         if self._standalone or self._data.prompt_data is None or not is_by_flag:
             return mend
-        words = ["slime", "reward", "--custom-rm-path", path, "--prompt-data", self._data.prompt_data]
+        words = [
+            "slime",
+            "reward",
+            "--custom-rm-path",
+            path,
+            "--prompt-data",
+            self._data.prompt_data,
+        ]
         words += ["--input-key", self._data.input_key]
         words += ["--label-key", self._data.label_key] if self._data.label_key else []
         words += ["--response", sample.response[:80]]
@@ -315,7 +366,9 @@ class RewardPool:
         """In messages; functions without a flag are those of plugins."""
         if path.startswith("the plugin's "):
             return path
-        return named(path, "--custom-rm-path" if path == self._path else "custom_rm_path of the sample")
+        return named(
+            path, "--custom-rm-path" if path == self._path else "custom_rm_path of the sample"
+        )
 
     def _load(self, path: str) -> Any:
         fn = load_function(path)
@@ -337,17 +390,24 @@ class RewardPool:
         if not keys:
             raise FunctionFailed(
                 f"{origin} returned a dict for sample {sample.index}"
-                + (f" without the key '{self._keys[0]}'" if self._keys else ", and --reward-key is not set"),
+                + (
+                    f" without the key '{self._keys[0]}'"
+                    if self._keys
+                    else ", and --reward-key is not set"
+                ),
                 why=f"its keys are: {', '.join(map(str, value))}",
                 fix="pass --reward-key with one of them",
             )
         for key, part in value.items():
             if key not in keys and is_number(part) and not is_finite(part):
                 tell(
-                    logger, "%s returned %s as %r beside the reward of sample %s: it is left out of the metrics",
+                    logger, "%s returned %s as %r beside the reward of sample %s: it is left out of " "the metrics",
                     origin, shown(part), key, sample.index, once=f"reward part {origin} {key}",
                 )  # fmt: skip
-        return {**value, **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys}}
+        return {
+            **value,
+            **{key: reward_number(value[key], origin, f"{key!r} in {role}", why) for key in keys},
+        }
 
     def _zero(self) -> Reward:
         return dict.fromkeys(self._keys, 0.0) if self._keys else 0.0
@@ -357,6 +417,6 @@ class RewardPool:
         if origin not in self._warned:
             self._warned.add(origin)
             logger.warning(
-                "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this is said once)",
+                "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this " "is said once)",
                 failure, origin, failure,
             )  # fmt: skip

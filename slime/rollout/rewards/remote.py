@@ -1,4 +1,5 @@
-"""``--rm-type remote_rm``: a reward model. POST {prompt, response, label}; the JSON answer is the reward."""
+"""``--rm-type remote_rm``: a reward model. POST {prompt, response, label}; the JSON answer is the
+reward."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class RemoteReward:
     Args:
         url: where to POST.
         timeout: seconds for each try.
-        backoff: seconds before the second try; doubled each time, up to 30, plus up to as much jitter again.
+        backoff: seconds before the second try; doubled each time, up to 30, plus up to as much
+            jitter again.
         tries: of them.
     """
 
@@ -44,10 +46,14 @@ class RemoteReward:
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
-            # the address is the user's: it may lie behind the proxy of the environment, unlike those of the run
+            # the address is the user's: it may lie behind the proxy of the environment, unlike
+            # those of the run
             self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
-        # not by orjson, which takes neither integers beyond 64 bits nor floats of a class of their own
-        body = json.dumps({"prompt": sample.prompt, "response": sample.response, "label": sample.label}).encode()
+        # not by orjson, which takes neither integers beyond 64 bits nor floats of a class of their
+        # own
+        body = json.dumps(
+            {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        ).encode()
         last: Exception | str = ""
         for attempt in range(self._tries):
             if attempt:
@@ -63,7 +69,9 @@ class RemoteReward:
                 continue
             return self._decode(status, raw)
         if isinstance(last, TimeoutError):
-            raise TimeoutError(f"no answer from {self.url} in {self._tries} tries of {self._timeout:.0f} s")
+            raise TimeoutError(
+                f"no answer from {self.url} in {self._tries} tries of {self._timeout:.0f} s"
+            )
         raise UserError(
             f"the reward model at {self.url} failed {self._tries} times in a row",
             why=str(last) or type(last).__name__,
@@ -74,17 +82,23 @@ class RemoteReward:
         assert self._session is not None
         headers = {"Content-Type": "application/json"}
         limit = aiohttp.ClientTimeout(total=self._timeout)
-        async with self._session.post(self.url, data=body, headers=headers, timeout=limit) as response:
+        async with self._session.post(
+            self.url, data=body, headers=headers, timeout=limit
+        ) as response:
             return response.status, await response.read()
 
     def _decode(self, status: int, raw: bytes) -> Any:
         said = raw[:200].decode(errors="replace")
         if status >= 400:
-            raise UserError(f"the reward model at {self.url} answered {status}", why=said, fix="check --rm-url")
+            raise UserError(
+                f"the reward model at {self.url} answered {status}", why=said, fix="check --rm-url"
+            )
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise UserError(f"the reward model at {self.url} answered with no JSON", why=said) from error
+            raise UserError(
+                f"the reward model at {self.url} answered with no JSON", why=said
+            ) from error
 
     async def close(self) -> None:
         if self._session is not None:

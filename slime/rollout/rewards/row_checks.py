@@ -1,5 +1,5 @@
-"""Check rows against the rewards that will judge them: is there such a reward, can it grade the label, can it read the
-instructions? Asked before a launch."""
+"""Check rows against the rewards that will judge them: is there such a reward, can it grade the
+label, can it read the instructions? Asked before a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from slime.errors import UserError
 from slime.prompts.problems import RowProblem
 from slime.prompts.row_format import Prompt
 from slime.rollout.eval_datasets import EvalDataset
-from slime.rollout.rewards.instructions import NAME, check_data, check_package, check_task, read_task
+from slime.rollout.rewards.instructions import (
+    NAME,
+    check_data,
+    check_package,
+    check_task,
+    read_task,
+)
 from slime.rollout.rewards.labels import UNMARKED, check_label, doubt_label
 from slime.rollout.rewards.pool import check_rm_type
 from slime.user_code.overrides import override_of
@@ -39,14 +45,18 @@ class RewardJudge:
     label_flag: str = "--label-key"
     inject: Callable[[dict[str, Any]], dict[str, Any]] = dict
     _known: dict[str, RowProblem | None] = field(default_factory=dict)
-    """Rewards that rows have named, and data of NLTK's that their instructions need → what is wrong with it."""
+    """Rewards that rows have named, and data of NLTK's that their instructions need → what is wrong
+    with it."""
 
     @staticmethod
     def of_training(config: Config) -> RewardJudge | None:
-        """The check of --prompt-data; None where functions of the user's judge its rows, or nobody does."""
+        """The check of --prompt-data; None where functions of the user's judge its rows, or nobody
+        does."""
         rollout = config.rollout
         data = config.data
-        own = rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
+        own = (
+            rollout.rollout_function_path or data.data_source_path or config.debug.debug_train_only
+        )
         unread = config.algorithm.loss_type == "sft_loss" or rollout.num_rollout == 0
         if own or unread or _makes_samples(config):
             return None
@@ -58,7 +68,9 @@ class RewardJudge:
         own = dataset.custom_rm_path or dataset.custom_generate_function_path
         if own or _makes_samples(config):
             return None
-        return RewardJudge(config.reward.rm_type, config.reward.rm_url, "--eval-label-key", dataset.inject_metadata)
+        return RewardJudge(
+            config.reward.rm_type, config.reward.rm_url, "--eval-label-key", dataset.inject_metadata
+        )
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[RowProblem]]:
         problems = (self._problem(prompt) for prompt in prompts)
@@ -96,12 +108,16 @@ class RewardJudge:
             return None
         kind, why = doubt
         fix = f"if that is not meant, mend these rows, or name another column ({self.label_flag})"
-        return RowProblem(kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else _NEVER)
+        return RowProblem(
+            kind, f"the label {why}", fix, refuse_at=_WRONG_COLUMN if kind == UNMARKED else _NEVER
+        )
 
     def _check_named(self, rm_type: str) -> None:
         check_rm_type(rm_type)
         if rm_type.removeprefix("boxed_") == "remote_rm" and not self.rm_url:
-            raise UserError("the rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path")
+            raise UserError(
+                "the rm_type remote_rm needs an address", fix="pass --rm-url http://host:port/path"
+            )
 
     def _once(self, key: str, check: Callable[[], None]) -> RowProblem | None:
         if key not in self._known:
@@ -109,14 +125,21 @@ class RewardJudge:
             try:
                 check()
             except UserError as error:
-                self._known[key] = RowProblem("name a reward that cannot judge them", _told(error), error.fix)
+                self._known[key] = RowProblem(
+                    "name a reward that cannot judge them", _told(error), error.fix
+                )
         return self._known[key]
 
 
 def _makes_samples(config: Config) -> bool:
-    """Whether functions of the user's make samples of rows, or judge them: what these have shows then."""
+    """Whether functions of the user's make samples of rows, or judge them: what these have shows
+    then."""
     rollout = config.rollout
-    own = config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_sample_hook_path
+    own = (
+        config.reward.custom_rm_path,
+        rollout.custom_generate_function_path,
+        rollout.rollout_sample_hook_path,
+    )
     return any(own)
 
 

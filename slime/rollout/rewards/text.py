@@ -1,4 +1,5 @@
-"""Graders that compare text: quick, no process needed. All are functions of the response and the label."""
+"""Graders that compare text: quick, no process needed. All are functions of the response and the
+label."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def boxed_spans(text: str) -> list[tuple[int, int, int]]:
-    r"""Where each closed ``\boxed{…}`` begins, and where its content begins and ends, in order. Takes linear time."""
+    r"""Where each closed ``\boxed{…}`` begins, and where its content begins and ends, in order.
+    Takes linear time."""
     first = re.search(r"\\(?:boxed|fbox)\s*\{", text)
     if not first:
         return []
@@ -43,7 +45,8 @@ def boxed_spans(text: str) -> list[tuple[int, int, int]]:
 
 
 def after_thinking(text: str) -> str | None:
-    """What follows the reasoning (``</think>`` or ``###Response``); None when it was never closed."""
+    """What follows the reasoning (``</think>`` or ``###Response``); None when it was never
+    closed."""
     for marker in ("</think>", "###Response"):
         if marker in text:
             return text.rsplit(marker, 1)[1]
@@ -61,17 +64,20 @@ def final_text(text: str) -> str | None:
     return None if "<think>" in text else text
 
 
-# -- F1 --------------------------------------------------------------------------------------------------------------
+# -- F1
+# --------------------------------------------------------------------------------------------------------------
 
 
 def normalise_answer(text: str) -> str:
     """Lower case, without punctuation, articles and surplus blanks (SQuAD, arXiv:1606.05250).
 
-    Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000); other
-    punctuation separates words, so that "well-known" is "well known".
+    Points, apostrophes and the commas of numbers vanish as in SQuAD (U.S. is US, 1,000 is 1000);
+    other punctuation separates words, so that "well-known" is "well known".
     """
     text = re.sub(r"(?<=\d),(?=\d)|[.'’‘`]", "", text.lower())
-    text = "".join(" " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text)
+    text = "".join(
+        " " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c for c in text
+    )
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
@@ -99,10 +105,15 @@ def f1_of_words(response: str, label: Any) -> tuple[float, float, float]:
     common = sum((Counter(predicted) & Counter(wanted)).values())
     if not common:
         return 0.0, 0.0, 0.0
-    return 2 * common / (len(predicted) + len(wanted)), common / len(predicted), common / len(wanted)
+    return (
+        2 * common / (len(predicted) + len(wanted)),
+        common / len(predicted),
+        common / len(wanted),
+    )
 
 
-# -- DAPO ------------------------------------------------------------------------------------------------------------
+# -- DAPO
+# ------------------------------------------------------------------------------------------------------------
 
 #: Where DAPO's answers stand.
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -115,20 +126,33 @@ _DAPO_UNITS = re.compile(
     r"(?![A-Za-z])(?:\s*\^\s*\{?[23]\}?)?"
 )
 _DAPO_DROPPED = re.compile(
-    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|"
+    r"\\(?:ldots|dots|left|right|displaystyle)(?![A-Za-z])|\\[,;:! "
+    r"]|\^\s*\{?\s*\\circ\s*\}?|\\%|%|\\\$|"
     r"\\mathrm\{\s*th\s*\}|"
     r'\{,\}(?=\d{3})|"|\\(?:quad|qquad)(?![A-Za-z])'
 )
 #: Special tokens that end an answer, where the response kept them.
-_END_TOKENS = re.compile(r"(?:\s*(?:<\|[^<>|]{1,40}\|>|<[｜|][^<>]{1,40}[｜|]>|</s>|<eos>|<end_of_turn>))+\s*$")
+_END_TOKENS = re.compile(
+    r"(?:\s*(?:<\|[^<>|]{1,40}\|>|<[｜|][^<>]{1,40}[｜|]>|</s>|<eos>|<end_of_turn>))+\s*$"
+)
 _DAPO_LOOKALIKES = str.maketrans(
-    {"−": "-", "–": "-", "°": "", "×": r"\times", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty"}
+    {
+        "−": "-",
+        "–": "-",
+        "°": "",
+        "×": r"\times",
+        "·": r"\cdot",
+        "π": r"\pi",
+        "√": r"\sqrt",
+        "∞": r"\infty",
+    }
 )
 
 
 def normalise_final_answer(answer: str) -> str:
-    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): what follows the last "=", without
-    units, degrees, articles, text, dollars, blanks and the commas of thousands; ``\frac12`` and ``\sqrt3`` in braces.
+    r"""An answer in the plain form of Minerva (arXiv:2206.14858, appendix D): what follows the last
+    "=", without units, degrees, articles, text, dollars, blanks and the commas of thousands;
+    ``\frac12`` and ``\sqrt3`` in braces.
 
     Example:
         >>> normalise_final_answer(r"x = \$1,000 \text{ dollars}")
@@ -136,7 +160,12 @@ def normalise_final_answer(answer: str) -> str:
         >>> normalise_final_answer(r"20\text{ cm}^3"), normalise_final_answer(r"\sqrt 3")
         ('20', '\\sqrt{3}')
     """
-    text = _END_TOKENS.sub("", answer).split("=")[-1].translate(_DAPO_LOOKALIKES).replace("mbox", "text")
+    text = (
+        _END_TOKENS.sub("", answer)
+        .split("=")[-1]
+        .translate(_DAPO_LOOKALIKES)
+        .replace("mbox", "text")
+    )
     boxed = last_boxed(text)
     text = text if boxed is None else boxed
     text = re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3})", "", text)
@@ -147,7 +176,9 @@ def normalise_final_answer(answer: str) -> str:
     text = (math[1] if math else text).replace("$", "")
     text = re.sub(r",?\s*\\text\{\s*(?:and|or)\s*\}|\s+and\s+", ",", text)
     text = re.sub(r"\\(?:text|mathrm)\{\s*(?:m|s|kg|g|h)\s*\}(?:\^\{?\d\}?)?", "", text)
-    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}(\^\{?[23]\}?)?", _without_units, text)
+    text = re.sub(
+        r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}(\^\{?[23]\}?)?", _without_units, text
+    )
     text = re.sub(r"\\(?:overline|boxed)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s+", " ", _DAPO_UNITS.sub("", text)).strip(" .*`,")
     text = re.sub(r"\\?frac\s*([^{\s\\])\s*([^{\s\\])", r"\\frac{\1}{\2}", text)
@@ -171,14 +202,16 @@ def _without_units(found: re.Match[str]) -> str:
 
 
 def grade_dapo(response: str, label: Any) -> dict[str, Any]:
-    """Score ±1 by the last "Answer: …" line within the last 300 characters (DAPO, arXiv:2503.14476).
+    """Score ±1 by the last "Answer: …" line within the last 300 characters (DAPO,
+    arXiv:2503.14476).
 
-    An answer is right if it is the label after `normalise_final_answer`, or equal to it by the rules of
-    `slime.rollout.rewards.math_answers`. It is wrong if those tell the two apart: ``1,2`` is not 12,
-    although the published normalisation says so.
+    An answer is right if it is the label after `normalise_final_answer`, or equal to it by the
+    rules of `slime.rollout.rewards.math_answers`. It is wrong if those tell the two apart: ``1,2``
+    is not 12, although the published normalisation says so.
 
     Returns:
-        ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; train on it with ``--reward-key score``.
+        ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; train on it with ``--reward-key
+        score``.
 
     Example:
         >>> grade_dapo("We get\\nAnswer: $42$", "42")
@@ -212,7 +245,8 @@ def _unboxed(text: str) -> str:
     return text if boxed is None else boxed
 
 
-# -- multiple choice -------------------------------------------------------------------------------------------------
+# -- multiple choice
+# -------------------------------------------------------------------------------------------------
 
 #: Where a row does not say which letters its choices have.
 _LETTERS = "ABCDEFGHIJ"
@@ -260,12 +294,13 @@ _CONTRASTED = re.compile(
 def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     r"""1 if the letter chosen in the response is the right one.
 
-    What counts is the last statement of a choice after ``</think>``: a ``\boxed{…}``, "the answer is C",
-    "I choose (C)", or a letter that stands alone. The English words "a" and "I" are no letters, and two
-    letters ("A and B") are no choice.
+    What counts is the last statement of a choice after ``</think>``: a ``\boxed{…}``, "the answer
+    is C", "I choose (C)", or a letter that stands alone. The English words "a" and "I" are no
+    letters, and two letters ("A and B") are no choice.
 
-    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a dict by letter);
-    ``metadata["valid_letters"]`` limits the letters; they are those of the choices, else A to J.
+    ``label`` is a letter, or the text or position of one of ``metadata["choices"]`` (a list, or a
+    dict by letter); ``metadata["valid_letters"]`` limits the letters; they are those of the
+    choices, else A to J.
 
     Example:
         >>> grade_gpqa("Not A. The answer is (C).", "C")
@@ -281,17 +316,21 @@ def grade_gpqa(response: str, label: Any, metadata: dict[str, Any] | None = None
 
 
 def valid_choices(metadata: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
-    """Letters that may be chosen, and the texts of the choices by letter ({} where a row has none)."""
+    """Letters that may be chosen, and the texts of the choices by letter ({} where a row has
+    none)."""
     metadata = metadata or {}
     choices = metadata.get("choices") or []
-    texts = dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
+    texts = (
+        dict(choices) if isinstance(choices, dict) else dict(zip(string.ascii_uppercase, choices))
+    )
     texts = {str(letter).upper(): text for letter, text in texts.items()}
     letters = metadata.get("valid_letters") or texts or _LETTERS
     return [str(letter).upper() for letter in letters], texts
 
 
 def label_letter(label: Any, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter that a label means: itself, a position in ``letters``, or the choice with this text."""
+    """The letter that a label means: itself, a position in ``letters``, or the choice with this
+    text."""
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label).strip()
@@ -305,14 +344,15 @@ def _unfonted(text: str) -> str:
 
 
 def _letter_of(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The one choice that is the whole of ``text``: by its letter, by letter and text, or by its text."""
+    """The one choice that is the whole of ``text``: by its letter, by letter and text, or by its
+    text."""
     own = _choice_with_text(text, texts)
     if own is not None and len(text.strip()) > 1:
         return own
     plain = " ".join(_unfonted(text).strip(_MARKS + " .").split())
-    plain = re.sub(r"(?i)^(?:(?:the|final|correct|answer|option|choice|is)\b[\s:=]*)+(?=\W*\w)", "", plain).strip(
-        _MARKS + " "
-    )
+    plain = re.sub(
+        r"(?i)^(?:(?:the|final|correct|answer|option|choice|is)\b[\s:=]*)+(?=\W*\w)", "", plain
+    ).strip(_MARKS + " ")
     group = "".join(map(re.escape, letters))
     if found := re.fullmatch(rf"(?i)[(\[]?\s*([{group}])\s*[)\].:,]*", plain):
         return found[1].upper()
@@ -333,12 +373,18 @@ def _choice_with_text(text: str, texts: dict[str, Any]) -> str | None:
     plain = _plain_choice(text)
     if not plain:
         return None
-    return next((letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain), None)
+    return next(
+        (letter for letter, choice in texts.items() if _plain_choice(str(choice)) == plain), None
+    )
 
 
 def _plain_choice(text: str) -> str:
     formula = re.sub(r"[\s{}]+", " ", plain_latex(text).lower()).strip()
-    return normalise_answer(formula) if not re.search(r"[\d\\^/=<>]", formula) else re.sub(r"[\s()*]+", "", formula)
+    return (
+        normalise_answer(formula)
+        if not re.search(r"[\d\\^/=<>]", formula)
+        else re.sub(r"[\s()*]+", "", formula)
+    )
 
 
 def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
@@ -349,11 +395,16 @@ def chosen_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str |
     return _only_letter(text, letters, texts)
 
 
-def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Iterator[tuple[int, str | None]]:
-    """Position and letter of each statement of a choice; None for a statement of several letters."""
+def _stated_letters(
+    text: str, letters: list[str], texts: dict[str, Any]
+) -> Iterator[tuple[int, str | None]]:
+    """Position and letter of each statement of a choice; None for a statement of several
+    letters."""
     for position, inner in _boxes(text):
         letter = _letter_of(inner, letters, texts)
-        several = re.search(rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner))
+        several = re.search(
+            rf"\b[{''.join(letters)}]\W+(?:and|or)?\W*[{''.join(letters)}]\b", _unfonted(inner)
+        )
         if letter is not None or several:
             yield position, letter
     group = "".join(map(re.escape, letters))
@@ -371,7 +422,8 @@ def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Ite
             yield found.end(), by_text
     after = re.compile(
         rf"(?:(?<![\w'’-])(?:[Oo]ption|[Cc]hoice|[Aa]nswer|[Ss]tatement)\s+)?(?<![\w'’-])[(*_`\"]*([{group}])[)*_`\"]*\s+"
-        r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly |indeed )?(?:the )?"
+        r"(?:is|must be|has to be|would be|should be)\s+(?:therefore |thus |hence |clearly "
+        r"|indeed )?(?:the )?"
         r"(?:only )?(?:correct|right|best|answer|true|final)\b"
     )
     for found in after.finditer(text):
@@ -382,7 +434,20 @@ def _stated_letters(text: str, letters: list[str], texts: dict[str, Any]) -> Ite
             yield found.start(1), None
 
 
-_WEAK = frozenset({"therefore", "thus", "hence", "so", "it is", "it's", "that is", "which is", "one is", "matches"})
+_WEAK = frozenset(
+    {
+        "therefore",
+        "thus",
+        "hence",
+        "so",
+        "it is",
+        "it's",
+        "that is",
+        "which is",
+        "one is",
+        "matches",
+    }
+)
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -391,19 +456,24 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, bool] | None:
-    """(position, letter or None for several, whether it is decorated) of the choice that begins at ``start``."""
+    """(position, letter or None for several, whether it is decorated) of the choice that begins at
+    ``start``."""
     gap = _GAP.match(text, start)
     assert gap
     at = gap.end()
     window = text[at : at + 80]
-    clean = re.sub(r"^(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf|textit|boldsymbol)\s*\{|[{$])+\s*", "", window)
+    clean = re.sub(
+        r"^(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf|textit|boldsymbol)\s*\{|[{$])+\s*", "", window
+    )
     found = re.match(rf"([(\[]?)\s*([{group}{group.lower()}])(?![\w'’-])(?:\s*([)\]]))?", clean)
     if not found:
         return None
     letter = found[2]
     rest = clean[found.end() :]
     before = text[start:at]
-    is_marked = bool((found[1] and found[3]) or re.search(r"[*_`\"“$]$", before) or clean != window or found[3])
+    is_marked = bool(
+        (found[1] and found[3]) or re.search(r"[*_`\"“$]$", before) or clean != window or found[3]
+    )
     follows = re.match(r"[*_`\"'”’}$]*\s*(?:[.,;:!?\n)—–]|$|\\\)|\\\])", rest)
     if not is_marked and not follows:
         if letter.islower():
@@ -414,7 +484,8 @@ def _letter_after(text: str, start: int, group: str) -> tuple[int, str | None, b
     if letter in "ai" and not is_marked and ":" not in before and not re.match(r"\W*$", rest):
         return None
     several = re.match(
-        rf"[*_`\"'”’}})\]$]*\s*(?:,\s*)?(?:and|or|&|/|,|as well as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
+        rf"[*_`\"'”’}})\]$]*\s*(?:,\s*)?(?:and|or|&|/|,|as well "
+        rf"as)\s*(?:also\s+)?[(\[*_`\"]*([{group}])(?![\w'’-])",
         rest,
     )
     if _CONTRASTED.match(rest):
@@ -458,7 +529,8 @@ def _text_after(text: str, start: int, texts: dict[str, Any]) -> str | None:
 
 
 def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | None:
-    """The letter of a response without a statement: one that stands alone, or the last in brackets or bold."""
+    """The letter of a response without a statement: one that stands alone, or the last in brackets
+    or bold."""
     whole = _letter_of(text, letters, texts)
     if whole is not None:
         return whole
@@ -468,7 +540,9 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
         if (letter := _letter_of(line, letters, texts)) is not None:
             return letter
     marked = []
-    for found in re.finditer(rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text):
+    for found in re.finditer(
+        rf"[(\[]([{group}{group.lower()}])[)\]]|\*\*\(?([{group}])[).:]?\*\*", text
+    ):
         sentence = re.split(r"[.!?\n]\s", text[: found.start()])[-1]
         if not _NEGATION.search(sentence) and not _CONTRASTED.match(text[found.end() :]):
             marked.append((found[1] or found[2]).upper())
@@ -477,7 +551,8 @@ def _only_letter(text: str, letters: list[str], texts: dict[str, Any]) -> str | 
     if re.search(rf"\b[{group}]\W+(?:and|or|&|,)?\W*[{group}]\b", text):
         return None
     bare = re.findall(
-        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’+#-])", text.strip()
+        rf"(?:^|\b(?:is|be|say|think|guess|option|choice|with|pick|choose)\s+)([{group}])(?![\w'’+#-])",
+        text.strip(),
     )
     if len(set(bare) - {"A", "I"}) == 1 and len(text.split()) <= 8 and not _NEGATION.search(text):
         return next(letter for letter in bare if letter not in "AI")

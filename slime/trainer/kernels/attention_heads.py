@@ -1,11 +1,14 @@
-"""From the product of the query, key and value weights to what attention takes: one pass over memory, and one back.
+"""From the product of the query, key and value weights to what attention takes: one pass over
+memory, and one back.
 
-    mixed [T, groups, (per group + 2) · dim]  ─►  query [T, groups · per group, dim]   normalised, rotated
-       q q q q k v │ q q q q k v │ …              key   [T, groups, dim]               normalised, rotated
+    mixed [T, groups, (per group + 2) · dim]  ─►  query [T, groups · per group, dim]   normalised,
+    rotated
+       q q q q k v │ q q q q k v │ …              key   [T, groups, dim]               normalised,
+       rotated
                                                   value [T, groups, dim]
 
-Written out, that is a copy, two norms and two rotations, each reading and writing everything, and twice that going
-back. Inside, everything is float32.
+Written out, that is a copy, two norms and two rotations, each reading and writing everything, and
+twice that going back. Inside, everything is float32.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 32  # of a tile: one head of so many tokens
-_TILES = 4  # per program in the backward pass, which then writes one partial gradient of its head's norm weight
+# per program in the backward pass, which then writes one partial gradient of its head's norm weight
+_TILES = 4
 
 
 @triton.jit
@@ -31,9 +35,19 @@ def _offsets(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 
 @triton.jit
-def _of_head(q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, t, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr):
-    """This program's slot in its group (queries, then key, then value), where tokens ``t`` of that head begin in the
-    tensor that has it alone, and the weight of its norm."""
+def _of_head(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    wq_ptr,
+    wk_ptr,
+    t,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """This program's slot in its group (queries, then key, then value), where tokens ``t`` of that
+    head begin in the tensor that has it alone, and the weight of its norm."""
     group = tl.program_id(1) // (PER_GROUP + 2)
     slot = tl.program_id(1) % (PER_GROUP + 2)
     if slot < PER_GROUP:
@@ -98,7 +112,9 @@ def _backward(
         inside = t < n
         pairs = inside & (i < HALF)
         others = inside & (rest < DIM)
-        slot, grad, w_ptr = _of_head(dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM)
+        slot, grad, w_ptr = _of_head(
+            dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, t, GROUPS, PER_GROUP, DIM
+        )
         g1 = tl.load(grad + first, mask=pairs, other=0.0).to(tl.float32)
         g2 = tl.load(grad + second, mask=pairs, other=0.0).to(tl.float32)
         g3 = tl.load(grad + rest, mask=others, other=0.0).to(tl.float32)
@@ -113,7 +129,9 @@ def _backward(
                 x1 = tl.load(mixed_ptr + place + first, mask=pairs, other=0.0).to(tl.float32)
                 x2 = tl.load(mixed_ptr + place + second, mask=pairs, other=0.0).to(tl.float32)
                 x3 = tl.load(mixed_ptr + place + rest, mask=others, other=0.0).to(tl.float32)
-                squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
+                squares = (
+                    tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(x3 * x3, axis=1)
+                )
                 scale = tl.rsqrt(squares / DIM + eps)[:, None]
                 x1 *= scale
                 x2 *= scale
@@ -124,7 +142,9 @@ def _backward(
                 g1 *= tl.load(w_ptr + first, mask=i < HALF, other=0.0).to(tl.float32)
                 g2 *= tl.load(w_ptr + second, mask=i < HALF, other=0.0).to(tl.float32)
                 g3 *= tl.load(w_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)
-                along = (tl.sum(g1 * x1, axis=1) + tl.sum(g2 * x2, axis=1) + tl.sum(g3 * x3, axis=1))[:, None] / DIM
+                along = (
+                    tl.sum(g1 * x1, axis=1) + tl.sum(g2 * x2, axis=1) + tl.sum(g3 * x3, axis=1)
+                )[:, None] / DIM
                 g1 = scale * (g1 - x1 * along)
                 g2 = scale * (g2 - x2 * along)
                 g3 = scale * (g3 - x3 * along)
@@ -193,7 +213,9 @@ class SplitNormRotate(torch.autograd.Function):
         grad_mixed = grads[0].new_empty(n, groups, width)
         programs = triton.cdiv(n, _TOKENS * _TILES)
         with_norm = query_weight is not None
-        partial = torch.empty(programs if with_norm else 0, groups, slots, dim, dtype=torch.float32, device=cos.device)
+        partial = torch.empty(
+            programs if with_norm else 0, groups, slots, dim, dtype=torch.float32, device=cos.device
+        )
         if not with_norm:  # not read
             mixed = query_weight = key_weight = grad_mixed
         if n:

@@ -13,20 +13,25 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS_PER_PROGRAM = 4096  # a tile in registers: rows × columns
-_MOST_PROGRAMS = (
-    1056  # of the backward pass, each with a partial gradient of the weight: 8 per multiprocessor of an H200
-)
+# of the backward pass, each with a partial gradient of the weight: 8 per multiprocessor of an H200
+_MOST_PROGRAMS = 1056
 
 
 @triton.jit
-def _forward(x_ptr, w_ptr, y_ptr, n, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _forward(
+    x_ptr, w_ptr, y_ptr, n, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
+):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     here = (rows < n) & (columns < WIDTH)
     x = tl.load(x_ptr + rows * WIDTH + columns, mask=here, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
-    tl.store(y_ptr + rows * WIDTH + columns, (x * scale[:, None] * w).to(y_ptr.dtype.element_ty), mask=here)
+    tl.store(
+        y_ptr + rows * WIDTH + columns,
+        (x * scale[:, None] * w).to(y_ptr.dtype.element_ty),
+        mask=here,
+    )
 
 
 @triton.jit
@@ -56,7 +61,12 @@ def _backward(
 def _shape(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     rows = max(1, _ELEMENTS_PER_PROGRAM // columns)
-    return {"WIDTH": width, "COLUMNS": columns, "ROWS": rows, "num_warps": 4 if columns <= 2048 else 8}
+    return {
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "num_warps": 4 if columns <= 2048 else 8,
+    }
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, without Transformer Engine.
 
-GPU: torch's variable-length flash attention. CPU, and float32, which flash attention has not: sequences of similar
-length share one dense call; the mask keeps real queries away from the padding behind them, so that only the padding's
-own (discarded) rows see it.
+GPU: torch's variable-length flash attention. CPU, and float32, which flash attention has not:
+sequences of similar length share one dense call; the mask keeps real queries away from the padding
+behind them, so that only the padding's own (discarded) rows see it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from slime.trainer.megatron.layers import RMSNorm
 from slime.trainer.megatron.packed import Block, PackedSequences, PaddedLayout
 from slime.trainer.megatron.rotary import Rotate
 
-# below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel (2.4x to 6x on
-# AVX512-bf16, forward and backward); above it, or in float32, the blocked kernel wins
+# below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel
+# (2.4x to 6x on AVX512-bf16, forward and backward); above it, or in float32, the blocked kernel
+# wins
 _EXPLICIT_BELOW = 320
 
 logger = get_logger(__name__)
@@ -63,17 +64,24 @@ class PackedAttention(torch.nn.Module):
                 why="attention to packed sequences has no dropout here",
                 fix="leave it out",
             )
-        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        )
         self.torch_only = torch_only
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; of T this rank's stripe."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        """query [T, heads, dim], key and value [T, groups, dim] → [T, heads, dim]; of T this rank's
+        stripe."""
         context = sequences.context
         if context is None:
             return self._whole(query, key, value, sequences)
         return context.to_tokens(self._whole(*context.to_heads(query, key, value), sequences))
 
-    def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Tensor:
         layout = sequences.padded
         if layout is None:
             kernel = torch_varlen if self.torch_only else _flash_packed
@@ -91,9 +99,11 @@ class PackedAttention(torch.nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron's self-attention with a forward pass for packed training only: no caches, no inference modes.
+    """Megatron's self-attention with a forward pass for packed training only: no caches, no
+    inference modes.
 
-    Parameters, names and sharding are Megatron's. What differs: the rotary angles come ready for the micro-batch.
+    Parameters, names and sharding are Megatron's. What differs: the rotary angles come ready for
+    the micro-batch.
     """
 
     def forward(
@@ -107,23 +117,32 @@ class PackedSelfAttention(SelfAttention):
         sequences = packed_seq_params
         heads = self._heads_in_one_pass if self._takes_one_pass(hidden_states) else self._heads
         query, key, value = heads(hidden_states, *packed_seq_params.rotary)
-        out = attend(self, functools.partial(self.core_attention, sequences=sequences), query, key, value)
+        out = attend(
+            self, functools.partial(self.core_attention, sequences=sequences), query, key, value
+        )
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [T, heads, dim], key and value [T, groups, dim], ready for attention."""
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
         interleaved = self.config.rotary_interleaved
-        return Rotate.apply(query, cos, sin, interleaved), Rotate.apply(key, cos, sin, interleaved), value
+        return (
+            Rotate.apply(query, cos, sin, interleaved),
+            Rotate.apply(key, cos, sin, interleaved),
+            value,
+        )
 
     def _takes_one_pass(self, hidden: Tensor) -> bool:
-        """Kernels can be used, norms of queries and keys are ours if there are any, and the rank has whole groups."""
+        """Kernels can be used, norms of queries and keys are ours if there are any, and the rank
+        has whole groups."""
         kinds = {type(self.q_layernorm), type(self.k_layernorm)}
         known = kinds == {RMSNorm} or kinds <= {IdentityOp, type(None)}
         whole_groups = self.config.num_query_groups >= self.world_size
         return hidden.is_cuda and known and whole_groups and device.has_kernels()
 
-    def _heads_in_one_pass(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads_in_one_pass(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`_heads` by a kernel of its own."""
         from slime.trainer.kernels.attention_heads import SplitNormRotate
 
@@ -139,15 +158,21 @@ class PackedSelfAttention(SelfAttention):
         )
 
 
-def attend(layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed again going back."""
+def attend(
+    layer: Attention, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """``core(query, key, value)``; with ``--recompute-modules core_attn`` it is computed again
+    going back."""
     if layer.checkpoint_core_attention and layer.training:
         return tensor_parallel.checkpoint(core, False, query, key, value)
     return core(query, key, value)
 
 
-def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
-    """By the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper, or by torch's kernel."""
+def _flash_packed(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
+    """By the package flash-attn-4, which comes with SGLang and is twice as fast on Hopper, or by
+    torch's kernel."""
     fast = None if torch.are_deterministic_algorithms_enabled() else _flash4(query.device)
     if fast is None or max(query.size(-1), value.size(-1)) > FLASH4_WIDEST:
         return torch_varlen(query, key, value, sequences, scale)
@@ -162,14 +187,19 @@ def _flash_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSe
 
 @functools.cache
 def _flash4(place: torch.device) -> Callable[..., Any] | None:
-    """The kernel for packed sequences of flash-attn-4; None where it is not installed or not for this GPU."""
+    """The kernel for packed sequences of flash-attn-4; None where it is not installed or not for
+    this GPU."""
     if torch.cuda.get_device_capability(place)[0] not in FLASH4_MAJORS:
         return None
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # later processes need not compile again
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
+    )  # later processes need not compile again
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:
-        logger.info("attention by torch's kernel; flash-attn-4 would be faster on this GPU (%s)", error)
+        logger.info(
+            "attention by torch's kernel; flash-attn-4 would be faster on this GPU (%s)", error
+        )
         return None
     logger.info("attention by flash-attn-4")
     return cast(Callable[..., Any], flash_attn_varlen_func)
@@ -180,7 +210,9 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def torch_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+def torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float
+) -> Tensor:
     """torch's flash attention for packed sequences; arguments as of `PackedAttention.forward`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -207,12 +239,15 @@ def torch_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSeq
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> Tensor:
-    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query sees what the block allows."""
+    """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query sees what the
+    block allows."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.dtype == torch.bfloat16 and block.length < _EXPLICIT_BELOW:
         return _explicit(q, k, v, block.bias, scale).transpose(1, 2)
     mask: dict[str, Any] = {"attn_mask": block.allowed} if block.branched else {"is_causal": True}
-    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask)
+    out = F.scaled_dot_product_attention(
+        q, k, v, scale=scale, enable_gqa=k.size(1) != q.size(1), **mask
+    )
     return out.transpose(1, 2)
 
 
@@ -226,13 +261,15 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Te
     return torch.matmul(weights.view(batch, groups, -1, length), v).view(batch, heads, length, dim)
 
 
-# -- between packed and padded ---------------------------------------------------------------------------------------
-# Each packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd would scatter-add row
-# by row, which on a CPU costs more than the attention itself.
+# -- between packed and padded
+# --------------------------------------------------------------------------------------- Each
+# packed token has exactly one cell, so the gradient of a gather is a gather again. Autograd would
+# scatter-add row by row, which on a CPU costs more than the attention itself.
 
 
 class _Pad(torch.autograd.Function):
-    """[T, …] → [cells, …]. The gradient of a padding cell is 0, so that of the token it repeats is unharmed."""
+    """[T, …] → [cells, …]. The gradient of a padding cell is 0, so that of the token it repeats is
+    unharmed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: PaddedLayout) -> Tensor:

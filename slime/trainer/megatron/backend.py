@@ -1,4 +1,5 @@
-"""`MegatronBackend`: one trainer rank. Sets everything up, offers the verbs, delegates each to its module."""
+"""`MegatronBackend`: one trainer rank. Sets everything up, offers the verbs, delegates each to its
+module."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class MegatronBackend:
         metrics = backend.train(batch)
 
     Attributes (after `setup`):
-        model_chunks: Megatron's DDP-wrapped pipeline stage(s); what conversion, sync and checkpoints work on.
+        model_chunks: Megatron's DDP-wrapped pipeline stage(s); what conversion, sync and
+            checkpoints work on.
         optimizer, scheduler: Megatron's.
         spec, hf_config: the model's architecture, and its Hugging Face config.
         step_metrics: the last rollout's metrics, one dict per optimizer step.
@@ -71,7 +73,8 @@ class MegatronBackend:
         skipped: a line for each damaged checkpoint that `setup` has passed over.
         failed_step: what the last step was, when it ended in `NonFiniteTraining`.
         engine_weights: those that engines compute with, where they hold quantised ones.
-        trained_tokens: of the last rollout, what is recorded of single tokens, where this rank speaks for them.
+        trained_tokens: of the last rollout, what is recorded of single tokens, where this rank
+            speaks for them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
@@ -79,7 +82,9 @@ class MegatronBackend:
         self.rank_info = rank_info
         self.reference: WeightsCopy | None = None
         self.reference_is_policy = False
-        self.reference_iteration: int | None = None  # set once --ref-update-interval has made it the policy's
+        self.reference_iteration: int | None = (
+            None  # set once --ref-update-interval has made it the policy's
+        )
         self.writer = CheckpointWriter(in_background=config.checkpoint.async_save)
         self.step_metrics: list[dict[str, float]] = []
         self.failed_step: FailedStep | None = None
@@ -93,7 +98,8 @@ class MegatronBackend:
         self.optimizer: MegatronOptimizer
         self.scheduler: OptimizerParamScheduler
 
-    # -- setting up ----------------------------------------------------------------------------------------------
+    # -- setting up
+    # ----------------------------------------------------------------------------------------------
 
     def setup(self, *, spec: ModelSpec | None = None, initialise: bool = False) -> int:
         """Process groups, model, optimizer, weights.
@@ -104,7 +110,8 @@ class MegatronBackend:
         Returns:
             The next rollout id: 0, or where the loaded checkpoint goes on.
         Raises:
-            UserError: a layout that fits neither the ranks nor the model, weights that are missing or do not fit.
+            UserError: a layout that fits neither the ranks nor the model, weights that are missing
+                or do not fit.
         """
         config = self.config
         te_layers.check(config)
@@ -116,7 +123,9 @@ class MegatronBackend:
         check_layout(self.spec, config)
         self.ranks = parallel.initialise(self.rank_info, config, virtual_stages(self.spec, config))
         if config.train.custom_megatron_init_path:
-            user_function(config.train.custom_megatron_init_path, "--custom-megatron-init-path")(self.functions.args)
+            user_function(config.train.custom_megatron_init_path, "--custom-megatron-init-path")(
+                self.functions.args
+            )
         with PhaseMemory(config, self.ranks.device).phase("setup"):
             self._set_up_model(initialise)
         return self.next_rollout_id
@@ -133,15 +142,23 @@ class MegatronBackend:
             self.engine_weights = EngineWeights.of(config, self.model_chunks, self.hf_config)
         if initialise:
             self.optimizer, self.scheduler = optimizer.build_optimizer(self.model_chunks, config)
-            self.reference = WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
+            self.reference = (
+                WeightsCopy(self.model_chunks) if config.algorithm.needs_reference else None
+            )
         self.next_rollout_id = 0 if initialise else self._load()
         if self.reference is not None:
-            self.reference_is_policy = not self.ranks.any_of_all(not self.reference.equals(self.model_chunks))
+            self.reference_is_policy = not self.ranks.any_of_all(
+                not self.reference.equals(self.model_chunks)
+            )
 
     def _read_hf_config(self) -> dict[str, Any]:
         path = self.config.checkpoint.hf_checkpoint
         if path is None:
-            raise UserError("no --hf-checkpoint", why="the trainer takes the architecture from it", fix="pass it")
+            raise UserError(
+                "no --hf-checkpoint",
+                why="the trainer takes the architecture from it",
+                fix="pass it",
+            )
         return read_hf_config(path)
 
     def _padded_spec(self) -> ModelSpec:
@@ -151,7 +168,8 @@ class MegatronBackend:
         return spec.padded(config.megatron.tensor_model_parallel_size)
 
     def _load(self) -> int:
-        """Weights of reference and policy, then the optimizer around the policy's, then its state if there is one."""
+        """Weights of reference and policy, then the optimizer around the policy's, then its state
+        if there is one."""
         plan, self.skipped = agreed_plan(self.config)
         if self.config.algorithm.needs_reference:
             self.reference_iteration = saved_reference(plan)
@@ -180,10 +198,12 @@ class MegatronBackend:
         else:
             load_checkpoint(plan, TrainerState(self.model_chunks))
 
-    # -- what a run does ---------------------------------------------------------------------------------------------
+    # -- what a run does
+    # ---------------------------------------------------------------------------------------------
 
     def set_run_length(self, num_rollout: int) -> None:
-        """Tell the learning-rate schedule how long the run is, where only counting the prompts could tell."""
+        """Tell the learning-rate schedule how long the run is, where only counting the prompts
+        could tell."""
         optimizer.set_run_length(self.scheduler, self.config, num_rollout)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
@@ -196,7 +216,9 @@ class MegatronBackend:
         metrics, self.step_metrics = update(self, batch)
         if self.ranks.has_output:
             check_rollout(self.config, batch.rollout_id, metrics, self.step_metrics)
-            check_grad_norms(self.config, batch.rollout_id, self.step_metrics, writes=self.ranks.is_reporting)
+            check_grad_norms(
+                self.config, batch.rollout_id, self.step_metrics, writes=self.ranks.is_reporting
+            )
         optimizer.gather_parameters(self.model_chunks)
         if self.routing is not None:
             self.routing.forget()
@@ -207,15 +229,17 @@ class MegatronBackend:
         return metrics
 
     def save(self, rollout_id: int, extra_state: dict[str, Any] | None = None) -> Path | None:
-        """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form with ``--save-hf``.
+        """After training rollout ``rollout_id``: a checkpoint with ``--save``, Hugging Face form
+        with ``--save-hf``.
 
         Collective.
 
         Args:
-            extra_state: small state of the run (data position, …), found again in ``extra_state`` after `setup`.
+            extra_state: small state of the run (data position, …), found again in ``extra_state``
+                after `setup`.
         Returns:
-            The checkpoint's directory; None without ``--save``. With ``--async-save`` it is complete after
-            `finish_saving`.
+            The checkpoint's directory; None without ``--save``. With ``--async-save`` it is
+            complete after `finish_saving`.
         """
         flags = self.config.checkpoint
         path = None
@@ -238,7 +262,13 @@ class MegatronBackend:
         flags = self.config.checkpoint
         if flags.hf_checkpoint and self.hf_config:
             family = flags.model_name
-            save_hf(self.model_chunks, self.hf_config, directory, assets_from=flags.hf_checkpoint, model_name=family)
+            save_hf(
+                self.model_chunks,
+                self.hf_config,
+                directory,
+                assets_from=flags.hf_checkpoint,
+                model_name=family,
+            )
 
     def finish_saving(self) -> None:
         """Wait for what ``--async-save`` still writes; raises what went wrong there."""
@@ -256,8 +286,9 @@ class MegatronBackend:
         )
 
     def sleep(self, *, keep_weights: bool = False) -> dict[str, float]:
-        """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be called twice,
-        first keeping the weights. Returns ``perf/trainer_asleep_gb``: what torch still holds on the GPU."""
+        """Give the GPU's memory to others until `wake`; without a GPU there is none to give. Can be
+        called twice, first keeping the weights. Returns ``perf/trainer_asleep_gb``: what torch
+        still holds on the GPU."""
         if not device.has_gpu():
             return {}
         freed = self._offloader().sleep(keep_weights=keep_weights)
@@ -266,8 +297,8 @@ class MegatronBackend:
         return {"perf/trainer_asleep_gb": held}
 
     def wake(self) -> dict[str, float]:
-        """Take the memory back; weights and optimizer are the same bits as before. Returns what the GPU had free
-        beforehand (``perf/free_before_wake_gb``): what the engines left."""
+        """Take the memory back; weights and optimizer are the same bits as before. Returns what the
+        GPU had free beforehand (``perf/free_before_wake_gb``): what the engines left."""
         if not device.has_gpu():
             return {}
         free, _ = torch.cuda.mem_get_info()
@@ -286,7 +317,8 @@ class MegatronBackend:
         finally:
             parallel.shut_down()
 
-    # -- what others ask -----------------------------------------------------------------------------------------
+    # -- what others ask
+    # -----------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> TrainLayout:
@@ -304,12 +336,19 @@ class MegatronBackend:
     def is_reporting_rank(self) -> bool:
         return self.ranks.is_reporting
 
-    # -- the verbs of an update (`slime.trainer.update.Trainer`) -------------------------------------------------------
+    # -- the verbs of an update (`slime.trainer.update.Trainer`)
+    # -------------------------------------------------------
 
     def log_probs(
-        self, batch: TrainBatch, *, reference: bool = False, as_engines: bool = False, store_prefix: str = ""
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        as_engines: bool = False,
+        store_prefix: str = "",
     ) -> list[Tensor] | None:
-        """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer. Collective.
+        """Log-probs of the response tokens, [R_i] per sample; None on ranks without output layer.
+        Collective.
 
         The micro-batches are those of training, so that equal weights give equal bits.
 
@@ -320,9 +359,13 @@ class MegatronBackend:
         if hook:
             flag = "--custom-megatron-before-log-prob-hook-path"
             user_function(hook, flag)(self.functions.args, self.model_chunks, store_prefix)
-        packed = self._pack(batch, [samples for step in batch.steps for samples in step.micro_batches])
+        packed = self._pack(
+            batch, [samples for step in batch.steps for samples in step.micro_batches]
+        )
         if self.routing is not None:
-            again = as_engines and self.routing.source == "policy"  # what its own pass recorded is trained with
+            again = (
+                as_engines and self.routing.source == "policy"
+            )  # what its own pass recorded is trained with
             self.routing.prepare(batch, packed, "reference" if reference or again else "score")
         weights = self.reference if reference else None
         other = weights.swapped_in(self.model_chunks) if weights else nullcontext()
@@ -330,15 +373,18 @@ class MegatronBackend:
             scores = forward.score(self._modules(), packed, **self._score_options(False))
         if not self.ranks.has_output:
             return None
-        by_sample: list[Tensor] = [torch.zeros(r, device=self.ranks.device) for r in batch.response_lengths]
+        by_sample: list[Tensor] = [
+            torch.zeros(r, device=self.ranks.device) for r in batch.response_lengths
+        ]
         for micro_batch, score in zip(packed, scores):
             for i, values in zip(micro_batch.samples, micro_batch.split(score.log_probs)):
                 by_sample[i] = values
         return by_sample
 
     def canary_log_probs(self, tokens: list[int], *, plain: bool = False) -> list[float] | None:
-        """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights that engines compute
-        with after a push; None on ranks without output layer. Collective: every data-parallel rank computes the same.
+        """Log-probs of ``tokens[1:]`` at temperature 1, by the kernels of training and the weights
+        that engines compute with after a push; None on ranks without output layer. Collective:
+        every data-parallel rank computes the same.
 
         Args:
             plain: by the weights that are trained, before anything is quantised.
@@ -346,10 +392,14 @@ class MegatronBackend:
         batch = forward.canary_batch(tokens, self.layout.micro_batch_multiple)
         packed = self._pack(batch, batch.steps[0].micro_batches)
         if self.routing is not None:
-            self.routing.prepare(batch, packed, "reference")  # experts are neither recorded nor replayed
+            self.routing.prepare(
+                batch, packed, "reference"
+            )  # experts are neither recorded nor replayed
         quantised = None if plain else self.engine_weights
         with quantised.swapped_in() if quantised else nullcontext():
-            scores = forward.score(self._modules(), packed, **{**self._score_options(False), "temperature": 1.0})
+            scores = forward.score(
+                self._modules(), packed, **{**self._score_options(False), "temperature": 1.0}
+            )
         return scores[0].log_probs.tolist() if self.ranks.has_output else None
 
     def forward_backward(
@@ -362,19 +412,31 @@ class MegatronBackend:
             if self.routing.counts_ahead:
                 self._count_experts(batch, packed)
             self.routing.prepare(batch, packed, "train", gradient_scale)
-        self.optimizer.zero_grad()  # in float32 the parameters' .grad is the buffer itself, which would add to itself
+        # in float32 the parameters' .grad is the buffer itself, which would add to itself
+        self.optimizer.zero_grad()
         hook = self.config.train.custom_megatron_before_train_step_hook_path
         if hook:
             user_function(hook, "--custom-megatron-before-train-step-hook-path")(
-                self.functions.args, batch.rollout_id, step_id, self.model_chunks, self.optimizer, self.scheduler
+                self.functions.args,
+                batch.rollout_id,
+                step_id,
+                self.model_chunks,
+                self.optimizer,
+                self.scheduler,
             )
 
-        def loss_of(scores: TokenScores, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return micro_batch_loss(scores, inputs_of(micro_batch.samples), self.config, self.functions)
+        def loss_of(
+            scores: TokenScores, micro_batch: PackedMicroBatch
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return micro_batch_loss(
+                scores, inputs_of(micro_batch.samples), self.config, self.functions
+            )
 
         options = self._score_options(True)
         with self._computing():
-            return forward.forward_backward(self._modules(), packed, loss_of, gradient_scale=gradient_scale, **options)
+            return forward.forward_backward(
+                self._modules(), packed, loss_of, gradient_scale=gradient_scale, **options
+            )
 
     def _count_experts(self, batch: TrainBatch, packed: list[PackedMicroBatch]) -> None:
         """A forward pass over the step, for a balance loss over all of its tokens. Collective."""
@@ -385,7 +447,8 @@ class MegatronBackend:
         self.routing.sum_counts()
 
     def optim_step(self, step: StepPlan, *, skip: bool) -> StepOutcome:
-        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone. Collective."""
+        """Apply the accumulated gradients and advance the schedule; ``skip`` leaves both alone.
+        Collective."""
         balance = self.routing.step_metrics() if self.routing is not None else {}
         outcome = StepOutcome(float("nan"), applied=False)
         if not skip:
@@ -405,7 +468,8 @@ class MegatronBackend:
 
     @contextmanager
     def _computing(self, *, as_engines: bool = False) -> Iterator[None]:
-        """The passes within are those of a policy that is trained with --fake-quantisation, or of the engines'."""
+        """The passes within are those of a policy that is trained with --fake-quantisation, or of
+        the engines'."""
         chosen = self.config.quantised.fake_quantisation
         if self.engine_weights is None or not (chosen or as_engines):
             yield
@@ -414,7 +478,8 @@ class MegatronBackend:
         with self.engine_weights.swapped_in(experts_only=chosen == "experts" and not as_engines):
             yield
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------------
 
     def _modules(self) -> list[torch.nn.Module]:
         return list(self.model_chunks)
@@ -424,30 +489,41 @@ class MegatronBackend:
         divided = megatron.sequence_parallel or self.spec.num_experts > 0
         multiple = megatron.tensor_model_parallel_size if divided else 1
         if device.has_gpu():
-            multiple = megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+            multiple = (
+                megatron.tensor_model_parallel_size * self.config.train.data_pad_size_multiplier
+            )
         context = parallel.context_group()
         multiple *= context.size
         dense = self.ranks.device.type == "cpu" or megatron.fp32  # flash attention knows no float32
-        options = PackingOptions(self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context)
+        options = PackingOptions(
+            self.ranks.device, multiple, dense=dense, pair_cost=self._pair_cost(), context=context
+        )
         same_length = virtual_stages(self.spec, self.config) is not None
-        if same_length and len(batch.steps) > 1:  # one length in all passes, also in those of one step
+        if (
+            same_length and len(batch.steps) > 1
+        ):  # one length in all passes, also in those of one step
             everything = [samples for step in batch.steps for samples in step.micro_batches]
             packed = forward.packed_micro_batches(batch, everything, options)
             options = dataclasses.replace(options, at_least=max(one.num_tokens for one in packed))
         return forward.packed_micro_batches(batch, micro_batches, options, same_length=same_length)
 
     def _pair_cost(self) -> float | None:
-        """Dense attention per pair against matrix products per token, as measured on a CPU with AVX512."""
+        """Dense attention per pair against matrix products per token, as measured on a CPU with
+        AVX512."""
         if device.has_gpu():  # its packed attention kernel knows no branches
             return None
-        if uses_balance_losses(self.model_chunks[0].config):  # which count a shared prompt once for each sample
+        if uses_balance_losses(
+            self.model_chunks[0].config
+        ):  # which count a shared prompt once for each sample
             return None
         return 0.65 / self.spec.transformer["hidden_size"]
 
     def _score_options(self, training: bool) -> dict[str, Any]:
         loss = LOSS_TYPES[self.config.algorithm.loss_type]
         return {
-            "temperature": self.config.rollout.rollout_temperature if loss.at_sampling_temperature else 1.0,
+            "temperature": self.config.rollout.rollout_temperature
+            if loss.at_sampling_temperature
+            else 1.0,
             "with_entropy": training and loss.takes_entropy,
             "with_logits": training and loss.takes_logits,
             "chunk_size": self.config.train.log_probs_chunk_size,

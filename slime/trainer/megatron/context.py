@@ -1,17 +1,20 @@
-"""Context parallelism: the ranks of a context group share the tokens of a micro-batch, and the heads of its attention.
+"""Context parallelism: the ranks of a context group share the tokens of a micro-batch, and the
+heads of its attention.
 
     tokens of the micro-batch     0 1 2 3 4 5 6 7          attention of a layer, group of two
-    rank 0 holds                  0   2   4   6            rank 0: all tokens, first half of the heads
-    rank 1 holds                    1   3   5   7          rank 1: all tokens, second half
+    rank 0 holds                  0   2   4   6            rank 0: all tokens, first half of the
+    heads rank 1 holds                    1   3   5   7          rank 1: all tokens, second half
 
-Everything outside attention works token by token, so a rank computes it for its stripe alone. Around the attention
-one all-to-all gives each rank all tokens of some heads, and one gives the tokens back (DeepSpeed-Ulysses,
-arXiv:2309.14509). The kernel sees whole packed sequences: no sequence is cut, none is padded, causal work is even by
-construction, and the stripes make the work of the output layer even too, wherever the responses are.
+Everything outside attention works token by token, so a rank computes it for its stripe alone.
+Around the attention one all-to-all gives each rank all tokens of some heads, and one gives the
+tokens back (DeepSpeed-Ulysses, arXiv:2309.14509). The kernel sees whole packed sequences: no
+sequence is cut, none is padded, causal work is even by construction, and the stripes make the work
+of the output layer even too, wherever the responses are.
 
-The log-probs of the stripes are put together again, so that the loss sees whole samples and does not know of any of
-this. Every rank computes the same loss; going back, it takes the gradient of its own stripe, and the data-parallel
-reduction, which runs over the context group too, adds the stripes up.
+The log-probs of the stripes are put together again, so that the loss sees whole samples and does
+not know of any of this. Every rank computes the same loss; going back, it takes the gradient of its
+own stripe, and the data-parallel reduction, which runs over the context group too, adds the stripes
+up.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """This rank's place among the ranks that share a micro-batch; ``group`` is None in tests of one process."""
+    """This rank's place among the ranks that share a micro-batch; ``group`` is None in tests of one
+    process."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def stripe(self, values: Tensor, axis: int = 0) -> Tensor:
-        """Every ``size``-th entry along ``axis``, from ``rank`` on. The axis' length is a multiple of ``size``."""
+        """Every ``size``-th entry along ``axis``, from ``rank`` on. The axis' length is a multiple
+        of ``size``."""
         index = torch.arange(self.rank, values.size(axis), self.size, device=values.device)
         return values.index_select(axis, index)
 
@@ -45,7 +50,8 @@ class ContextSplit:
 
     Attributes:
         place: the group.
-        order: per rank of the group, int64 indices of the response tokens whose rows it holds, in its order.
+        order: per rank of the group, int64 indices of the response tokens whose rows it holds, in
+            its order.
     """
 
     place: ContextGroup
@@ -59,39 +65,49 @@ class ContextSplit:
             >>> [o.tolist() for o in ContextSplit.of(ContextGroup(0, 2), torch.tensor([2, 3, 4])).order]
             [[0, 2], [1]]
         """
-        return ContextSplit(place, [(rows % place.size == rank).nonzero()[:, 0] for rank in range(place.size)])
+        return ContextSplit(
+            place, [(rows % place.size == rank).nonzero()[:, 0] for rank in range(place.size)]
+        )
 
     def mine(self, values: Tensor) -> Tensor:
         """The entries [n, …] of this rank out of those of the whole micro-batch [N, …]."""
         return values.index_select(0, self.order[self.place.rank])
 
     def whole(self, values: Tensor) -> Tensor:
-        """Inverse of `mine`, over the group: [n, …] → [N, …], differentiable. Collective, also where n is 0."""
+        """Inverse of `mine`, over the group: [n, …] → [N, …], differentiable. Collective, also
+        where n is 0."""
         result = _Whole.apply(values, self)
         assert isinstance(result, Tensor)
         return result
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, heads, dim] each, this rank's tokens → [T, heads / size, dim] each, all tokens. Collective.
+        """[t, heads, dim] each, this rank's tokens → [T, heads / size, dim] each, all tokens.
+        Collective.
 
-        Keys and values with fewer heads than the group has ranks are repeated first, as little as possible.
+        Keys and values with fewer heads than the group has ranks are repeated first, as little as
+        possible.
         """
         key, value = (_repeated(x, query.size(1), self.place.size) for x in (key, value))
         heads = (query, key, value)
         swapped = swap([x.reshape(x.size(0), self.place.size, -1) for x in heads], self.place)
-        q, k, v = (part.view(-1, part.size(2) // x.size(2), x.size(2)) for part, x in zip(swapped, heads, strict=True))
+        q, k, v = (
+            part.view(-1, part.size(2) // x.size(2), x.size(2))
+            for part, x in zip(swapped, heads, strict=True)
+        )
         return q, k, v
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """[T, heads / size, dim] → [t, heads, dim]. Collective."""
         total, heads, dim = output.shape
-        [mine] = swap([output.reshape(total // self.place.size, self.place.size, heads * dim)], self.place)
+        [mine] = swap(
+            [output.reshape(total // self.place.size, self.place.size, heads * dim)], self.place
+        )
         return mine.view(mine.size(0), -1, dim)
 
 
 def swap(parts: list[Tensor], place: ContextGroup) -> list[Tensor]:
-    """[t, size, width] each → the same shapes: entry [:, j] of rank i goes to entry [:, i] of rank j. Collective, in
-    one exchange. It is its own inverse and its own gradient.
+    """[t, size, width] each → the same shapes: entry [:, j] of rank i goes to entry [:, i] of rank
+    j. Collective, in one exchange. It is its own inverse and its own gradient.
     """
     return list(_Swap.apply(place, *parts))
 
@@ -117,7 +133,8 @@ class _Swap(torch.autograd.Function):
 
 
 def _exchange(parts: Sequence[Tensor], place: ContextGroup) -> tuple[Tensor, ...]:
-    """One copy of each part into what is sent, and one out of what has come; results are contiguous."""
+    """One copy of each part into what is sent, and one out of what has come; results are
+    contiguous."""
     length, size = parts[0].shape[:2]
     widths = [part.size(2) for part in parts]
     send = parts[0].new_empty(size, length, sum(widths))
@@ -132,7 +149,8 @@ def _exchange(parts: Sequence[Tensor], place: ContextGroup) -> tuple[Tensor, ...
 
 
 def _copy_rows(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` of the same dtype; rows lie side by side in both and are copied in wide words.
+    """``target.copy_(source)`` of the same dtype; rows lie side by side in both and are copied in
+    wide words.
 
     Element by element, a GPU reaches half of its bandwidth with a strided copy of 16-bit numbers.
     """
@@ -147,7 +165,9 @@ def _copy_rows(target: Tensor, source: Tensor) -> None:
 
 def _has_words(x: Tensor, ratio: int) -> bool:
     *strides, last = x.stride()
-    return last == 1 and all(value % ratio == 0 for value in (*strides, x.size(-1), x.storage_offset()))
+    return last == 1 and all(
+        value % ratio == 0 for value in (*strides, x.size(-1), x.storage_offset())
+    )
 
 
 class _Whole(torch.autograd.Function):

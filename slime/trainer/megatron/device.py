@@ -1,24 +1,28 @@
-"""Where the trainer computes: a GPU if there is one, else the CPU, on which megatron-core then runs unmodified.
+"""Where the trainer computes: a GPU if there is one, else the CPU, on which megatron-core then runs
+unmodified.
 
-megatron-core asks ``torch.cuda`` for everything: the current device, streams, RNG states, ``device="cuda"`` in its
-tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype. Where no GPU is present, `install` answers those
-questions with the CPU, once per process and before the first ``import megatron``:
+megatron-core asks ``torch.cuda`` for everything: the current device, streams, RNG states,
+``device="cuda"`` in its tensor factories, ``torch.cuda.FloatTensor`` as the name of a dtype. Where
+no GPU is present, `install` answers those questions with the CPU, once per process and before the
+first ``import megatron``:
 
-==============================================  ====================================================================
-megatron-core asks for                          and gets on a host without a GPU
-==============================================  ====================================================================
-``torch.cuda.current_device()``                 ``torch.device("cpu")``
-``torch.zeros(..., device="cuda")`` and kin     a CPU tensor (``pin_memory`` is dropped: there is nothing to pin for)
-``tensor.cuda()``                               the tensor itself
-``tensor.type()``                               the ``torch.cuda.…`` spelling that its optimizers compare with
-``torch.cuda.FloatTensor`` and siblings         the CPU types, for its ``isinstance`` checks
-streams, events, ``synchronize``                stand-ins that do nothing: CPU work is already in order
-``torch.cuda`` RNG states                       the CPU generator's
-``torch.compile`` as its "jit fuser"            no compilation: a C++ compiler and minutes of warm-up are not needed
-==============================================  ====================================================================
+==============================================
+==================================================================== megatron-core asks for
+and gets on a host without a GPU ==============================================
+==================================================================== ``torch.cuda.current_device()``
+``torch.device("cpu")`` ``torch.zeros(..., device="cuda")`` and kin     a CPU tensor (``pin_memory``
+is dropped: there is nothing to pin for) ``tensor.cuda()``                               the tensor
+itself ``tensor.type()``                               the ``torch.cuda.…`` spelling that its
+optimizers compare with ``torch.cuda.FloatTensor`` and siblings         the CPU types, for its
+``isinstance`` checks streams, events, ``synchronize``                stand-ins that do nothing: CPU
+work is already in order ``torch.cuda`` RNG states                       the CPU generator's
+``torch.compile`` as its "jit fuser"            no compilation: a C++ compiler and minutes of
+warm-up are not needed ==============================================
+====================================================================
 
-Nothing else in slime branches on this. The factories are wrapped, instead of entering a ``TorchFunctionMode``, because
-a mode belongs to one thread (a Ray actor may call from several) and costs 0.9 µs on every torch call.
+Nothing else in slime branches on this. The factories are wrapped, instead of entering a
+``TorchFunctionMode``, because a mode belongs to one thread (a Ray actor may call from several) and
+costs 0.9 µs on every torch call.
 """
 
 from __future__ import annotations
@@ -44,8 +48,31 @@ from slime.log import get_logger
 logger = get_logger(__name__)
 
 CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm", "linspace")
-_TYPE_NAMES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "linspace",
+)
+_TYPE_NAMES = (
+    "Float",
+    "Double",
+    "Half",
+    "BFloat16",
+    "Byte",
+    "Char",
+    "Short",
+    "Int",
+    "Long",
+    "Bool",
+)
 _installed = False
 
 
@@ -54,7 +81,8 @@ def has_gpu() -> bool:
 
 
 def install() -> torch.device:
-    """Make ``import megatron.core`` usable in this process; idempotent. Call it before megatron is imported.
+    """Make ``import megatron.core`` usable in this process; idempotent. Call it before megatron is
+    imported.
 
     Returns:
         The device that parameters and batches live on: the process's current GPU, or the CPU.
@@ -95,16 +123,19 @@ def synchronize() -> None:
 
 
 def set_deterministic() -> None:
-    """``--deterministic-mode``: same inputs, same bits (the CPU's kernels give them for a fixed number of threads).
+    """``--deterministic-mode``: same inputs, same bits (the CPU's kernels give them for a fixed
+    number of threads).
 
-    An operation that has no deterministic kernel is an error, and torch's attention then takes its deterministic
-    backward pass. To be called before the first communicator and the first matrix product: NCCL and cuBLAS read their
-    variables once.
+    An operation that has no deterministic kernel is an error, and torch's attention then takes its
+    deterministic backward pass. To be called before the first communicator and the first matrix
+    product: NCCL and cuBLAS read their variables once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")  # others add up in the order of arrival
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
-    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # kernels chosen by rule, not by timing them
+    os.environ.setdefault(
+        "TORCHINDUCTOR_DETERMINISTIC", "1"
+    )  # kernels chosen by rule, not by timing them
     torch.use_deterministic_algorithms(True)
     # it would find reads of garbage, for a pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -119,14 +150,17 @@ def _quiet_megatron() -> None:
 
 @functools.cache
 def _offer_accumulating_products() -> None:
-    """What Megatron takes from Apex to add weight gradients to its float32 buffers within the product, instead of
-    writing them out and adding them in another pass. torch's own products can do that too."""
+    """What Megatron takes from Apex to add weight gradients to its float32 buffers within the
+    product, instead of writing them out and adding them in another pass. torch's own products can
+    do that too."""
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
         return
 
-    def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
         add_product(main_grad, grad_output.t(), inputs)
 
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
@@ -147,11 +181,14 @@ def _measure_norms_at_once() -> None:
 def _norm_at_once(
     chunk_size: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """float32 [1] on ``flag``'s device, the norm of all tensors in all lists together; in Apex's form."""
+    """float32 [1] on ``flag``'s device, the norm of all tensors in all lists together; in Apex's
+    form."""
     tensors = [tensor for tensors in lists for tensor in tensors]
     if not tensors:
         return torch.zeros(1, device=flag.device), None
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)  # 16-bit gradients need not have a 16-bit norm
+    norms = torch._foreach_norm(
+        tensors, 2, dtype=torch.float32
+    )  # 16-bit gradients need not have a 16-bit norm
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
@@ -167,17 +204,20 @@ def _has_compiler() -> bool:
 
 @functools.cache
 def _run_eagerly_without_compiler() -> None:
-    """Triton builds what launches its kernels with a C compiler; without one, ``torch.compile`` must not be tried."""
+    """Triton builds what launches its kernels with a C compiler; without one, ``torch.compile``
+    must not be tried."""
     if _has_compiler():
         return
     torch.compiler.set_stance("force_eager")
     logger.warning(
-        "no C compiler (gcc, clang or $CC) on this host: softmax, rotary embedding and activations run unfused, "
+        "no C compiler (gcc, clang or $CC) on this host: softmax, rotary embedding and "
+        "activations run unfused, "
         "which costs speed and memory; install gcc"
     )
 
 
-# -- the stand-ins ---------------------------------------------------------------------------------------------
+# -- the stand-ins
+# ---------------------------------------------------------------------------------------------
 
 
 class _Event:
@@ -249,13 +289,15 @@ def _redirected_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _redirect_tensors() -> None:
-    # `with torch.device("meta")` knows factories by identity, from a set made at its first use: make it now, of the
-    # originals. Else transformers builds models whose rotary buffers are never filled.
+    # `with torch.device("meta")` knows factories by identity, from a set made at its first use:
+    # make it now, of the originals. Else transformers builds models whose rotary buffers are never
+    # filled.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         original = getattr(torch, name)
         redirected = _redirected_factory(original)
-        # TorchScript finds builtins by identity, so the wrapper has to be known to it under the builtin's name
+        # TorchScript finds builtins by identity, so the wrapper has to be known to it under the
+        # builtin's name
         torch.jit._builtins._register_builtin(redirected, f"aten::{name}")
         setattr(torch, name, redirected)
 
@@ -291,7 +333,8 @@ def _redirect_tensors() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """A function of its own for each use: torch.compile keeps rules per function object and refuses shared ones."""
+    """A function of its own for each use: torch.compile keeps rules per function object and refuses
+    shared ones."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -325,8 +368,8 @@ def _redirect_cuda_module() -> None:
 
 
 def _import_without_servers(module: str, **instead: Any) -> None:
-    """Import ``module`` as if wandb and TensorBoard were not installed: megatron-core takes them in for what is not
-    used here, which costs a fifth of a rank's start.
+    """Import ``module`` as if wandb and TensorBoard were not installed: megatron-core takes them in
+    for what is not used here, which costs a fifth of a rank's start.
 
     Args:
         instead: further modules, by name, and what stands for them meanwhile.
@@ -346,10 +389,13 @@ def _import_without_servers(module: str, **instead: Any) -> None:
 def _import_megatron() -> None:
     """Import megatron-core with its fuser off and its RNG tracker on the CPU generator.
 
-    Both are bound when its modules are first imported; `torch.compile` is put back afterwards for everyone else.
+    Both are bound when its modules are first imported; `torch.compile` is put back afterwards for
+    everyone else.
     """
     original_compile = torch.compile
-    torch.compile = lambda function=None, **kwargs: function if function is not None else (lambda f: f)  # type: ignore[assignment]
+    torch.compile = lambda function=None, **kwargs: (
+        function if function is not None else (lambda f: f)
+    )  # type: ignore[assignment]
     try:
         # brings setuptools along, for allocators of memory on a GPU
         compiler = types.ModuleType("torch.utils.cpp_extension")
@@ -358,7 +404,14 @@ def _import_megatron() -> None:
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
     finally:
         torch.compile = original_compile
-    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
-    rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)  # type: ignore[attr-defined]
-    # its tracker expects two generators; here they are one, and saying so at every parameter helps nobody
-    logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+        new_state
+    )  # type: ignore[attr-defined]
+    # its tracker expects two generators; here they are one, and saying so at every parameter helps
+    # nobody
+    logging.getLogger(rng.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )

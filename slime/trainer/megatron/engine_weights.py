@@ -1,11 +1,12 @@
 """The weights that quantised engines compute with, in the trainer's own model.
 
-    parameter ─ pieces of the tensor ranks ─► Hugging Face weights ─ quantise, dequantise ─► this rank's piece again
+    parameter ─ pieces of the tensor ranks ─► Hugging Face weights ─ quantise, dequantise ─► this
+    rank's piece again
 
-Swapped in around a pass, they make the trainer compute what engines compute after a push of its weights: the same bits
-(`slime.engines.wire.quantised` has the arithmetic, for pushes too), at any layout. A backward pass inside the block
-leaves gradients of the loss at these weights with the plain parameters, which is what a straight-through estimator is:
-rounding counts as the identity.
+Swapped in around a pass, they make the trainer compute what engines compute after a push of its
+weights: the same bits (`slime.engines.wire.quantised` has the arithmetic, for pushes too), at any
+layout. A backward pass inside the block leaves gradients of the loss at these weights with the
+plain parameters, which is what a straight-through estimator is: rounding counts as the identity.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class EngineWeights:
         dtype: of the engines' weights.
         model_name: conversion table, when the config does not tell.
     Raises:
-        UserError: the ignore list does not fit the model; compressed-tensors is needed and not installed.
+        UserError: the ignore list does not fit the model; compressed-tensors is needed and not
+            installed.
     """
 
     def __init__(
@@ -66,10 +68,14 @@ class EngineWeights:
                 holders[_whole(tensor).data_ptr()] = match.rule.is_expert
         of_chunks = [parameter for chunk in chunks for parameter in chunk.parameters()]
         #: Each parameter that is quantised, and whether it is that of routed experts.
-        self._parameters = [(p, holders[p.data_ptr()]) for p in of_chunks if p.data_ptr() in holders]
+        self._parameters = [
+            (p, holders[p.data_ptr()]) for p in of_chunks if p.data_ptr() in holders
+        ]
 
     @staticmethod
-    def of(config: Config, chunks: Sequence[nn.Module], hf_config: HfConfig) -> EngineWeights | None:
+    def of(
+        config: Config, chunks: Sequence[nn.Module], hf_config: HfConfig
+    ) -> EngineWeights | None:
         """As a run's flags have it; None where engines hold plain weights."""
         quantisation = Quantisation.read(read_hf_config(hf_config))
         if quantisation is None:
@@ -79,9 +85,12 @@ class EngineWeights:
 
     @contextmanager
     def swapped_in(self, *, experts_only: bool = False) -> Iterator[None]:
-        """Within the block the model computes with these weights instead of those that it has now, which come back
-        afterwards, bit for bit. Takes the memory of the parameters a second time. Collective."""
-        parameters = [parameter for parameter, is_expert in self._parameters if is_expert or not experts_only]
+        """Within the block the model computes with these weights instead of those that it has now,
+        which come back afterwards, bit for bit. Takes the memory of the parameters a second time.
+        Collective."""
+        parameters = [
+            parameter for parameter, is_expert in self._parameters if is_expert or not experts_only
+        ]
         own = [parameter.data for parameter in parameters]
         try:
             with torch.no_grad():
@@ -111,7 +120,10 @@ class EngineWeights:
             pieces = [torch.empty_like(own) for _ in range(shard.size)]
             dist.all_gather(pieces, own.contiguous(), group=group)
         spec = with_padding_of(match, own, self._spec, shard)
-        weights = [as_engines_compute(one, self._scheme, self._dtype) for one in layout.export(pieces, spec)]
+        weights = [
+            as_engines_compute(one, self._scheme, self._dtype)
+            for one in layout.export(pieces, spec)
+        ]
         return layout.load(weights, shard, spec)
 
 

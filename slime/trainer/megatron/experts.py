@@ -1,9 +1,11 @@
-"""The experts of one rank as stacked weights: one parameter per projection, one product over all experts.
+"""The experts of one rank as stacked weights: one parameter per projection, one product over all
+experts.
 
-    rows [R, H], sorted by expert ── fc1 ──► [gate | up] ── swiglu · weight ──► [R, F] ── fc2 ──► [R, H]
+    rows [R, H], sorted by expert ── fc1 ──► [gate | up] ── swiglu · weight ──► [R, F] ── fc2 ──►
+    [R, H]
 
-On a GPU in bfloat16 the product is `torch._grouped_mm`, one kernel for all experts; elsewhere a loop over them.
-Neither needs the number of rows per expert to be a multiple of anything.
+On a GPU in bfloat16 the product is `torch._grouped_mm`, one kernel for all experts; elsewhere a
+loop over them. Neither needs the number of rows per expert to be a multiple of anything.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -27,18 +34,28 @@ class GroupedExperts(MegatronModule):
     """The local experts of a layer, in the slot for experts of Megatron's MoE layers.
 
     Args:
-        num_local_experts: experts on this rank; the rank's place among the others comes from ``pg_collection``.
+        num_local_experts: experts on this rank; the rank's place among the others comes from
+            ``pg_collection``.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
         width = config.moe_ffn_hidden_size
         assert width is not None
         gated = config.gated_linear_unit
         self.linear_fc1 = StackedLinear(
-            config, num_local_experts, config.hidden_size, width, pg_collection, cut="out", halves=2 if gated else 1
+            config,
+            num_local_experts,
+            config.hidden_size,
+            width,
+            pg_collection,
+            cut="out",
+            halves=2 if gated else 1,
         )
         self.linear_fc2 = StackedLinear(
             config, num_local_experts, width, config.hidden_size, pg_collection, cut="in",
@@ -49,7 +66,8 @@ class GroupedExperts(MegatronModule):
         )
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-        """Rows [R, H] sorted by expert → [R, H], weighted; under expert tensor parallelism this shard's summand.
+        """Rows [R, H] sorted by expert → [R, H], weighted; under expert tensor parallelism this
+        shard's summand.
 
         Args:
             ends: int32 [local experts], where each expert's rows end.
@@ -67,7 +85,9 @@ class GroupedExperts(MegatronModule):
         config = self.config
         weights = weights[:, None]
         if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
-            if hidden.device.type == "cuda":  # Megatron's expression, which torch.compile fuses there
+            if (
+                hidden.device.type == "cuda"
+            ):  # Megatron's expression, which torch.compile fuses there
                 return weighted_bias_swiglu_impl(hidden, None, weights)
             activated = SwiGLU.apply(hidden)
         elif config.gated_linear_unit:
@@ -82,7 +102,8 @@ class GroupedExperts(MegatronModule):
 
 
 class StackedLinear(torch.nn.Module):
-    """One projection of all local experts: ``weight`` [experts, out, in], cut over expert tensor-parallel ranks.
+    """One projection of all local experts: ``weight`` [experts, out, in], cut over expert
+    tensor-parallel ranks.
 
     Args:
         width_in, width_out: of one whole expert; of one half, where ``out`` is made of halves.
@@ -112,18 +133,24 @@ class StackedLinear(torch.nn.Module):
         rows = width_out * halves // (self.shards if cut == "out" else 1)
         columns = width_in // (self.shards if cut == "in" else 1)
         weight = torch.empty(
-            num_local_experts, rows, columns, dtype=config.params_dtype, device=torch.cuda.current_device()
+            num_local_experts,
+            rows,
+            columns,
+            dtype=config.params_dtype,
+            device=torch.cuda.current_device(),
         )
         self.weight = torch.nn.Parameter(weight)
-        # "not all-reduced with the rest" is how Megatron's gradient buffers, optimizers and norms know expert weights.
-        # Always, so that optimizer states are laid out alike whatever the expert-parallel size.
+        # "not all-reduced with the rest" is how Megatron's gradient buffers, optimizers and norms
+        # know expert weights. Always, so that optimizer states are laid out alike whatever the
+        # expert-parallel size.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, self.cut_axis, 1)
         self._initialise(init or config.init_method, halves * width_out, width_in)
 
     @torch.no_grad()
     def _initialise(self, init: Callable[[Tensor], Any], rows: int, columns: int) -> None:
-        """Every rank draws every expert whole and keeps its part: random weights do not depend on the layout."""
+        """Every rank draws every expert whole and keeps its part: random weights do not depend on
+        the layout."""
         if init is leave_as_it_is:
             return
         local = self.weight.size(0)
@@ -133,7 +160,9 @@ class StackedLinear(torch.nn.Module):
             init(whole)
             if first <= expert < first + local:
                 halves = whole.chunk(self.halves, dim=0)
-                part = torch.cat([half.chunk(self.shards, dim=self.cut_axis - 1)[self.shard] for half in halves])
+                part = torch.cat(
+                    [half.chunk(self.shards, dim=self.cut_axis - 1)[self.shard] for half in halves]
+                )
                 self.weight[expert - first].copy_(part)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -141,9 +170,13 @@ class StackedLinear(torch.nn.Module):
         return grouped_linear(rows, self.weight, ends)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """One tensor [all experts, out, in] in the checkpoint: any expert layout loads what any other saved."""
+        """One tensor [all experts, out, in] in the checkpoint: any expert layout loads what any
+        other saved."""
         key = f"{prefix}weight"
         before = len(sharded_offsets)
         replica_id = (0, 0, self.replica)
@@ -158,7 +191,11 @@ class StackedLinear(torch.nn.Module):
                     half,
                     *sharded_offsets,
                     (before, self.expert_rank, self.expert_ranks),
-                    (before + self.cut_axis, self.shard + i * self.shards, self.shards * self.halves),
+                    (
+                        before + self.cut_axis,
+                        self.shard + i * self.shards,
+                        self.shards * self.halves,
+                    ),
                     replica_id=replica_id,
                     prepend_axis_num=before,
                 )
@@ -169,11 +206,16 @@ class StackedLinear(torch.nn.Module):
             (sharded,) = shards(key, self.weight, replica_id)
             sharded.data = self.weight
             return {key: sharded}
-        return {key: ShardedTensorFactory(key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id)}
+        return {
+            key: ShardedTensorFactory(
+                key, self.weight, shards, lambda parts: torch.cat(parts, 1), replica_id
+            )
+        }
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Row r of expert e → ``weight[e] @ rows[r]``; the gradient of an expert without rows is exactly 0.
+    """Row r of expert e → ``weight[e] @ rows[r]``; the gradient of an expert without rows is
+    exactly 0.
 
     Args:
         rows: [R, in], sorted by expert; R may be 0.
@@ -201,7 +243,9 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         multiply, weight_gradient = products(rows, weight)
-        grad_rows = multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        grad_rows = (
+            multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        )
         grad_weight = weight_gradient(grad, rows, ends) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weight, None
 
@@ -210,7 +254,8 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def products(rows: Tensor, weight: Tensor) -> tuple[Product, Product]:
-    """(rows [R, in] × weights [E, out, in] → [R, out]; gradients [R, out] × rows [R, in] → [E, out, in])."""
+    """(rows [R, in] × weights [E, out, in] → [R, out]; gradients [R, out] × rows [R, in] → [E, out,
+    in])."""
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     if rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and rows.size(0) > 0:
         return grouped_product, grouped_weight_gradient

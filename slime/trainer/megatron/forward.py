@@ -1,4 +1,5 @@
-"""The verbs that run the model: micro-batches of packed samples through Megatron's schedules, at any layout."""
+"""The verbs that run the model: micro-batches of packed samples through Megatron's schedules, at
+any layout."""
 
 from __future__ import annotations
 
@@ -19,29 +20,41 @@ LossFunction = Callable[[TokenScores, PackedMicroBatch], tuple[Tensor, dict[str,
 
 
 def packed_micro_batches(
-    batch: TrainBatch, micro_batches: Sequence[Sequence[int]], options: PackingOptions, *, same_length: bool = False
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    options: PackingOptions,
+    *,
+    same_length: bool = False,
 ) -> list[PackedMicroBatch]:
     """Pack each list of sample indices; an empty list becomes a sequence of padding.
 
     Args:
         same_length: pad all to the longest one.
     """
-    packed = [pack(samples, batch.tokens, batch.response_lengths, options) for samples in micro_batches]
+    packed = [
+        pack(samples, batch.tokens, batch.response_lengths, options) for samples in micro_batches
+    ]
     longest = max(micro_batch.num_tokens for micro_batch in packed)
     if same_length and any(micro_batch.num_tokens < longest for micro_batch in packed):
-        return packed_micro_batches(batch, micro_batches, dataclasses.replace(options, at_least=longest))
+        return packed_micro_batches(
+            batch, micro_batches, dataclasses.replace(options, at_least=longest)
+        )
     return packed
 
 
 @torch.no_grad()
-def score(chunks: list[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any) -> list[TokenScores]:
+def score(
+    chunks: list[nn.Module], micro_batches: Sequence[PackedMicroBatch], **options: Any
+) -> list[TokenScores]:
     """Forward pass only. Scores per micro-batch on the last pipeline stage, [] on others.
 
     Args:
         options: of `PolicyModel.forward`.
     """
 
-    def forward_step(batches: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(
+        batches: Iterator[PackedMicroBatch], model: nn.Module
+    ) -> tuple[Any, Callable[..., Any]]:
         output = model(next(batches), **options)
         return output, lambda scores, non_loss_data: scores
 
@@ -60,8 +73,8 @@ def forward_backward(
 
     Args:
         loss_of: (scores, micro-batch) → its part of the step's loss, and of the metrics.
-        gradient_scale: undoes Megatron's averaging over micro-batches and data-parallel ranks, which is not wanted:
-            each part is weighted already.
+        gradient_scale: undoes Megatron's averaging over micro-batches and data-parallel ranks,
+            which is not wanted: each part is weighted already.
         options: of `PolicyModel.forward`.
     Returns:
         One result per micro-batch on the last pipeline stage, [] on others.
@@ -72,7 +85,9 @@ def forward_backward(
         result = MicroBatchResult(packed.samples, metrics, scores.log_probs.detach())
         return loss * gradient_scale, result
 
-    def forward_step(batches: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(
+        batches: Iterator[PackedMicroBatch], model: nn.Module
+    ) -> tuple[Any, Callable[..., Any]]:
         packed = next(batches)
         return model(packed, **options), partial(loss_step, packed)
 
@@ -88,7 +103,8 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Each model chunk (virtual pipeline stage) walks over the micro-batches on its own iterator."""
+    """Each model chunk (virtual pipeline stage) walks over the micro-batches on its own
+    iterator."""
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -103,8 +119,8 @@ def _run(
 
 
 def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:
-    """The canary (`slime.weights.canary`) as a batch for a forward pass: ``tokens``, of which all but the first are
-    scored, in the first micro-batch, padding in the others.
+    """The canary (`slime.weights.canary`) as a batch for a forward pass: ``tokens``, of which all
+    but the first are scored, in the first micro-batch, padding in the others.
 
     Args:
         num_micro_batches: what the layout divides a step into (`TrainLayout.micro_batch_multiple`).

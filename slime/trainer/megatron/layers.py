@@ -1,4 +1,5 @@
-"""The layers that stand in for what megatron-core leaves to Transformer Engine or computes anew in every layer."""
+"""The layers that stand in for what megatron-core leaves to Transformer Engine or computes anew in
+every layer."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ def leave_as_it_is(tensor: Tensor) -> Tensor:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm that also works under sequence parallelism.
 
-    megatron-core's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. All that is needed is the mark
-    on the weight, by which its gradient is summed over the tensor-parallel ranks, each of which saw some tokens only.
+    megatron-core's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism. All that is
+    needed is the mark on the weight, by which its gradient is summed over the tensor-parallel
+    ranks, each of which saw some tokens only.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
@@ -50,8 +54,8 @@ class RMSNorm(torch.nn.Module):
 def with_bias(linear: type) -> type:
     """The same parallel linear layer, always with a bias.
 
-    Megatron decides with one field, ``add_bias_linear``, for all linear layers of a model; checkpoints have biases on
-    some of them.
+    Megatron decides with one field, ``add_bias_linear``, for all linear layers of a model;
+    checkpoints have biases on some of them.
     """
 
     class Biased(linear):
@@ -104,7 +108,8 @@ class SwiGLUActivation(torch.nn.Module):
 class EmbeddingLookup(torch.autograd.Function):
     """Rows of an embedding whose gradient goes straight into Megatron's gradient buffer.
 
-    Autograd would make a dense gradient as large as the vocabulary, nearly all zeros, and add it to the buffer.
+    Autograd would make a dense gradient as large as the vocabulary, nearly all zeros, and add it to
+    the buffer.
     """
 
     @staticmethod
@@ -122,18 +127,25 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 class Embedding(VocabParallelEmbedding):
-    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where nobody waits for the gradient's hook."""
+    """Megatron's vocabulary-parallel embedding, with `EmbeddingLookup` where nobody waits for the
+    gradient's hook."""
 
     direct_grad = False
 
     def forward(self, input_: Tensor) -> Tensor:
         direct = self.direct_grad and self.weight.requires_grad and torch.is_grad_enabled()
-        if not direct or self.tp_group.size() > 1 or self.reduce_scatter_embeddings or input_.device.type == "cuda":
+        if (
+            not direct
+            or self.tp_group.size() > 1
+            or self.reduce_scatter_embeddings
+            or input_.device.type == "cuda"
+        ):
             return super().forward(input_)
         return EmbeddingLookup.apply(self.weight, self.weight.main_grad, input_)
 
 
-# -- layers that normalise the outputs of attention and MLP before they are added to the residual (GLM-4) ------------
+# -- layers that normalise the outputs of attention and MLP before they are added to the residual
+# (GLM-4) ------------
 
 OutputWithBias = tuple[Tensor, Tensor | None]
 AddToResidual = Callable[[OutputWithBias, Tensor, float], Tensor]
@@ -144,8 +156,9 @@ MakeAdd = Callable[[bool, bool], AddToResidual]
 class PostNormTransformerLayer(TransformerLayer):
     """x + post_norm(attention(norm(x))), then the same around the MLP.
 
-    megatron-core's layer has no such norms. They go in front of its two residual additions, the only places that see
-    the outputs on their own; recomputation and the rest of the layer stay as they are.
+    megatron-core's layer has no such norms. They go in front of its two residual additions, the
+    only places that see the outputs on their own; recomputation and the rest of the layer stay as
+    they are.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +178,9 @@ def _normalising(norm: RMSNorm, make_add: MakeAdd) -> MakeAdd:
     def make(training: bool, fused: bool) -> AddToResidual:
         add = make_add(training, fused)
 
-        def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, dropout: float) -> Tensor:
+        def normalise_and_add(
+            output_with_bias: OutputWithBias, residual: Tensor, dropout: float
+        ) -> Tensor:
             output, bias = output_with_bias
             return add((norm(output if bias is None else output + bias), None), residual, dropout)
 

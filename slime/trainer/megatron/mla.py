@@ -4,9 +4,9 @@
     hidden ─► kv_down ─► [latent | k with position ⟲, one for all heads]
                           └─► norm ─► kv_up ──► per head [k without position | v]
 
-Parameters, names and sharding are Megatron's `MLASelfAttention`. What differs is the forward pass: angles come ready
-for the micro-batch, positions are those of packed sequences, and gradients are right under tensor parallelism without
-Transformer Engine.
+Parameters, names and sharding are Megatron's `MLASelfAttention`. What differs is the forward pass:
+angles come ready for the micro-batch, positions are those of packed sequences, and gradients are
+right under tensor parallelism without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from slime.trainer.megatron.layers import RMSNorm
 from slime.trainer.megatron.packed import PackedSequences
 from slime.trainer.megatron.rotary import Rotate
 
-# without Transformer Engine megatron-core's stand-in for it imports well, and this module takes it for the real one
+# without Transformer Engine megatron-core's stand-in for it imports well, and this module takes it
+# for the real one
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
-#: DeepSeek's own code and transformers use it for the two latent norms, whatever the config says for the others
-#: (Moonlight says 1e-5).
+#: DeepSeek's own code and transformers use it for the two latent norms, whatever the config says
+#: for the others (Moonlight says 1e-5).
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentNorm(RMSNorm):
     """The norm of a compressed query or of a compressed key and value."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = LATENT_NORM_EPS, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = LATENT_NORM_EPS, **_: Any
+    ) -> None:
         super().__init__(config, hidden_size, LATENT_NORM_EPS)
 
 
@@ -80,15 +83,18 @@ class PackedMLASelfAttention(MLASelfAttention):
         return self.linear_proj(out)
 
     def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(what queries are made of, what keys and values are made of, key with position), normalised.
+        """(what queries are made of, what keys and values are made of, key with position),
+        normalised.
 
-        The first two are split along the sequence under sequence parallelism, as their up projections expect; the
-        third is whole, [T, rope].
+        The first two are split along the sequence under sequence parallelism, as their up
+        projections expect; the third is whole, [T, rope].
         """
         config = self.config
         query = hidden
         if config.q_lora_rank is not None:
-            query = self.q_layernorm(self._split_again(self._whole(self.linear_q_down_proj(hidden)[0])))
+            query = self.q_layernorm(
+                self._split_again(self._whole(self.linear_q_down_proj(hidden)[0]))
+            )
         latent, key_position = self._whole(self.linear_kv_down_proj(hidden)[0]).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
         )
@@ -97,26 +103,40 @@ class PackedMLASelfAttention(MLASelfAttention):
         return query, self.kv_layernorm(self._split_again(latent)), key_position[:, 0]
 
     def _whole(self, x: Tensor) -> Tensor:
-        """The down projections are column-parallel: all ranks' features together. Their gradients are equal on all
-        ranks, so that going back each takes its part."""
-        return gather_from_tensor_model_parallel_region(x, group=self.tp_group) if self.tp_group.size() > 1 else x
+        """The down projections are column-parallel: all ranks' features together. Their gradients
+        are equal on all ranks, so that going back each takes its part."""
+        return (
+            gather_from_tensor_model_parallel_region(x, group=self.tp_group)
+            if self.tp_group.size() > 1
+            else x
+        )
 
     def _split_again(self, x: Tensor) -> Tensor:
-        """Back to this rank's part of the sequence, which the column-parallel projection had gathered."""
-        return scatter_to_sequence_parallel_region(x, group=self.tp_group) if self.config.sequence_parallel else x
+        """Back to this rank's part of the sequence, which the column-parallel projection had
+        gathered."""
+        return (
+            scatter_to_sequence_parallel_region(x, group=self.tp_group)
+            if self.config.sequence_parallel
+            else x
+        )
 
     def _expanded(
         self, query_latent: Tensor, latent: Tensor, key_position: Tensor, sequences: PackedSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, heads, qk_head_dim + qk_pos_emb_head_dim], value [T, heads, v_head_dim]."""
+        """Query and key [T, heads, qk_head_dim + qk_pos_emb_head_dim], value [T, heads,
+        v_head_dim]."""
         config = self.config
         heads = self.num_attention_heads_per_partition
         assert sequences.rotary is not None
         cos, sin = sequences.rotary
         up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query = up(query_latent)[0].view(-1, heads, self.q_head_dim)
-        query_plain, query_position = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        expanded = self.linear_kv_up_proj(latent)[0].view(-1, heads, config.qk_head_dim + config.v_head_dim)
+        query_plain, query_position = query.split(
+            [config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1
+        )
+        expanded = self.linear_kv_up_proj(latent)[0].view(
+            -1, heads, config.qk_head_dim + config.v_head_dim
+        )
         key_plain, value = expanded.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         # pairs of neighbours, as the weights of this family have them
         query_position = Rotate.apply(query_position, cos, sin, True)
@@ -125,8 +145,11 @@ class PackedMLASelfAttention(MLASelfAttention):
         key = torch.cat([key_plain, key_position.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
 
-    def _padded_core(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """[T, heads, v_head_dim]. Most kernels want one head size: zeros behind the shorter ones change nothing."""
+    def _padded_core(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+    ) -> Tensor:
+        """[T, heads, v_head_dim]. Most kernels want one head size: zeros behind the shorter ones
+        change nothing."""
         if not self.core_attention.one_head_size:
             return self.core_attention(query, key, value, sequences)
         own = value.size(-1)

@@ -1,9 +1,11 @@
 """The policy as megatron-core modules, built from a `ModelSpec`.
 
     embedding ─► decoder (local layer spec; our attention, norm and activation) ─► hidden states
-                                       └─ last stage: rows that predict responses ─► log-probs (never logits)
+                                       └─ last stage: rows that predict responses ─► log-probs
+                                       (never logits)
 
-Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about any of this.
+Parameters carry Megatron's names and sharding, so converters and checkpoints need not know about
+any of this.
 """
 
 from __future__ import annotations
@@ -59,27 +61,35 @@ _MEGATRON_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 class PolicyModel(GPTModel):
     """Megatron's GPT whose output is the log-prob of each response token.
 
-    The vocabulary product runs inside `linear_log_probs`, on the rows that predict response tokens only.
+    The vocabulary product runs inside `linear_log_probs`, on the rows that predict response tokens
+    only.
     """
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, **kwargs: Any
+    ) -> None:
         super().__init__(
             config=config,
             vocab_size=spec.padded_vocab_size,
             max_sequence_length=spec.max_position_embeddings,
             share_embeddings_and_output_weights=spec.tie_embeddings,
-            position_embedding_type="none",  # the angles come from `self.angles`, once per micro-batch
+            # the angles come from `self.angles`, once per micro-batch
+            position_embedding_type="none",
             vp_stage=vp_stage,
             **kwargs,
         )
         self.spec = spec
         self._direct = False
         if self.pre_process:
-            self.embedding.word_embeddings.__class__ = Embedding  # same parameters; Megatron has no slot for it
+            self.embedding.word_embeddings.__class__ = (
+                Embedding  # same parameters; Megatron has no slot for it
+            )
         inverse, factor = inverse_frequencies(
             spec.rotary_dim, spec.rotary_base, spec.rotary_scaling, spec.max_position_embeddings
         )
-        self.angles = RotaryAngles(inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype)
+        self.angles = RotaryAngles(
+            inverse, factor, torch.device(torch.cuda.current_device()), config.params_dtype
+        )
 
     def forward(
         self,
@@ -117,19 +127,25 @@ class PolicyModel(GPTModel):
         return TokenScores(log_probs, entropy, logits)
 
     def hidden_states(self, batch: PackedMicroBatch) -> Tensor:
-        """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's part of T."""
+        """[T, 1, H], after the final norm on the last stage; under sequence parallelism this rank's
+        part of T."""
         sequences = batch.sequences
         assert sequences.positions is not None
         if sequences.rotary is None:
             sequences.rotary = self.angles(sequences.positions)
-        embedded = self.embedding(input_ids=batch.tokens, position_ids=None) if self.pre_process else None
-        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
+        embedded = (
+            self.embedding(input_ids=batch.tokens, position_ids=None) if self.pre_process else None
+        )
+        return self.decoder(
+            hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
+        )
 
     def predicting_rows(self, hidden: Tensor, batch: PackedMicroBatch) -> Tensor:
-        """[N, H]: the hidden states from which response tokens are predicted, ready for a vocabulary-parallel product.
+        """[N, H]: the hidden states from which response tokens are predicted, ready for a
+        vocabulary-parallel product.
 
-        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which has the part of
-        its vocabulary shard.
+        Going back, the gradient of the rows is summed over the tensor-parallel ranks, each of which
+        has the part of its vocabulary shard.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -155,10 +171,10 @@ class PolicyModel(GPTModel):
     def attach(self, wrapper: DistributedDataParallel) -> None:
         """Fit the chunk to the data parallelism around it.
 
-        The vocabulary's gradients are added to its buffer right away, unless a hook waits for them. And with
-        ``--overlap-param-gather``, which waits for a module's parameters when it is called, those that are used
-        without a call are waited for: the output layer's weight goes straight into the log-probs, and the norms of
-        queries and keys are a part of one kernel.
+        The vocabulary's gradients are added to its buffer right away, unless a hook waits for them.
+        And with ``--overlap-param-gather``, which waits for a module's parameters when it is
+        called, those that are used without a call are waited for: the output layer's weight goes
+        straight into the log-probs, and the norms of queries and keys are a part of one kernel.
         """
         self._direct = not wrapper.ddp_config.overlap_grad_reduce
         if self.pre_process:
@@ -167,10 +183,14 @@ class PolicyModel(GPTModel):
             return
         wait = wrapper._make_forward_pre_hook()
         if self.post_process:
-            self.decoder.final_layernorm.register_forward_pre_hook(lambda norm, _: wait(self.output_layer))
+            self.decoder.final_layernorm.register_forward_pre_hook(
+                lambda norm, _: wait(self.output_layer)
+            )
         for module in self.modules():
             if isinstance(module, PackedSelfAttention):
-                module.register_forward_pre_hook(lambda attention, _: _wait_for_norms(attention, wait))
+                module.register_forward_pre_hook(
+                    lambda attention, _: _wait_for_norms(attention, wait)
+                )
 
     def _direct_grad(self) -> Tensor | None:
         weight = self.output_weight()
@@ -185,14 +205,19 @@ def _wait_for_norms(attention: PackedSelfAttention, wait: Callable[[torch.nn.Mod
             wait(norm)
 
 
-def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = False) -> list[PolicyModel]:
-    """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded yet.
+def build_model_chunks(
+    spec: ModelSpec, config: Config, *, initialise: bool = False
+) -> list[PolicyModel]:
+    """This rank's pipeline stage(s) of the model, on the trainer's device, parameters not loaded
+    yet.
 
     Args:
         spec: fits the layout (`slime.models.layout_rules.check_layout`).
-        initialise: draw random weights; without it parameters hold garbage until a checkpoint is loaded.
+        initialise: draw random weights; without it parameters hold garbage until a checkpoint is
+            loaded.
     Raises:
-        UserError: a flag that contradicts the model or cannot be honoured, or a provider that built something else.
+        UserError: a flag that contradicts the model or cannot be honoured, or a provider that built
+            something else.
     """
     transformer = transformer_config(spec, config, initialise=initialise)
     virtual = transformer.virtual_pipeline_model_parallel_size
@@ -202,12 +227,19 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
 
     def build(first: bool, last: bool, vp_stage: int | None) -> PolicyModel:
         if config.train.spec:
-            layers = specified_layers(config.train.spec, config.flat(), transformer, vp_stage, local_layers)
+            layers = specified_layers(
+                config.train.spec, config.flat(), transformer, vp_stage, local_layers
+            )
         else:
             layers = local_layers(transformer, vp_stage)
         put_in_parts(layers, transformer, spec, core_attention=core)
         return PolicyModel(
-            spec, transformer, vp_stage, transformer_layer_spec=layers, pre_process=first, post_process=last
+            spec,
+            transformer,
+            vp_stage,
+            transformer_layer_spec=layers,
+            pre_process=first,
+            post_process=last,
         )
 
     chunks = []
@@ -215,7 +247,11 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         path = config.train.custom_model_provider_path
-        chunk = provided(path, build, PolicyModel, first, last, vp_stage) if path else build(first, last, vp_stage)
+        chunk = (
+            provided(path, build, PolicyModel, first, last, vp_stage)
+            if path
+            else build(first, last, vp_stage)
+        )
         connect(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -225,14 +261,17 @@ def build_model_chunks(spec: ModelSpec, config: Config, *, initialise: bool = Fa
 
 
 def _prepare_recompute(chunk: PolicyModel) -> None:
-    """What activation recompute (``--recompute-activations`` and its kin) needs beside Megatron's own code.
+    """What activation recompute (``--recompute-activations`` and its kin) needs beside Megatron's
+    own code.
 
-    Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward pass. Three gaps:
+    Megatron recomputes whole layers, or single modules (``--recompute-modules``), in the backward
+    pass. Three gaps:
 
-    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that is not installed;
-    - a checkpointed function none of whose inputs needs a gradient gives its own parameters none either: with a frozen
-      embedding the layers behind it would silently not be trained; likewise a pipeline stage that is frozen as a whole
-      would have nothing to send back;
+    - its checkpoint of a norm's output asks Transformer Engine whether FP8 is on, also where that
+      is not installed;
+    - a checkpointed function none of whose inputs needs a gradient gives its own parameters none
+      either: with a frozen embedding the layers behind it would silently not be trained; likewise a
+      pipeline stage that is frozen as a whole would have nothing to send back;
     - a number of layers per block that does not divide a stage's layers ends in an IndexError.
 
     Raises:
@@ -248,10 +287,13 @@ def _prepare_recompute(chunk: PolicyModel) -> None:
         if layers % per_block:
             raise UserError(
                 f"--recompute-num-layers {per_block} does not fit this model",
-                why=f"a pipeline stage has {layers} layers, which cannot be divided into blocks of {per_block}",
+                why=f"a pipeline stage has {layers} layers, which cannot be divided into blocks "
+                f"of {per_block}",
                 fix=f"use a divisor of {layers}; 1 keeps one activation per layer",
             )
-    recomputes_or_sends_back = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
+    recomputes_or_sends_back = (
+        config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
+    )
     if recomputes_or_sends_back and chunk.pre_process:
         chunk.embedding.register_forward_hook(_let_gradients_pass)
 
@@ -265,7 +307,9 @@ def _let_gradients_pass(module: torch.nn.Module, inputs: Any, embedded: Tensor) 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """megatron-core's layers of a pipeline stage, without Transformer Engine."""
     plain = copy.copy(config)
-    plain.moe_grouped_gemm = False  # Megatron's spec for it needs a package; its experts are replaced anyway
+    plain.moe_grouped_gemm = (
+        False  # Megatron's spec for it needs a package; its experts are replaced anyway
+    )
     return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
 
 
@@ -276,7 +320,8 @@ def put_in_parts(
     *,
     core_attention: type | ModuleSpec = PackedAttention,
 ) -> None:
-    """Put our norm, attention, activation and biases in the places of megatron-core's, which take no packed sequences.
+    """Put our norm, attention, activation and biases in the places of megatron-core's, which take
+    no packed sequences.
 
     What a ``--spec`` of the user's has in these places stays.
     """
@@ -321,28 +366,37 @@ def put_in_parts(
         te_layers.replace_parts(block)
 
 
-def transformer_config(spec: ModelSpec, config: Config, *, initialise: bool = False) -> TransformerConfig:
-    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the user set.
+def transformer_config(
+    spec: ModelSpec, config: Config, *, initialise: bool = False
+) -> TransformerConfig:
+    """Megatron's view of the model: what the checkpoint says, the layout, and the native flags the
+    user set.
 
     Raises:
-        UserError: a flag that says otherwise than the checkpoint, with both values, or that cannot be honoured.
+        UserError: a flag that says otherwise than the checkpoint, with both values, or that cannot
+            be honoured.
     """
     given = config.megatron.transformer
     described = merge_transformer(spec.transformer_kwargs(), given)
     acting = {name: described[name] for name in given if name in described}
     arguments = {**described, **_trainer_arguments(spec, config, initialise), **acting}
-    if spec.activation == "silu" and arguments.get("gated_linear_unit") and not arguments.get("add_bias_linear"):
+    if (
+        spec.activation == "silu"
+        and arguments.get("gated_linear_unit")
+        and not arguments.get("add_bias_linear")
+    ):
         arguments["use_te_activation_func"] = True  # the slot that `SwiGLUActivation` fills
     arguments.update(expert_arguments(arguments))
     if spec.is_mla:
-        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes them for norms of each
-        # rank's own heads, and sums their gradients over the ranks
+        # its norms see whole latents on every tensor-parallel rank; with the mark Megatron takes
+        # them for norms of each rank's own heads, and sums their gradients over the ranks
         return MLATransformerConfig(**{**arguments, "qk_layernorm": False})
     return TransformerConfig(**arguments)
 
 
 def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dict[str, Any]:
-    """What does not describe the model: layout, precision, recomputation, and what this trainer wants of Megatron."""
+    """What does not describe the model: layout, precision, recomputation, and what this trainer
+    wants of Megatron."""
     megatron = config.megatron
     dtype = parameter_dtype(config)
     virtual = virtual_stages(spec, config)
@@ -357,8 +411,8 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        # with virtual stages two ranks exchange activations and gradients at once, and only the overlapped exchange of
-        # equal shapes keeps them apart
+        # with virtual stages two ranks exchange activations and gradients at once, and only the
+        # overlapped exchange of equal shapes keeps them apart
         "variable_seq_lengths": virtual is None,
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
@@ -369,19 +423,25 @@ def _trainer_arguments(spec: ModelSpec, config: Config, initialise: bool) -> dic
         "recompute_granularity": megatron.recompute_granularity,
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        "gradient_accumulation_fusion": True,  # by `device.install`'s products, or in Transformer Engine's layers
+        # by `device.install`'s products, or in Transformer Engine's layers
+        "gradient_accumulation_fusion": True,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        # one full-size draw that every layout cuts its piece from: random weights do not depend on the layout
-        "use_cpu_initialization": initialise and torch.device(torch.cuda.current_device()).type == "cpu",
+        # one full-size draw that every layout cuts its piece from: random weights do not depend on
+        # the layout
+        "use_cpu_initialization": initialise
+        and torch.device(torch.cuda.current_device()).type == "cpu",
         "attention_softmax_in_fp32": True,
-        "moe_router_bias_update_rate": 0.0,  # Megatron's default changes the bias although nobody asked for it
+        # Megatron's default changes the bias although nobody asked for it
+        "moe_router_bias_update_rate": 0.0,
         # an overlapped send over gloo still reads the output when this would free it
-        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1 and virtual is None,
+        "deallocate_pipeline_outputs": megatron.pipeline_model_parallel_size > 1
+        and virtual is None,
     }
     if not initialise:
-        # "perform_initialization": False would save the same time, but then Megatron does not mark which parameters are
-        # split over tensor-parallel ranks, and the gradient norm leaves half of them out
+        # "perform_initialization": False would save the same time, but then Megatron does not mark
+        # which parameters are split over tensor-parallel ranks, and the gradient norm leaves half
+        # of them out
         for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
             arguments[name] = leave_as_it_is
     if megatron.expert_tensor_parallel_size is not None:

@@ -1,18 +1,22 @@
 """Tokens to their experts and back, over the ranks that hold the experts.
 
-    tokens [n, H] ── take ──► rows by expert ── all-to-all ──► rows of my experts ── sort ──► experts
-    output [n, H] ◄── sum ─── rows by expert ◄── all-to-all ── rows of my experts ◄─ unsort ──┘
+    tokens [n, H] ── take ──► rows by expert ── all-to-all ──► rows of my experts ── sort ──►
+    experts output [n, H] ◄── sum ─── rows by expert ◄── all-to-all ── rows of my experts ◄─ unsort
+    ──┘
 
-A token becomes one row per expert it is sent to. Rows are only ever gathered: going forward by the index of their
-token, coming back by the table of each token's rows, whose sum is taken in a fixed order. Nothing is scattered, so the
-same inputs give the same bits, on a GPU too, where scattered additions in bfloat16 do not.
+A token becomes one row per expert it is sent to. Rows are only ever gathered: going forward by the
+index of their token, coming back by the table of each token's rows, whose sum is taken in a fixed
+order. Nothing is scattered, so the same inputs give the same bits, on a GPU too, where scattered
+additions in bfloat16 do not.
 
-megatron-core's own dispatchers stand aside: its all-to-all one hands tensors to ``all_to_all_single`` as split sizes
-where no GPU is present, the all-gather one refuses variable lengths, and both add up with scattered additions unless
-Transformer Engine's fused permutation is there.
+megatron-core's own dispatchers stand aside: its all-to-all one hands tensors to
+``all_to_all_single`` as split sizes where no GPU is present, the all-gather one refuses variable
+lengths, and both add up with scattered additions unless Transformer Engine's fused permutation is
+there.
 
-Expert tensor parallelism cuts each expert over several ranks. They all get the row, each computes its part of the
-result, and the parts are summed where the token lives: to the exchange they are just more destinations.
+Expert tensor parallelism cuts each expert over several ranks. They all get the row, each computes
+its part of the result, and the parts are summed where the token lives: to the exchange they are
+just more destinations.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class ExpertPlace:
 
     Attributes:
         num_experts: of a layer, over all ranks.
-        expert_ranks, expert_rank: expert-parallel size and place; experts are dealt out in equal runs.
+        expert_ranks, expert_rank: expert-parallel size and place; experts are dealt out in equal
+            runs.
         shards: expert tensor-parallel size.
         group: all of them, shards of one expert next to each other; None for one rank alone.
     """
@@ -50,7 +55,11 @@ class ExpertPlace:
     def of(groups: ProcessGroupCollection, num_experts: int) -> ExpertPlace:
         alone = groups.tp_ep.size() == 1
         return ExpertPlace(
-            num_experts, groups.ep.size(), groups.ep.rank(), groups.expt_tp.size(), None if alone else groups.tp_ep
+            num_experts,
+            groups.ep.size(),
+            groups.ep.rank(),
+            groups.expt_tp.size(),
+            None if alone else groups.tp_ep,
         )
 
     @property
@@ -66,9 +75,11 @@ class Dispatch:
         tokens: int64 [S], the token that each sent row is a copy of.
         slots: int64 [S], its place in the flattened [n, k] choices.
         rows: int64 [n, k · shards], each token's rows among the sent ones.
-        ends: int32 [local experts], where each expert's rows end among the arrived ones, sorted by expert.
+        ends: int32 [local experts], where each expert's rows end among the arrived ones, sorted by
+            expert.
         sent, arrived: rows to and from each rank of the group; None for one rank alone.
-        order, place: int64 [R], arrival order → order by expert, and back; None where they are the same.
+        order, place: int64 [R], arrival order → order by expert, and back; None where they are the
+            same.
         group: to exchange over.
     """
 
@@ -83,7 +94,8 @@ class Dispatch:
     group: dist.ProcessGroup | None = None
 
     def to_experts(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [n, H] and router weights [n, k] → rows [R, H] and weights [R] by expert. Collective."""
+        """tokens [n, H] and router weights [n, k] → rows [R, H] and weights [R] by expert.
+        Collective."""
         rows = take_rows(tokens, self.tokens, self.rows)
         row_weights = weights.reshape(-1).index_select(0, self.slots)
         if self.group is not None:
@@ -104,7 +116,8 @@ class Dispatch:
 
 
 def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
-    """Plan the way of each token to the experts it chose. Collective; one rank alone never waits for the device.
+    """Plan the way of each token to the experts it chose. Collective; one rank alone never waits
+    for the device.
 
     Args:
         choices: int64 [n, k], global expert numbers.
@@ -126,7 +139,9 @@ def dispatch(choices: Tensor, place: ExpertPlace) -> Dispatch:
     first = place.num_local * place.expert_rank
     mine = everyones.view(-1, place.num_experts)[:, first : first + place.num_local]
     to_rank = counts.view(place.expert_ranks, place.num_local).sum(dim=1)
-    both = torch.cat([to_rank, mine.sum(dim=1)]).tolist()  # the one wait: the exchange needs its sizes on the host
+    both = torch.cat(
+        [to_rank, mine.sum(dim=1)]
+    ).tolist()  # the one wait: the exchange needs its sizes on the host
     per_rank = both[: place.expert_ranks]
     arrived = both[place.expert_ranks :]
     sent = [size for size in per_rank for _ in range(place.shards)]
@@ -152,14 +167,16 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def take_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """``values[index]``. ``table`` [len(values), m] tells where each row of ``values`` went, for the gradient."""
+    """``values[index]``. ``table`` [len(values), m] tells where each row of ``values`` went, for
+    the gradient."""
     result = _TakeRows.apply(values, index, table)
     assert isinstance(result, Tensor)
     return result
 
 
 def sum_rows(values: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """``values[table].sum(1)``, added up in the order of the table: the transpose of `take_rows`."""
+    """``values[table].sum(1)``, added up in the order of the table: the transpose of
+    `take_rows`."""
     result = _SumRows.apply(values, index, table)
     assert isinstance(result, Tensor)
     return result

@@ -1,9 +1,11 @@
 """The layer of experts in Megatron's slot for it, and the settings of Megatron's that it implies.
 
-    hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum ─► (all tokens) ─► + shared
+    hidden [T, 1, H] ─► (its part of the tokens) ─► router ─► dispatch ─► experts ─► sum ─► (all
+    tokens) ─► + shared
 
-Under tensor parallelism each rank routes its part of the tokens. With sequence parallelism that is what it has anyway;
-without, the layer takes the part and gathers the result, so that no token goes to its experts twice.
+Under tensor parallelism each rank routes its part of the tokens. With sequence parallelism that is
+what it has anyway; without, the layer takes the part and gathers the result, so that no token goes
+to its experts twice.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from slime.trainer.megatron.layers import SwiGLUActivation
 from slime.trainer.megatron.moe_dispatch import ExpertPlace, dispatch
 from slime.trainer.megatron.moe_router import Router, Routing
 
-# Megatron knows its own MoELayer by identity, and says at every layer that it does not know a subclass
+# Megatron knows its own MoELayer by identity, and says at every layer that it does not know a
+# subclass
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
     lambda record: "Unknown MLP type" not in record.getMessage()
 )
@@ -42,7 +45,8 @@ class ExpertLayer(MoELayer):
     """A mixture-of-experts layer on packed micro-batches.
 
     Attributes:
-        routing: of the micro-batch that is computed, set by the transformer layer's hook (`connect`).
+        routing: of the micro-batch that is computed, set by the transformer layer's hook
+            (`connect`).
     """
 
     def __init__(
@@ -63,9 +67,13 @@ class ExpertLayer(MoELayer):
         self.routing: Routing | None = None
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] → ([T, 1, H], no bias); T is this rank's part under sequence or context parallelism."""
+        """[T, 1, H] → ([T, 1, H], no bias); T is this rank's part under sequence or context
+        parallelism."""
         compute = partial(self._compute, self.routing)
         if self.moe_layer_recompute:
             return tensor_parallel.checkpoint(compute, False, hidden_states), None
@@ -74,7 +82,9 @@ class ExpertLayer(MoELayer):
     def _compute(self, routing: Routing | None, hidden_states: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.size(-1))
         if self.splits_tokens:
-            tokens = tensor_parallel.scatter_to_sequence_parallel_region(tokens, group=self.attn_tp_group)
+            tokens = tensor_parallel.scatter_to_sequence_parallel_region(
+                tokens, group=self.attn_tp_group
+            )
         weights, choices = self.router(tokens, routing)
         plan = dispatch(choices, self.place)
         rows, row_weights = plan.to_experts(tokens, weights)
@@ -100,7 +110,9 @@ def expert_layer_spec(config: TransformerConfig, *, normalises: bool = True) -> 
         linear_fc2=backend.row_parallel_linear(),
         activation_func=SwiGLUActivation if config.use_te_activation_func else None,
     )
-    parts = MoESubmodules(experts=GroupedExperts, shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared))
+    parts = MoESubmodules(
+        experts=GroupedExperts, shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared)
+    )
     return ModuleSpec(module=ExpertLayer, params={"normalises": normalises}, submodules=parts)
 
 
@@ -113,8 +125,8 @@ def expert_layers(chunks: Sequence[nn.Module]) -> Iterator[ExpertLayer]:
 def connect(chunk: nn.Module) -> None:
     """Let each transformer layer hand the micro-batch's `Routing` to its experts.
 
-    It arrives with the packed sequences, as all of a micro-batch does, so it is the right one in every schedule and
-    when activations are recomputed.
+    It arrives with the packed sequences, as all of a micro-batch does, so it is the right one in
+    every schedule and when activations are recomputed.
     """
     for layer in chunk.get_submodule("decoder.layers").children():
         if isinstance(layer.mlp, ExpertLayer):
@@ -131,8 +143,9 @@ def _hand_over_routing(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def expert_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """``TransformerConfig`` arguments about experts, with our defaults.
 
-    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag. ``moe_permute_fusion`` is always
-    off: the kernel belongs to Megatron's dispatchers; `slime.trainer.megatron.moe_dispatch` gives the same result.
+    ``moe_grouped_gemm`` is always on: products are grouped with or without the flag.
+    ``moe_permute_fusion`` is always off: the kernel belongs to Megatron's dispatchers;
+    `slime.trainer.megatron.moe_dispatch` gives the same result.
 
     Raises:
         UserError: a setting that would be ignored, or a balance loss that there is not.
@@ -156,7 +169,9 @@ def balance_type(config: TransformerConfig) -> str:
 
 def uses_balance_losses(config: TransformerConfig) -> bool:
     """Do balance losses add to the gradients of this model?"""
-    return bool(config.num_moe_experts) and (balance_type(config) != "none" or bool(config.moe_z_loss_coeff))
+    return bool(config.num_moe_experts) and (
+        balance_type(config) != "none" or bool(config.moe_z_loss_coeff)
+    )
 
 
 @torch.no_grad()
@@ -164,15 +179,23 @@ def balance_metrics(layers: Sequence[ExpertLayer], gradient_scale: float) -> dic
     """How evenly the step's tokens went to the experts, as means over all layers. Collective.
 
     Returns:
-        ``moe_max_load``, ``moe_mean_load``: tokens of the fullest and of the average expert. With balance losses on,
-        ``load_balancing_loss`` (1 when all experts have the same) and ``z_loss``, without their coefficients.
+        ``moe_max_load``, ``moe_mean_load``: tokens of the fullest and of the average expert. With
+        balance losses on, ``load_balancing_loss`` (1 when all experts have the same) and
+        ``z_loss``, without their coefficients.
     """
     config = layers[0].config if layers else None
     statistics = [layer.router.statistics for layer in layers]
-    sums = torch.zeros(5, device=torch.cuda.current_device())  # layers, fullest, average, balance, z
+    sums = torch.zeros(
+        5, device=torch.cuda.current_device()
+    )  # layers, fullest, average, balance, z
     if statistics:
-        table = torch.stack([torch.cat([s.tokens_per_expert, torch.stack([s.balance, s.z])]) for s in statistics])
-        dist.all_reduce(table, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        table = torch.stack(
+            [torch.cat([s.tokens_per_expert, torch.stack([s.balance, s.z])]) for s in statistics]
+        )
+        dist.all_reduce(
+            table,
+            group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        )
         tokens = table[:, :-2]
         losses = table[:, -2:] / gradient_scale
         sums[0] = len(statistics)

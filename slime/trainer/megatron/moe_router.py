@@ -1,11 +1,13 @@
-"""The router: scores in float32, the k best experts of each token or those that are replayed, and balance losses.
+"""The router: scores in float32, the k best experts of each token or those that are replayed, and
+balance losses.
 
-    hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k], from the current scores at the choices
+    hidden [n, H] ─► logits ─► scores ─► choices [n, k] ─► weights [n, k], from the current scores
+    at the choices
                                           ▲
                                           └─ top-k (of groups; with the expert bias), or replayed
 
-Parameters, buffers and their names are Megatron's `TopKRouter`; what is computed with them is here, in the compact
-form [n, k] that the dispatch wants.
+Parameters, buffers and their names are Megatron's `TopKRouter`; what is computed with them is here,
+in the compact form [n, k] that the dispatch wants.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# The name its gating asks for is only defined by an import that needs Transformer Engine; the router would then compute
-# with another product. It is to be the same with and without it.
+# The name its gating asks for is only defined by an import that needs Transformer Engine; the
+# router would then compute with another product. It is to be the same with and without it.
 moe_utils.te_general_gemm = None
 
 
@@ -32,16 +34,19 @@ class Routing:
     """What the routers are told about a micro-batch, and what they say. t: this rank's tokens.
 
     Attributes:
-        copies: float32 [t], how many samples each token belongs to, 0 for padding: what it weighs in counts and balance
-            losses, so that these do not depend on which samples share the computation of their prompt.
+        copies: float32 [t], how many samples each token belongs to, 0 for padding: what it weighs
+            in counts and balance losses, so that these do not depend on which samples share the
+            computation of their prompt.
         sequence: int64 [t], number of the sample that each token belongs to; 0 for padding.
         num_sequences: samples in the micro-batch.
-        loss_scale: what the balance losses are multiplied with: Megatron's averaging undone, divided by the tokens of
-            the step. 0: no balance losses.
+        loss_scale: what the balance losses are multiplied with: Megatron's averaging undone,
+            divided by the tokens of the step. 0: no balance losses.
         choices: layer number (from 1) → experts [t, k] to use again, or those that were recorded.
-        unknown: bool, one for each token that this rank routes: there is nothing to use again. None: no such token.
+        unknown: bool, one for each token that this rank routes: there is nothing to use again.
+            None: no such token.
         record: keep the choices.
-        counts_ahead: a forward pass before the step, which counts what ``global_aux_loss`` then looks at.
+        counts_ahead: a forward pass before the step, which counts what ``global_aux_loss`` then
+            looks at.
     """
 
     copies: Tensor
@@ -56,13 +61,15 @@ class Routing:
 
 @dataclass
 class RouterStatistics:
-    """Sums over a step's micro-batches on this rank. A token counts once for each sample it belongs to.
+    """Sums over a step's micro-batches on this rank. A token counts once for each sample it belongs
+    to.
 
     Attributes:
         tokens_per_expert: float32 [experts].
-        step_counts: float32 [experts], with ``global_aux_loss``: tokens of the whole step, on all ranks, whose best
-            experts by score these are.
-        balance: part of the balance loss without its coefficient, each token with weight 1 / tokens of the step.
+        step_counts: float32 [experts], with ``global_aux_loss``: tokens of the whole step, on all
+            ranks, whose best experts by score these are.
+        balance: part of the balance loss without its coefficient, each token with weight 1 / tokens
+            of the step.
         z: the same of the z-loss.
     """
 
@@ -81,7 +88,8 @@ class Router(TopKRouter):
     """Top-k router of packed micro-batches.
 
     Args:
-        splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them hold.
+        splits_tokens: the layer gives each tensor-parallel rank its part of tokens that all of them
+            hold.
         normalises: the scores of the chosen experts are divided by their sum.
     """
 
@@ -104,17 +112,26 @@ class Router(TopKRouter):
             balance=torch.zeros((), device=where),
             z=torch.zeros((), device=where),
         )
-        self.balance_type = str(self.routing_type) if self.get_aux_loss_coeff(str(self.routing_type)) > 0 else "none"
+        self.balance_type = (
+            str(self.routing_type)
+            if self.get_aux_loss_coeff(str(self.routing_type)) > 0
+            else "none"
+        )
 
     def forward(self, hidden: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
-        """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]), n being this rank's tokens in the layer."""
+        """hidden [n, H] → (weights float32 [n, k], experts int64 [n, k]), n being this rank's
+        tokens in the layer."""
         self._maintain_float32_expert_bias()
         logits = self.gating(hidden)
-        counts = self.training and torch.is_grad_enabled()  # once per micro-batch, also when it is recomputed
+        counts = (
+            self.training and torch.is_grad_enabled()
+        )  # once per micro-batch, also when it is recomputed
         copies = self._mine(routing.copies) if routing is not None else logits.new_ones(len(logits))
         if routing is not None and routing.counts_ahead:
             best = normalised_scores(logits, self.config).topk(self.topk, dim=1).indices
-            self.statistics.step_counts += tokens_per_expert(best, copies, self.config.num_moe_experts or 0)
+            self.statistics.step_counts += tokens_per_expert(
+                best, copies, self.config.num_moe_experts or 0
+            )
         if counts and routing is not None and routing.loss_scale and self.config.moe_z_loss_coeff:
             logits = self._with_z_loss(logits, copies, routing)
         choices = self._choices(logits.detach(), routing)
@@ -129,8 +146,12 @@ class Router(TopKRouter):
         """Logits [n, experts], in ``moe_router_dtype`` (float32 unless told otherwise)."""
         weight = self.weight
         if self.splits_tokens:  # each rank's gradient is that of its tokens
-            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", hidden.dtype)
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(
+                weight, group=self.tp_group
+            )
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            self.config.moe_router_dtype or "", hidden.dtype
+        )
         return router_gating_linear(hidden, weight, self.bias, dtype)
 
     def _mine(self, values: Tensor) -> Tensor:
@@ -145,7 +166,11 @@ class Router(TopKRouter):
             given = routing.choices[self.layer_number].long()
             if routing.unknown is None:
                 return given
-            return torch.where(routing.unknown[:, None], choose_experts(logits, self.expert_bias, self.config), given)
+            return torch.where(
+                routing.unknown[:, None],
+                choose_experts(logits, self.expert_bias, self.config),
+                given,
+            )
         choices = choose_experts(logits, self.expert_bias, self.config)
         if routing.record:
             routing.choices[self.layer_number] = choices.to(smallest_integer(logits.size(1)))
@@ -159,18 +184,23 @@ class Router(TopKRouter):
             self.local_tokens_per_expert += counts  # Megatron moves the bias by them after the step
 
     def _with_z_loss(self, logits: Tensor, copies: Tensor, routing: Routing) -> Tensor:
-        """ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens of the squared log-sum-exp of the logits."""
+        """ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens of the squared log-sum-exp of
+        the logits."""
         loss = (torch.logsumexp(logits, dim=-1).square() * copies).sum() * routing.loss_scale
         self.statistics.z += loss.detach()
         return MoEAuxLossAutoScaler.apply(logits, loss * self.config.moe_z_loss_coeff)
 
-    def _with_balance_loss(self, weights: Tensor, logits: Tensor, copies: Tensor, routing: Routing) -> Tensor:
-        """Attach E · Σ_e f_e · P_e, f_e the share of expert e among the choices, P_e its mean score.
+    def _with_balance_loss(
+        self, weights: Tensor, logits: Tensor, copies: Tensor, routing: Routing
+    ) -> Tensor:
+        """Attach E · Σ_e f_e · P_e, f_e the share of expert e among the choices, P_e its mean
+        score.
 
-        Switch Transformer (arXiv:2101.03961), equations 4 to 6. f_e is counted over the tokens of the micro-batch
-        (aux_loss), of each sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20), or of the whole
-        step (global_aux_loss: Qiu et al., arXiv:2501.11873, section 3), which a pass before the step has counted. A
-        group of tokens weighs as many of the step's tokens as it has. Only aux_loss depends on how samples are packed.
+        Switch Transformer (arXiv:2101.03961), equations 4 to 6. f_e is counted over the tokens of
+        the micro-batch (aux_loss), of each sample (seq_aux_loss: DeepSeek-V3, arXiv:2412.19437,
+        equations 17 to 20), or of the whole step (global_aux_loss: Qiu et al., arXiv:2501.11873,
+        section 3), which a pass before the step has counted. A group of tokens weighs as many of
+        the step's tokens as it has. Only aux_loss depends on how samples are packed.
         """
         experts = logits.size(1)
         topk = self.topk
@@ -178,9 +208,13 @@ class Router(TopKRouter):
         if self.balance_type == "global_aux_loss":
             counts = self.statistics.step_counts
             share = counts / counts.sum().clamp(min=1.0)
-            loss = (share * (scores * copies[:, None]).sum(dim=0)).sum() * (experts * routing.loss_scale)
+            loss = (share * (scores * copies[:, None]).sum(dim=0)).sum() * (
+                experts * routing.loss_scale
+            )
             self.statistics.balance += loss.detach()
-            return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
+            return MoEAuxLossAutoScaler.apply(
+                weights, loss * self.get_aux_loss_coeff(self.balance_type)
+            )
         chosen = scores.detach().topk(topk, dim=1).indices
         if self.balance_type == "seq_aux_loss":
             sequence = self._mine(routing.sequence)
@@ -200,18 +234,25 @@ class Router(TopKRouter):
         sums = sums.index_add(0, sequence, scores * copies[:, None])
         loss = (share * sums).sum() * (experts * routing.loss_scale)
         self.statistics.balance += loss.detach()
-        return MoEAuxLossAutoScaler.apply(weights, loss * self.get_aux_loss_coeff(self.balance_type))
+        return MoEAuxLossAutoScaler.apply(
+            weights, loss * self.get_aux_loss_coeff(self.balance_type)
+        )
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfig) -> Tensor:
-    """int64 [n, k]: the best experts by score plus bias, out of the best groups where groups limit the choice.
+    """int64 [n, k]: the best experts by score plus bias, out of the best groups where groups limit
+    the choice.
 
-    A group counts with the sum of its two best experts, whatever ``num_experts_per_tok`` is (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2). The order of the scores is that of the logits, unless a bias or sums over groups
-    come in between.
+    A group counts with the sum of its two best experts, whatever ``num_experts_per_tok`` is
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The order of the scores is that of the logits,
+    unless a bias or sums over groups come in between.
     """
     scores = torch.sigmoid(logits) if config.moe_router_score_function == "sigmoid" else logits
-    if config.moe_router_group_topk and config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
+    if (
+        config.moe_router_group_topk
+        and config.moe_router_score_function == "softmax"
+        and config.moe_router_pre_softmax
+    ):
         scores = logits.softmax(dim=-1)
     if bias is not None:
         scores = scores + bias
@@ -220,17 +261,25 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: TransformerConfi
     tokens, experts = scores.shape
     assert config.moe_router_num_groups is not None
     grouped = scores.view(tokens, config.moe_router_num_groups, -1)
-    best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(config.moe_router_group_topk, dim=-1).indices
+    best = (
+        grouped.topk(2, dim=-1)
+        .values.sum(dim=-1)
+        .topk(config.moe_router_group_topk, dim=-1)
+        .indices
+    )
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
     limited = grouped.masked_fill(outside[..., None], float("-inf")).view(tokens, experts)
     return limited.topk(config.moe_router_topk, dim=1).indices
 
 
-def router_weights(logits: Tensor, choices: Tensor, config: TransformerConfig, *, normalises: bool) -> Tensor:
+def router_weights(
+    logits: Tensor, choices: Tensor, config: TransformerConfig, *, normalises: bool
+) -> Tensor:
     """float32 [n, k]: what the chosen experts' outputs are multiplied with.
 
-    softmax: over the chosen logits, or (``moe_router_pre_softmax``) over all, not normalised again. sigmoid: the
-    chosen scores, divided by their sum if the router ``normalises``. Times ``moe_router_topk_scaling_factor``.
+    softmax: over the chosen logits, or (``moe_router_pre_softmax``) over all, not normalised again.
+    sigmoid: the chosen scores, divided by their sum if the router ``normalises``. Times
+    ``moe_router_topk_scaling_factor``.
     """
     if config.moe_router_score_function == "sigmoid":
         weights = torch.sigmoid(logits).gather(1, choices)
@@ -253,7 +302,8 @@ def normalised_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
 
 
 def tokens_per_expert(choices: Tensor, copies: Tensor, experts: int) -> Tensor:
-    """float32 [experts]: how often each was chosen, a token counting as often as ``copies`` [n] says.
+    """float32 [experts]: how often each was chosen, a token counting as often as ``copies`` [n]
+    says.
 
     Example (the first token is of a prompt that three samples share, the second is padding):
         >>> tokens_per_expert(torch.tensor([[0, 2], [2, 1]]), torch.tensor([3.0, 0.0]), 3).tolist()

@@ -1,5 +1,6 @@
-"""What of a trainer lies in host memory: everything while the engines have the GPU (`Offloader`), other weights for the
-same model (`WeightsCopy`), and with ``--offload-optimizer-states`` Adam's moments between steps (`HostStates`)."""
+"""What of a trainer lies in host memory: everything while the engines have the GPU (`Offloader`),
+other weights for the same model (`WeightsCopy`), and with ``--offload-optimizer-states`` Adam's
+moments between steps (`HostStates`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from slime.memory.trainer import MOMENTS_BUCKET_BYTES
 from slime.processes.pinned_memory import BuffersAhead, host_buffer
 from slime.trainer.megatron import device
 
-# -- everything, while the engines have the GPU ----------------------------------------------------------------------
+# -- everything, while the engines have the GPU
+# ----------------------------------------------------------------------
 
 
 @dataclass
@@ -36,12 +38,14 @@ class _Away:
 
 
 class Offloader:
-    """Gives the GPU's memory to the engines between updates and takes it back, in one step or in two.
+    """Gives the GPU's memory to the engines between updates and takes it back, in one step or in
+    two.
 
-    Works on storages, not on tensors: a storage is emptied and refilled in place, so every view of it (parameters in
-    DDP buffers, shards in the optimizer) stays valid. The pinned host copies are kept: pinning costs more than copying.
-    Those for Adam's moments, which the first update makes, are pinned while the engines generate for it. Gradients are
-    not copied: they are zeroed before they are used anyway.
+    Works on storages, not on tensors: a storage is emptied and refilled in place, so every view of
+    it (parameters in DDP buffers, shards in the optimizer) stays valid. The pinned host copies are
+    kept: pinning costs more than copying. Those for Adam's moments, which the first update makes,
+    are pinned while the engines generate for it. Gradients are not copied: they are zeroed before
+    they are used anyway.
 
         sleep(keep_weights=True)   gradients and optimizer state go; the weights can still be pushed
         sleep()                    what is left goes
@@ -51,7 +55,9 @@ class Offloader:
         pin: copies lie in page-locked memory; default: where there is a GPU.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, *, pin: bool | None = None) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, *, pin: bool | None = None
+    ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
         self.pin = device.has_gpu() if pin is None else pin
@@ -63,14 +69,21 @@ class Offloader:
 
     @torch.no_grad()
     def sleep(self, *, keep_weights: bool = False) -> int:
-        """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed. Idempotent."""
+        """Empty gradients, optimizer state and (unless kept) weights; returns the bytes freed.
+        Idempotent."""
         gradients = {s.data_ptr() for s in _storages(_gradients(self.chunks))}
         kept = {s.data_ptr() for s in _storages(_weights(self.chunks))} if keep_weights else set()
-        everything = [*_gradients(self.chunks), *_weights(self.chunks), *_optimizer_tensors(self.optimizer)]
+        everything = [
+            *_gradients(self.chunks),
+            *_weights(self.chunks),
+            *_optimizer_tensors(self.optimizer),
+        ]
         going = []
         for buffer in self._ahead.take() if self._ahead is not None else ():
             self._free[buffer.nbytes].append(buffer)
-        for storage in _storages(everything):  # those that went before are empty, and not among them
+        for storage in _storages(
+            everything
+        ):  # those that went before are empty, and not among them
             if storage.data_ptr() not in kept:
                 copy = None if storage.data_ptr() in gradients else self._copy_of(storage)
                 going.append(_Away(storage, storage.nbytes(), copy))
@@ -83,7 +96,9 @@ class Offloader:
         if device.has_gpu():
             torch.cuda.empty_cache()
         if not keep_weights and self.pin and self._ahead is None:
-            self._ahead = BuffersAhead(_moments_to_come(self.optimizer), torch.cuda.current_device())
+            self._ahead = BuffersAhead(
+                _moments_to_come(self.optimizer), torch.cuda.current_device()
+            )
         return sum(part.nbytes for part in going)
 
     @torch.no_grad()
@@ -146,8 +161,14 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
         if part.optimizer is None:
             continue
         tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
-        tensors += [v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    # step counts are not worth the trip, and moments that live on the host (`HostStates`) are there already
+        tensors += [
+            v
+            for state in part.optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        ]
+    # step counts are not worth the trip, and moments that live on the host (`HostStates`) are there
+    # already
     where = "cuda" if device.has_gpu() else "cpu"
     return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.device.type == where]
 
@@ -159,17 +180,23 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Megatron keeps one optimizer for dense and one for expert parameters, chained."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return (
+        list(optimizer.chained_optimizers)
+        if isinstance(optimizer, ChainedOptimizer)
+        else [optimizer]
+    )
 
 
-# -- other weights for the same model ----------------------------------------------------------------------------------
+# -- other weights for the same model
+# ----------------------------------------------------------------------------------
 
 
 class WeightsCopy:
-    """A copy of a model's weights (the reference's): parameters and persistent buffers (`stored_tensors`).
+    """A copy of a model's weights (the reference's): parameters and persistent buffers
+    (`stored_tensors`).
 
-    On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each parameter points
-    elsewhere for a while, and back afterwards.
+    On a GPU it lies in pinned host memory. Swapping in does not move the policy's own weights: each
+    parameter points elsewhere for a while, and back afterwards.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -183,7 +210,9 @@ class WeightsCopy:
         if not self.tensors:
             pin = device.has_gpu()
             flat = [host_buffer(p.numel() * p.element_size(), pin=pin) for p in parameters]
-            self.tensors = [memory.view(p.dtype).view(p.shape) for memory, p in zip(flat, parameters)]
+            self.tensors = [
+                memory.view(p.dtype).view(p.shape) for memory, p in zip(flat, parameters)
+            ]
         for copy, parameter in zip(self.tensors, parameters):
             copy.copy_(parameter.detach(), non_blocking=True)
         device.synchronize()
@@ -208,39 +237,48 @@ class WeightsCopy:
         return all(torch.equal(copy, p.detach().cpu()) for copy, p in zip(self.tensors, parameters))
 
 
-# -- Adam's moments between steps --------------------------------------------------------------------------------------
+# -- Adam's moments between steps
+# --------------------------------------------------------------------------------------
 
 Member = tuple[int, torch.nn.Parameter]
 
 
 class HostStates:
-    """Stands between a torch Adam and whoever calls its ``step``: the moments live in host memory, and visit the device
+    """Stands between a torch Adam and whoever calls its ``step``: the moments live in host memory,
+    and visit the device
         a bucket at a time.
 
-        host (pinned)  [m v | m v | m v | m v]         per bucket of parameters: moments in, fused step, moments out
-        device              [m v]
+        host (pinned)  [m v | m v | m v | m v]         per bucket of parameters: moments in, fused
+        step, moments out device              [m v]
 
-    Of the 16 bytes per parameter that training in bfloat16 with float32 master weights keeps (beside the weights
-    themselves), 8 leave the device; the step costs the trip of these 8 bytes in both directions. Everything runs on one
-    stream, so that no bucket is overwritten before it is used. The moments are in host memory between steps: also while
-    colocated engines hold the device.
+    Of the 16 bytes per parameter that training in bfloat16 with float32 master weights keeps
+    (beside the weights themselves), 8 leave the device; the step costs the trip of these 8 bytes in
+    both directions. Everything runs on one stream, so that no bucket is overwritten before it is
+    used. The moments are in host memory between steps: also while colocated engines hold the
+    device.
 
-    Written for GPUs, tested on CPUs (where host and device are one, and with copies that stand in for the trip).
+    Written for GPUs, tested on CPUs (where host and device are one, and with copies that stand in
+    for the trip).
 
         Args:
             inner: the optimizer; its ``step`` is replaced.
             bucket_bytes: of moments that are on the device at a time.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES
+    ) -> None:
         self.inner = inner
         self.bucket_bytes = bucket_bytes
         self._step = inner.step
         self._buffers: dict[tuple[int, str], Tensor] = {}
-        """Host copies by parameter and name; kept, because pinning memory anew costs more than the copy."""
+        """Host copies by parameter and name; kept, because pinning memory anew costs more than the
+        copy."""
 
     @staticmethod
-    def install(inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES) -> HostStates:
+    def install(
+        inner: torch.optim.Optimizer, bucket_bytes: int = MOMENTS_BUCKET_BYTES
+    ) -> HostStates:
         """From now on ``inner.step()`` works bucket by bucket."""
         states = HostStates(inner, bucket_bytes)
         inner.step = states.step  # type: ignore[method-assign, assignment]

@@ -1,4 +1,5 @@
-"""Megatron's data parallelism, optimizer and schedule around the model chunks, and the step that applies gradients."""
+"""Megatron's data parallelism, optimizer and schedule around the model chunks, and the step that
+applies gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -42,12 +47,12 @@ _ENDLESS = 1 << 40  # rollouts of a run whose length is not known yet
 def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     """Switch off gradients by the regular expressions of the flags.
 
-    The expressions are searched in Megatron's names with the layers' global numbers, so that they mean the same at
-    every layout. Collective, when there are expressions.
+    The expressions are searched in Megatron's names with the layers' global numbers, so that they
+    mean the same at every layout. Collective, when there are expressions.
 
     Raises:
-        UserError: an expression that matches no parameter of the model would silently do nothing; nothing is left to
-            train.
+        UserError: an expression that matches no parameter of the model would silently do nothing;
+            nothing is left to train.
     """
     only = config.train.only_train_params_name_list
     frozen_names = config.train.freeze_params_name_list
@@ -64,12 +69,14 @@ def freeze(chunks: Sequence[GPTModel], config: Config) -> None:
     trained = {name: is_trained for part in everywhere for name, is_trained in part.items()}
     _check_expressions(patterns, trained)
     _check_experts(trained)
-    logger.info("%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained))
+    logger.info(
+        "%d of %d parameters are frozen", len(trained) - sum(trained.values()), len(trained)
+    )
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by the embedding's:
-    frozen or trained, both must be the same."""
+    """Global names. The output layer's copy of a tied embedding on the last pipeline stage goes by
+    the embedding's: frozen or trained, both must be the same."""
     experts: Any = unwrapped(chunks)[0].config.num_moe_experts or 0  # type: ignore[union-attr]
     for name, tensor in global_parameters(chunks, experts, Placement.current()):
         if isinstance(tensor, nn.Parameter):
@@ -78,7 +85,8 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 
 
 def _whole(parameter: nn.Parameter) -> tuple[nn.Parameter, Any]:
-    """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in one."""
+    """What the optimizer sees of it, and the index of ``parameter`` in that: experts are stacked in
+    one."""
     return parameter.stacked_in if hasattr(parameter, "stacked_in") else (parameter, ...)
 
 
@@ -96,13 +104,20 @@ def _check_experts(trained: dict[str, bool]) -> None:
 
 
 def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> None:
-    unused = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in trained)]
+    unused = [
+        pattern for pattern in patterns if not any(re.search(pattern, name) for name in trained)
+    ]
     if unused:
-        near = [name for pattern in unused for name in difflib.get_close_matches(pattern, trained, n=2, cutoff=0.3)]
+        near = [
+            name
+            for pattern in unused
+            for name in difflib.get_close_matches(pattern, trained, n=2, cutoff=0.3)
+        ]
         near = near or sorted(trained)[:3]
         raise UserError(
             f"no parameter matches {', '.join(unused)}",
-            why="--only-train-params-name-list and --freeze-params-name-list are searched (re.search) in Megatron's "
+            why="--only-train-params-name-list and --freeze-params-name-list are searched "
+            "(re.search) in Megatron's "
             f"names; nearest: {', '.join(dict.fromkeys(near))}",
             fix="correct the expression",
         )
@@ -117,8 +132,9 @@ def _check_expressions(patterns: Sequence[str], trained: dict[str, bool]) -> Non
 class DataParallel(DistributedDataParallel):
     """Megatron's, without collectives where there is nobody to talk to.
 
-    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as much as a layer. An
-    overlapped one is started by the buckets themselves, so then it has to be finished here.
+    A reduction over one rank copies the whole gradient buffer to itself; on a CPU that costs as
+    much as a layer. An overlapped one is started by the buckets themselves, so then it has to be
+    finished here.
     """
 
     @property
@@ -135,7 +151,9 @@ class DataParallel(DistributedDataParallel):
         if not self.is_alone:
             super().finish_grad_sync(force_all_reduce)
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         if not self.is_alone:
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
@@ -148,7 +166,8 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
         "overlap_grad_reduce": megatron.overlap_grad_reduce,
         "overlap_param_gather": megatron.overlap_param_gather,
         "use_distributed_optimizer": is_distributed(config),
-        "check_for_nan_in_grad": False,  # `apply_gradients` looks at the norm, which shows it on every rank at once
+        # `apply_gradients` looks at the norm, which shows it on every rank at once
+        "check_for_nan_in_grad": False,
         **megatron.ddp,
     }
     wrapped = []
@@ -162,7 +181,9 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
             )
         )
     transformer = chunks[0].config
-    transformer.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
+    transformer.no_sync_func = (
+        wrapped[0].no_sync if len(wrapped) == 1 else [w.no_sync for w in wrapped]
+    )
     transformer.finalize_model_grads_func = finalize_model_grads
     if megatron.overlap_grad_reduce:
         starts = [w.start_grad_sync for w in wrapped]
@@ -171,8 +192,9 @@ def wrap_data_parallel(chunks: Sequence[GPTModel], config: Config) -> list[DataP
 
 
 def gather_parameters(chunks: Sequence[DataParallel]) -> None:
-    """With ``--overlap-param-gather`` a rank has only its own share of a step's result until the next forward pass.
-    Before anyone else reads the weights (push, checkpoint, reference), bring the rest. Collective."""
+    """With ``--overlap-param-gather`` a rank has only its own share of a step's result until the
+    next forward pass. Before anyone else reads the weights (push, checkpoint, reference), bring the
+    rest. Collective."""
     for chunk in chunks:
         if chunk.use_forward_hook:
             chunk.start_param_sync(force_sync=True)
@@ -183,8 +205,11 @@ def is_distributed(config: Config) -> bool:
     return config.megatron.use_distributed_optimizer and config.megatron.optimizer_name == "adam"
 
 
-def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam or SGD with float32 master weights, and the schedule, which counts in samples as Megatron's does."""
+def build_optimizer(
+    chunks: list[DataParallel], config: Config
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Adam or SGD with float32 master weights, and the schedule, which counts in samples as
+    Megatron's does."""
     megatron = config.megatron
     dtype = chunks[0].module.config.params_dtype
     optimizer_config = OptimizerConfig(
@@ -206,7 +231,8 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             "use_precision_aware_optimizer": megatron.use_precision_aware_optimizer,
             # without a GPU the states are in host memory and the step runs there as it is
             "optimizer_cpu_offload": megatron.optimizer_cpu_offload and device.has_gpu(),
-            "optimizer_offload_fraction": 1.0,  # as Megatron-LM's flag; the field's own default offloads nothing
+            # as Megatron-LM's flag; the field's own default offloads nothing
+            "optimizer_offload_fraction": 1.0,
             **megatron.optimizer,
         }
     )
@@ -217,21 +243,27 @@ def build_optimizer(chunks: list[DataParallel], config: Config) -> tuple[Megatro
             optimizer = get_megatron_optimizer(optimizer_config, chunks)
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.param_groups:  # one pass over parameters, gradients and moments instead of a dozen
+            for group in (
+                inner.param_groups
+            ):  # one pass over parameters, gradients and moments instead of a dozen
                 group["fused"] = True
                 group["foreach"] = False
         if megatron.offload_optimizer_states and not optimizer_config.optimizer_cpu_offload:
             _move_states_to_host(inner)
-    chunks[0].module.config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
+    chunks[0].module.config.grad_scale_func = (
+        optimizer.scale_loss if dtype == torch.float16 else None
+    )
     return optimizer, build_schedule(optimizer, config)
 
 
 @contextmanager
 def _torchs_own() -> Iterator[None]:
-    """Megatron builds Transformer Engine's Adam and SGD where that is installed; within this, torch's.
+    """Megatron builds Transformer Engine's Adam and SGD where that is installed; within this,
+    torch's.
 
-    They keep the same states, but in another form, and know neither a gradient scale nor `HostStates`. So what is
-    trained, saved and planned for does not depend on what else is installed.
+    They keep the same states, but in another form, and know neither a gradient scale nor
+    `HostStates`. So what is trained, saved and planned for does not depend on what else is
+    installed.
     """
     stand_ins: tuple[tuple[Any, str, Any], ...] = (
         (core_optimizer, "USING_PYTORCH_OPTIMIZER", True),
@@ -252,7 +284,8 @@ def _torchs_own() -> Iterator[None]:
 def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
         raise UserError(
-            f"--offload-optimizer-states cannot be used with {type(inner).__module__}.{type(inner).__name__}",
+            "--offload-optimizer-states cannot be used with "
+            f"{type(inner).__module__}.{type(inner).__name__}",
             why="it counts steps per group, and a step in buckets would count each bucket",
             fix="use --optimizer-cpu-offload instead",
         )
@@ -262,7 +295,8 @@ def _move_states_to_host(inner: torch.optim.Optimizer) -> None:
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     """Warm-up, then decay of the learning rate; one step advances it by the global batch size.
 
-    With ``--num-epoch`` the length of the run is known only once the prompts are counted: see `set_run_length`.
+    With ``--num-epoch`` the length of the run is known only once the prompts are counted: see
+    `set_run_length`.
     """
     megatron = config.megatron
     batch = config.train.global_batch_size
@@ -281,7 +315,8 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         wd_incr_steps=total,
         wd_incr_style=megatron.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=megatron.use_checkpoint_opt_param_scheduler,
-        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the flags do
+        # Megatron would refuse a resume with another --lr or a longer run unless told who wins; the
+        # flags do
         override_opt_param_scheduler=not megatron.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         lr_wsd_decay_style=megatron.lr_wsd_decay_style,
@@ -330,7 +365,8 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, clip_grad: float) -> StepOutcome:
-    """Norm, clip, step. Where the norm is not finite nothing is applied, on any rank: the norm is a global one."""
+    """Norm, clip, step. Where the norm is not finite nothing is applied, on any rank: the norm is a
+    global one."""
     overflow = optimizer.prepare_grads()
     grad_norm = math.inf if overflow else float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
@@ -370,7 +406,8 @@ def learning_rates(optimizer: MegatronOptimizer) -> list[float]:
 
 @torch.no_grad()
 def nonfinite_gradients(chunks: Sequence[nn.Module]) -> list[tuple[str, int, int]]:
-    """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that have any."""
+    """(global name, entries that are NaN or Inf, entries) of this rank's accumulated gradients that
+    have any."""
     found = []
     for name, parameter in _named_parameters(chunks):
         whole, place = _whole(parameter)

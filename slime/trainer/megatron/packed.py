@@ -1,18 +1,20 @@
 """A micro-batch as the model sees it: sequences one after the other, no padding between them.
 
     samples          p p p r r r     q q r r
-    tokens   [1, T]  p p p r r       q q r        a sample's last token predicts nothing and is left out
-    rows     [N]         2 3 4         6 7        the positions whose hidden state predicts a response token
-    targets  [N]         r r r         r r
+    tokens   [1, T]  p p p r r       q q r        a sample's last token predicts nothing and is left
+    out rows     [N]         2 3 4         6 7        the positions whose hidden state predicts a
+    response token targets  [N]         r r r         r r
 
 Only ``rows`` go through the vocabulary product: with long prompts that saves most of it.
 
-Under context parallelism a rank keeps its stripe of ``tokens``, ``positions``, ``rows`` and ``targets``
-(`slime.trainer.megatron.context`); what describes whole sequences and whole samples stays whole.
+Under context parallelism a rank keeps its stripe of ``tokens``, ``positions``, ``rows`` and
+``targets`` (`slime.trainer.megatron.context`); what describes whole sequences and whole samples
+stays whole.
 
-Samples of one prompt may share it: the prompt is computed once and each response is a branch behind it, which attends
-to the prompt and to itself. The numbers are those of separate sequences (the gradients of the branches add up in the
-prompt), for a fraction of the tokens when prompts are long and responses short:
+Samples of one prompt may share it: the prompt is computed once and each response is a branch behind
+it, which attends to the prompt and to itself. The numbers are those of separate sequences (the
+gradients of the branches add up in the prompt), for a fraction of the tokens when prompts are long
+and responses short:
 
     p p p r r r , p p p s s   ─►   p p p r r s        positions 0 1 2 3 4 3
 """
@@ -30,7 +32,8 @@ from torch import Tensor
 from slime.trainer.megatron.context import ContextGroup, ContextSplit
 from slime.trainer.megatron.moe_router import Routing
 
-# sequences that share a block are padded to the longest of them; more waste than this starts another block
+# sequences that share a block are padded to the longest of them; more waste than this starts
+# another block
 _MAX_PADDED_RATIO = 1.25
 
 
@@ -42,7 +45,8 @@ class Block:
         batch, length: its shape.
         allowed: which keys a query sees, bool [batch or 1, 1, length, length].
         bias: the same to be added to scores: 0 or -inf, float32.
-        branched: some sequence branches behind its prompt; otherwise ``allowed`` is the causal mask.
+        branched: some sequence branches behind its prompt; otherwise ``allowed`` is the causal
+            mask.
     """
 
     batch: int
@@ -70,21 +74,25 @@ class PaddedLayout:
     identity: bool
 
     def to(self, device: torch.device) -> PaddedLayout:
-        blocks = [replace(b, allowed=b.allowed.to(device), bias=b.bias.to(device)) for b in self.blocks]
+        blocks = [
+            replace(b, allowed=b.allowed.to(device), bias=b.bias.to(device)) for b in self.blocks
+        ]
         gather, cells, padding = (x.to(device) for x in (self.gather, self.cells, self.padding))
         return PaddedLayout(blocks, gather, cells, padding, self.identity)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, plus what is worth computing once per micro-batch.
+    """Megatron's description of packed sequences, plus what is worth computing once per
+    micro-batch.
 
     Attributes:
         lengths: tokens of each sequence, padding sequence included.
         positions: int64 [T], 0-based within each sample.
         padded: the same tokens as dense blocks; None for the packed kernel.
         rotary: (cos, sin) of every position, filled by the model on first use.
-        context: how the tokens are divided over a context-parallel group; None where one rank has all.
+        context: how the tokens are divided over a context-parallel group; None where one rank has
+            all.
         routing: what the routers of experts are told; None for dense models.
     """
 
@@ -98,16 +106,17 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass
 class PackedMicroBatch:
-    """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's device.
+    """See the module's drawing. N = sum of ``response_lengths``; all tensors on the trainer's
+    device.
 
     Attributes:
         samples: indices into the `TrainBatch` of this rank; rows and targets are in their order.
         response_lengths: int64 [samples].
         num_tokens: T, over all ranks of a context-parallel group.
-        origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last ones included) each
-            token is, -1 for padding.
-        copies: float32 [T], in host memory: how many of the samples each token belongs to; more than 1 for a shared
-            prompt, 0 for padding.
+        origins: int64 [T], in host memory: which of the samples' tokens (one after the other, last
+            ones included) each token is, -1 for padding.
+        copies: float32 [T], in host memory: how many of the samples each token belongs to; more
+            than 1 for a shared prompt, 0 for padding.
     """
 
     samples: list[int]
@@ -133,10 +142,11 @@ class PackingOptions:
         device: where the tensors go.
         multiple: the total length is padded to a multiple of it (sequence parallelism, kernels).
         at_least: and to this length or more (a pipeline that wants all micro-batches alike).
-        dense: attention runs on dense blocks (CPU; float32) instead of a kernel for packed sequences.
-        pair_cost: what a pair of query and key costs in attention, as a fraction of what a token costs everywhere
-            else. Samples share a prompt where that is cheaper by this measure. None: never share (kernels without
-            branches).
+        dense: attention runs on dense blocks (CPU; float32) instead of a kernel for packed
+            sequences.
+        pair_cost: what a pair of query and key costs in attention, as a fraction of what a token
+            costs everywhere else. Samples share a prompt where that is cheaper by this measure.
+            None: never share (kernels without branches).
         context: the context-parallel group; its size divides ``multiple``.
     """
 
@@ -149,13 +159,17 @@ class PackingOptions:
 
 
 def pack(
-    samples: Sequence[int], tokens: Sequence[Tensor], response_lengths: Sequence[int], options: PackingOptions
+    samples: Sequence[int],
+    tokens: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    options: PackingOptions,
 ) -> PackedMicroBatch:
     """Pack the given samples of a rank into one micro-batch.
 
     Args:
-        samples: indices into ``tokens`` and ``response_lengths``; empty for a rank that has nothing left to train,
-            which then computes on a sequence of padding to take part in every collective.
+        samples: indices into ``tokens`` and ``response_lengths``; empty for a rank that has nothing
+            left to train, which then computes on a sequence of padding to take part in every
+            collective.
         tokens: int64 [L_i], prompt and response.
     Raises:
         ValueError: a sample whose response leaves no prompt token to predict its first token from.
@@ -168,9 +182,14 @@ def pack(
     responses = [response_lengths[i] for i in samples]
     for i, response in zip(samples, responses):
         if response >= tokens[i].numel():
-            raise ValueError(f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} in all")
+            raise ValueError(
+                f"sample {i} of the batch has {response} response tokens but {tokens[i].numel()} "
+                "in all"
+            )
     stream = _lay_out(samples, tokens, responses, options)
-    targets = torch.cat([_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))])
+    targets = torch.cat(
+        [_NONE, *(tokens[i][tokens[i].numel() - r :] for i, r in zip(samples, responses))]
+    )
     num_tokens = stream.tokens.numel()
     place = options.context
     sequences = _describe(stream.branches, options)
@@ -198,7 +217,8 @@ _NONE = torch.zeros(0, dtype=torch.long)
 
 @dataclass(frozen=True)
 class _Stream:
-    """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for the attributes."""
+    """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for
+    the attributes."""
 
     tokens: Tensor
     positions: Tensor
@@ -214,7 +234,9 @@ class _Stream:
         positions = place.stripe(self.positions)
         origins = place.stripe(self.origins)
         copies = place.stripe(self.copies)
-        return _Stream(tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches)
+        return _Stream(
+            tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches
+        )
 
 
 def _lay_out(
@@ -223,7 +245,9 @@ def _lay_out(
     """Prompts, the responses behind them, and the padding."""
     lengths = [tokens[i].numel() for i in samples]
     before = list(accumulate(lengths, initial=0))
-    prompts = [tokens[i][: length - response] for i, length, response in zip(samples, lengths, responses)]
+    prompts = [
+        tokens[i][: length - response] for i, length, response in zip(samples, lengths, responses)
+    ]
     pieces: list[Tensor] = []
     positions: list[Tensor] = []
     origins: list[Tensor] = []
@@ -246,7 +270,9 @@ def _lay_out(
             origins.append(before[member] + positions[-1])
             copies.append(torch.ones(own))
             if responses[member]:
-                rows[member] = torch.cat([torch.tensor([start + length - 1]), torch.arange(end, end + own)])
+                rows[member] = torch.cat(
+                    [torch.tensor([start + length - 1]), torch.arange(end, end + own)]
+                )
             branch_lengths.append(own)
             end += own
         branches.append(branch_lengths)
@@ -268,8 +294,11 @@ def _lay_out(
     )
 
 
-def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | None) -> list[list[int]]:
-    """Which samples are computed together behind one prompt; every sample alone when ``pair_cost`` is None."""
+def _families(
+    prompts: list[Tensor], responses: list[int], pair_cost: float | None
+) -> list[list[int]]:
+    """Which samples are computed together behind one prompt; every sample alone when ``pair_cost``
+    is None."""
     if pair_cost is None:
         return [[i] for i in range(len(prompts))]
     by_prompt: dict[bytes, list[int]] = {}
@@ -278,7 +307,9 @@ def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | No
     families: list[list[int]] = []
     for members in by_prompt.values():
         mean_response = sum(responses[i] for i in members) / len(members)
-        size = branches_per_prompt(prompts[members[0]].numel(), mean_response, len(members), pair_cost)
+        size = branches_per_prompt(
+            prompts[members[0]].numel(), mean_response, len(members), pair_cost
+        )
         families += [members[k : k + size] for k in range(0, len(members), size)]
     return families
 
@@ -286,7 +317,8 @@ def _families(prompts: list[Tensor], responses: list[int], pair_cost: float | No
 def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: float) -> int:
     """How many of ``siblings`` should share one computation of their prompt.
 
-    A family of m costs ``prompt + m · response`` tokens and that squared pairs in a dense attention block.
+    A family of m costs ``prompt + m · response`` tokens and that squared pairs in a dense attention
+    block.
 
     Example (a long prompt is shared by all; long responses are better off alone):
         >>> branches_per_prompt(45, 12, 8, pair_cost=1 / 900), branches_per_prompt(45, 500, 8, pair_cost=1 / 900)
@@ -316,14 +348,16 @@ def _describe(branches: list[list[int]], options: PackingOptions) -> PackedSeque
     )
 
 
-# -- packed sequences as dense blocks, for devices without an attention kernel for packed sequences --------------------
+# -- packed sequences as dense blocks, for devices without an attention kernel for packed sequences
+# --------------------
 
 
 def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
     """Group sequences by length so that little is padded.
 
     Args:
-        branches: per sequence the length of its prompt and of each response branch behind it; [n] for a plain one.
+        branches: per sequence the length of its prompt and of each response branch behind it; [n]
+            for a plain one.
 
     Example:
         >>> layout = padded_layout([[3], [2]])
@@ -369,7 +403,9 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def _block(branches: Sequence[Sequence[int]], length: int) -> Block:
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
-    branched = any(len(parts) > 2 for parts in branches)  # a single response simply goes on from its prompt
+    branched = any(
+        len(parts) > 2 for parts in branches
+    )  # a single response simply goes on from its prompt
     allowed = causal[None, None]
     if branched:
         owner = torch.stack([_owners(parts, length) for parts in branches])
@@ -380,6 +416,7 @@ def _block(branches: Sequence[Sequence[int]], length: int) -> Block:
 
 
 def _owners(parts: Sequence[int], length: int) -> Tensor:
-    """Which branch each cell belongs to: 0 the prompt, then 1, 2, …; padding belongs to the last."""
+    """Which branch each cell belongs to: 0 the prompt, then 1, 2, …; padding belongs to the
+    last."""
     owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts))
     return torch.cat([owner, owner.new_full((length - owner.numel(),), len(parts) - 1)])

@@ -37,7 +37,8 @@ class RankInfo:
 
 
 def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None = None) -> Ranks:
-    """Join the process group, make Megatron's groups by the layout in ``config``, seed the generators.
+    """Join the process group, make Megatron's groups by the layout in ``config``, seed the
+    generators.
 
     A collective of any of these groups fails after ``--distributed-timeout-minutes``.
 
@@ -56,12 +57,15 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
     if rank_info.world_size % model_parallel:
         raise UserError(
             f"{rank_info.world_size} trainer ranks cannot hold this layout",
-            why=f"tensor {tensor} × pipeline {pipeline} × context {megatron.context_parallel_size} = {model_parallel} "
+            why=f"tensor {tensor} × pipeline {pipeline} × context "
+            f"{megatron.context_parallel_size} = {model_parallel} "
             f"ranks hold one copy of the model, and {rank_info.world_size} is no multiple of it",
             fix="change --actor-num-nodes × --actor-num-gpus-per-node, or the parallel sizes",
         )
     if rank_info.master_addr.startswith("127."):  # beside NCCL's groups Megatron makes some of gloo
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo looks the host name up, which need not resolve
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # or gloo looks the host name up, which need not resolve
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     dist.init_process_group(
         device.communication_backend(),
@@ -80,7 +84,9 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
     for group in parallel_state._global_process_group_list or ():
-        if group is not None and dist.get_backend(group) == "gloo":  # one of which it makes with torch's default
+        if (
+            group is not None and dist.get_backend(group) == "gloo"
+        ):  # one of which it makes with torch's default
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     seed_generators(config.train.seed)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -89,7 +95,9 @@ def initialise(rank_info: RankInfo, config: Config, virtual_stages: int | None =
         device=chosen,
         replicas=parallel_state.get_data_parallel_group(),
         has_output=is_last,
-        speaks_for_shard=is_last and is_first_tensor and parallel_state.get_context_parallel_rank() == 0,
+        speaks_for_shard=is_last
+        and is_first_tensor
+        and parallel_state.get_context_parallel_rank() == 0,
         is_reporting=is_last
         and is_first_tensor
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
@@ -117,12 +125,15 @@ def shut_down() -> None:
 def train_layout(config: Config) -> TrainLayout:
     """What packing must know of the layout."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a part of one
+    # Megatron's schedule goes through virtual stages by groups of micro-batches, and stops at a
+    # part of one
     group = config.megatron.transformer.get("microbatch_group_size_per_vp_stage")
     return TrainLayout(
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        micro_batch_multiple=(group or config.megatron.pipeline_model_parallel_size) if virtual else 1,
+        micro_batch_multiple=(group or config.megatron.pipeline_model_parallel_size)
+        if virtual
+        else 1,
     )
 
 

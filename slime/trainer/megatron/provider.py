@@ -5,28 +5,29 @@
     from slime.trainer.megatron.provider import default_model
 
     def provider(pre_process, post_process, vp_stage=None):
-        model = default_model(pre_process, post_process, vp_stage)    # as it would be without a provider
-        for layer in model.decoder.layers[:2]:
+        model = default_model(pre_process, post_process, vp_stage)    # as it would be without a
+        provider for layer in model.decoder.layers[:2]:
             layer.requires_grad_(False)
         return model
 
-What it returns must be a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes packed micro-batches and
-gives log-probs); start from `default_model`, or derive a class from it. Parameters keep their names, or conversion from
-and to Hugging Face, which knows the model family's, refuses what it cannot place.
+What it returns must be a `PolicyModel` (a megatron-core ``GPTModel`` whose forward pass takes
+packed micro-batches and gives log-probs); start from `default_model`, or derive a class from it.
+Parameters keep their names, or conversion from and to Hugging Face, which knows the model family's,
+refuses what it cannot place.
 
 ``--spec MODULE NAME``:
 
     from slime.trainer.megatron.provider import default_layer_spec
 
     def my_spec(args, config, vp_stage):
-        block = default_layer_spec(args, config, vp_stage)            # as it would be without --spec
-        for layer in block.layer_specs:
+        block = default_layer_spec(args, config, vp_stage)            # as it would be without
+        --spec for layer in block.layer_specs:
             layer.submodules.self_attention.module = MyAttention
         return block
 
-Megatron's own attention, norms and experts in a specification are replaced by the trainer's, which take packed
-sequences; other modules are left as they are. Attention of the user's own derives from ``PackedSelfAttention`` or
-``PackedMLASelfAttention``.
+Megatron's own attention, norms and experts in a specification are replaced by the trainer's, which
+take packed sequences; other modules are left as they are. Attention of the user's own derives from
+``PackedSelfAttention`` or ``PackedMLASelfAttention``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.errors import UserError
@@ -50,7 +54,8 @@ _specifying: list[Layers] = []
 
 
 def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
-    """The stage as it is built without a provider; for providers, while the trainer builds its model.
+    """The stage as it is built without a provider; for providers, while the trainer builds its
+    model.
 
     Raises:
         UserError: called at another time.
@@ -64,19 +69,24 @@ def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = 
     return _building[-1](pre_process, post_process, vp_stage)
 
 
-def provided(path: str, build: Build, wanted: type, first: bool, last: bool, vp_stage: int | None) -> Any:
+def provided(
+    path: str, build: Build, wanted: type, first: bool, last: bool, vp_stage: int | None
+) -> Any:
     """The model that the provider at ``path`` returns for this stage.
 
     Raises:
-        UserError: it returned something else than a ``wanted``, or one for another place in the pipeline.
+        UserError: it returned something else than a ``wanted``, or one for another place in the
+            pipeline.
     """
     with _offering(_building, build):
         model = user_function(path, "--custom-model-provider-path")(first, last, vp_stage=vp_stage)
     if not isinstance(model, wanted):
         raise UserError(
             f"'{path}' returned a {type(model).__name__}",
-            why=f"the trainer needs a {wanted.__name__}, whose forward pass takes packed micro-batches",
-            fix="start from slime.trainer.megatron.provider.default_model(pre_process, post_process, vp_stage)",
+            why=f"the trainer needs a {wanted.__name__}, whose forward pass takes packed "
+            "micro-batches",
+            fix="start from slime.trainer.megatron.provider.default_model(pre_process, "
+            "post_process, vp_stage)",
         )
     place = (bool(model.pre_process), bool(model.post_process))  # type: ignore[attr-defined]
     if place != (first, last):
@@ -88,8 +98,11 @@ def provided(path: str, build: Build, wanted: type, first: bool, last: bool, vp_
     return model
 
 
-def default_layer_spec(args: Any, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers as they are without ``--spec``; for its functions, while the trainer builds its model.
+def default_layer_spec(
+    args: Any, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers as they are without ``--spec``; for its functions, while the trainer builds its
+    model.
 
     Raises:
         UserError: called at another time.
@@ -104,7 +117,11 @@ def default_layer_spec(args: Any, config: TransformerConfig, vp_stage: int | Non
 
 
 def specified_layers(
-    spec: tuple[str, ...], args: Any, config: TransformerConfig, vp_stage: int | None, default: Layers
+    spec: tuple[str, ...],
+    args: Any,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    default: Layers,
 ) -> TransformerBlockSubmodules:
     """The layers that the function or object of ``--spec`` gives for this stage.
 
@@ -119,18 +136,23 @@ def specified_layers(
     wanted = get_num_layers_to_build(config, vp_stage)
     if isinstance(found, ModuleSpec):
         layers = found.submodules
-        found = layers if isinstance(layers, TransformerBlockSubmodules) else _repeated(found, wanted)
+        found = (
+            layers if isinstance(layers, TransformerBlockSubmodules) else _repeated(found, wanted)
+        )
     if not isinstance(found, TransformerBlockSubmodules):
         raise UserError(
             f"--spec {' '.join(spec)} gave a {type(found).__name__}",
-            why="the trainer needs TransformerBlockSubmodules, or a ModuleSpec that all layers share",
-            fix="start from slime.trainer.megatron.provider.default_layer_spec(args, config, vp_stage)",
+            why="the trainer needs TransformerBlockSubmodules, or a ModuleSpec that all layers "
+            "share",
+            fix="start from slime.trainer.megatron.provider.default_layer_spec(args, config, "
+            "vp_stage)",
         )
     if len(found.layer_specs or ()) != wanted:
         raise UserError(
             f"--spec {' '.join(spec)} gave {len(found.layer_specs or ())} layers",
             why=f"this pipeline stage has {wanted} of the model's {config.num_layers}",
-            fix="give those of the stage; get_num_layers_to_build and get_transformer_layer_offset of megatron-core say"
+            fix="give those of the stage; get_num_layers_to_build and "
+            "get_transformer_layer_offset of megatron-core say"
             " which they are",
         )
     return found

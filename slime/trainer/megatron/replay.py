@@ -1,15 +1,17 @@
-"""What the routers are told: which tokens are padding, what balance losses weigh, and which experts to use again.
+"""What the routers are told: which tokens are padding, what balance losses weigh, and which experts
+to use again.
 
-A policy whose experts are chosen anew in every pass is compared with itself under other experts: a token near the
-border between two experts gets another log-prob from the engine, from the old-policy pass and from training, without a
-change of weights. Replay takes the experts of one pass for the others (arXiv:2507.18071, section 5.3, and
-arXiv:2510.11370); their weights still come from the current router, so that it learns.
+A policy whose experts are chosen anew in every pass is compared with itself under other experts: a
+token near the border between two experts gets another log-prob from the engine, from the old-policy
+pass and from training, without a change of weights. Replay takes the experts of one pass for the
+others (arXiv:2507.18071, section 5.3, and arXiv:2510.11370); their weights still come from the
+current router, so that it learns.
 
     --use-routing-replay           old-policy pass ─ records ─► training (recompute included)
     --use-rollout-routing-replay   engine ─ TrainBatch.routed_experts ─► old-policy pass, training
 
-The reference pass routes by itself: it has a router of its own. So does every pass for tokens that the engine did not
-compute, such as the answer of a tool at a sample's end.
+The reference pass routes by itself: it has a router of its own. So does every pass for tokens that
+the engine did not compute, such as the answer of a tool at a sample's end.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ Source = Literal["none", "policy", "engine"]
 
 @dataclass
 class RoutingGuide:
-    """Tells the routers of one rank about each micro-batch. Made by `guide_for`; there is none for dense models.
+    """Tells the routers of one rank about each micro-batch. Made by `guide_for`; there is none for
+    dense models.
 
     Attributes:
         source: whose experts are replayed.
-        counts_ahead: a step needs a pass before it that counts the experts' shares of the whole step
-            (``global_aux_loss``).
+        counts_ahead: a step needs a pass before it that counts the experts' shares of the whole
+            step (``global_aux_loss``).
         num_layers, num_experts, topk: of the whole model.
         recorded: choices of the old-policy pass, by the samples of the micro-batch.
         biases: of the routers whose bias moves, before the step under way.
@@ -66,14 +69,21 @@ class RoutingGuide:
     gradient_scale: float = 1.0
 
     def prepare(
-        self, batch: TrainBatch, micro_batches: Sequence[PackedMicroBatch], which: Pass, gradient_scale: float = 0.0
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[PackedMicroBatch],
+        which: Pass,
+        gradient_scale: float = 0.0,
     ) -> None:
-        """Before a pass: give each micro-batch its `Routing`. Collective in training when balance losses are on.
+        """Before a pass: give each micro-batch its `Routing`. Collective in training when balance
+        losses are on.
 
         Args:
-            gradient_scale: undoes Megatron's averaging over micro-batches and ranks (training only).
+            gradient_scale: undoes Megatron's averaging over micro-batches and ranks (training
+                only).
         Raises:
-            UserError: the engine's experts are to be replayed and are missing or of the wrong shape.
+            UserError: the engine's experts are to be replayed and are missing or of the wrong
+                shape.
         """
         scale = 0.0
         if which == "count":
@@ -83,7 +93,11 @@ class RoutingGuide:
             self.gradient_scale = gradient_scale
             for layer in self.layers:
                 layer.router.statistics.clear()
-            moving = [layer.router.expert_bias for layer in self.layers if layer.config.moe_router_bias_update_rate]
+            moving = [
+                layer.router.expert_bias
+                for layer in self.layers
+                if layer.config.moe_router_bias_update_rate
+            ]
             self.biases = [(bias, bias.clone()) for bias in moving if bias is not None]
             if self.layers and uses_balance_losses(self.layers[0].config):
                 scale = gradient_scale / self._tokens_of_step(micro_batches)
@@ -103,13 +117,16 @@ class RoutingGuide:
         if not self.layers:
             return
         counts = torch.stack([layer.router.statistics.step_counts for layer in self.layers])
-        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(
+            counts,
+            group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        )
         for layer, total in zip(self.layers, counts):
             layer.router.statistics.step_counts.copy_(total)
 
     def take_back_biases(self) -> None:
-        """The step is not applied: Megatron moves the routers' biases when gradients are complete, before anybody has
-        looked at them."""
+        """The step is not applied: Megatron moves the routers' biases when gradients are complete,
+        before anybody has looked at them."""
         for bias, before in self.biases:
             bias.copy_(before)
 
@@ -122,7 +139,8 @@ class RoutingGuide:
         return balance_metrics(self.layers, self.gradient_scale)
 
     def _tokens_of_step(self, micro_batches: Sequence[PackedMicroBatch]) -> float:
-        """Real tokens over all data-parallel ranks (each token once: context-parallel ranks hold different ones)."""
+        """Real tokens over all data-parallel ranks (each token once: context-parallel ranks hold
+        different ones)."""
         mine = sum(micro_batch.copies.sum().item() for micro_batch in micro_batches)
         total = torch.tensor(mine, device=torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -133,7 +151,9 @@ class RoutingGuide:
     @staticmethod
     def _sequence(micro_batch: PackedMicroBatch, batch: TrainBatch) -> Tensor:
         """Number of the sample within the micro-batch that each token belongs to."""
-        lengths = torch.tensor([batch.tokens[i].numel() for i in micro_batch.samples], dtype=torch.long)
+        lengths = torch.tensor(
+            [batch.tokens[i].numel() for i in micro_batch.samples], dtype=torch.long
+        )
         found = torch.searchsorted(lengths.cumsum(0), micro_batch.origins.clamp(min=0), right=True)
         return found.clamp(max=max(len(lengths) - 1, 0))
 
@@ -150,7 +170,9 @@ class RoutingGuide:
             assert key in self.recorded, "routing is replayed in training but no pass recorded it"
             routing.choices = self.recorded[key]
 
-    def _take_from_engine(self, routing: Routing, micro_batch: PackedMicroBatch, batch: TrainBatch) -> None:
+    def _take_from_engine(
+        self, routing: Routing, micro_batch: PackedMicroBatch, batch: TrainBatch
+    ) -> None:
         """Set ``choices`` and ``unknown``, of the tokens that this rank routes."""
         rows = micro_batch.origins
         ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -162,7 +184,9 @@ class RoutingGuide:
             chosen = spread
         else:
             last = spread.new_zeros(1, self.num_layers, self.topk) + torch.arange(self.topk)
-            parts = [part for i in micro_batch.samples for part in (self._experts_of(batch, i), last)]
+            parts = [
+                part for i in micro_batch.samples for part in (self._experts_of(batch, i), last)
+            ]
             table = torch.cat(parts).index_select(0, rows.clamp(min=0))
             chosen = torch.where((rows < 0)[:, None, None], spread, table.long())
         device = micro_batch.tokens.device
@@ -177,54 +201,69 @@ class RoutingGuide:
         return [number for layer in self.layers if (number := layer.layer_number) is not None]
 
     def _experts_of(self, batch: TrainBatch, sample: int) -> Tensor:
-        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of -1: nor these."""
+        """[L - 1, layers, k] of one sample: the engine never sees a sample's last token. Rows of
+        -1: nor these."""
         name = f"sample {batch.sample_indices[sample]}"
         if batch.routed_experts is None:
             raise UserError(
                 "--use-rollout-routing-replay needs the experts that the engine chose",
                 why="the samples of this rollout carry none",
-                fix="let the generate function set sample.rollout_routed_experts (the built-in one does where the "
+                fix="let the generate function set sample.rollout_routed_experts (the built-in "
+                "one does where the "
                 "engine returns them), or use --use-routing-replay",
             )
         given = batch.routed_experts[sample]
         expected = batch.tokens[sample].numel() - 1
         experts = given
-        if given.numel() == 0 or (given.dim() == 2 and given.shape[1] == self.num_layers * self.topk):
+        if given.numel() == 0 or (
+            given.dim() == 2 and given.shape[1] == self.num_layers * self.topk
+        ):
             experts = given.reshape(-1, self.num_layers, self.topk)
         if tuple(experts.shape[1:]) != (self.num_layers, self.topk) or len(experts) > expected:
             raise UserError(
                 f"the routed experts of {name} have shape {list(given.shape)} instead of "
                 f"{[expected, self.num_layers, self.topk]}",
-                why="one row per token but the last, one entry per layer (dense ones too) and chosen expert",
+                why="one row per token but the last, one entry per layer (dense ones too) and "
+                "chosen expert",
                 fix="correct the generate function, or the engine's version",
             )
         unknown = (experts == UNKNOWN).flatten(1).all(dim=1)
         known = experts[~unknown]
         if known.numel() and (int(known.min()) < 0 or int(known.max()) >= self.num_experts):
             raise UserError(
-                f"the routed experts of {name} are numbers from {int(known.min())} to {int(known.max())}",
+                f"the routed experts of {name} are numbers from {int(known.min())} to "
+                f"{int(known.max())}",
                 why=f"the model has {self.num_experts} experts per layer",
                 fix="let the engine serve the model that is trained",
             )
         missing = expected - len(experts)  # tokens that were appended after the engine's answer
         self._check_trained_tokens(batch, sample, torch.cat([unknown, unknown.new_ones(missing)]))
-        return torch.cat([experts, experts.new_full((missing, self.num_layers, self.topk), UNKNOWN)])
+        return torch.cat(
+            [experts, experts.new_full((missing, self.num_layers, self.topk), UNKNOWN)]
+        )
 
     @staticmethod
     def _check_trained_tokens(batch: TrainBatch, sample: int, unknown: Tensor) -> None:
-        """Row p says with which experts token p + 1 was sampled. Only a token that nobody sampled can lack it.
+        """Row p says with which experts token p + 1 was sampled. Only a token that nobody sampled
+        can lack it.
 
         Raises:
             UserError: a token that is trained on has no row.
         """
         length = batch.response_lengths[sample]
-        bare = unknown[len(unknown) - length :] & (batch.loss_masks[sample] > 0).cpu() if length else unknown[:0]
+        bare = (
+            unknown[len(unknown) - length :] & (batch.loss_masks[sample] > 0).cpu()
+            if length
+            else unknown[:0]
+        )
         if bare.any():
             raise UserError(
-                f"the routed experts of sample {batch.sample_indices[sample]} lack {int(bare.sum())} tokens that are "
+                f"the routed experts of sample {batch.sample_indices[sample]} lack "
+                f"{int(bare.sum())} tokens that are "
                 f"trained on (first: token {int(bare.nonzero()[0])} of the response)",
                 why="only tokens that the model did not sample may come without, with loss mask 0",
-                fix="pass the engine's meta_info to sample.append_response_tokens, and ask the engine for "
+                fix="pass the engine's meta_info to sample.append_response_tokens, and ask the "
+                "engine for "
                 "return_routed_experts with routed_experts_start_len 0",
             )
 

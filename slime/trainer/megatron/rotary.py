@@ -1,4 +1,5 @@
-"""Rotary position embedding: angles once per micro-batch instead of twice per layer, for every sequence of the pack."""
+"""Rotary position embedding: angles once per micro-batch instead of twice per layer, for every
+sequence of the pack."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from slime.algorithms.fusion import fused
 class RotaryAngles:
     """cos and sin for packed positions, in the dtype that queries and keys have."""
 
-    def __init__(self, inverse: Tensor, attention_factor: float, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, inverse: Tensor, attention_factor: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.inverse = inverse.to(device)
         self.attention_factor = attention_factor
         self.dtype = dtype
@@ -27,10 +30,11 @@ class RotaryAngles:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotate the first dimensions of each head; the backward pass is the rotation by the opposite angle.
+    """Rotate the first dimensions of each head; the backward pass is the rotation by the opposite
+    angle.
 
-    Args of ``apply``: x [T, heads, head_dim]; cos, sin [T, 1, dim / 2] with dim <= head_dim; interleaved: pairs are
-    (0, 1), (2, 3), … instead of (0, dim / 2), ….
+    Args of ``apply``: x [T, heads, head_dim]; cos, sin [T, 1, dim / 2] with dim <= head_dim;
+    interleaved: pairs are (0, 1), (2, 3), … instead of (0, dim / 2), ….
     """
 
     @staticmethod

@@ -1,11 +1,13 @@
 """Transformer Engine's layers, with ``--transformer-impl transformer_engine``.
 
-The block is the local one with each part replaced by Transformer Engine's of the same role: linear layers, norms, and
-the core of attention on packed sequences (``thd``). Norms and linear layers stay apart, where Megatron's own
-Transformer Engine spec fuses them (``LayerNormLinear``): so every parameter keeps the name it has locally, and
-converters, checkpoints and weight sync need not know which implementation runs.
+The block is the local one with each part replaced by Transformer Engine's of the same role: linear
+layers, norms, and the core of attention on packed sequences (``thd``). Norms and linear layers stay
+apart, where Megatron's own Transformer Engine spec fuses them (``LayerNormLinear``): so every
+parameter keeps the name it has locally, and converters, checkpoints and weight sync need not know
+which implementation runs.
 
-FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these layers through it.
+FP8 flags (``--fp8-format``, ``--fp8-recipe``, …) are fields of `TransformerConfig` and reach these
+layers through it.
 
 Made for megatron-core 0.16 and the Transformer Engine that it is made for (2.9 to 2.11).
 """
@@ -141,8 +143,11 @@ def _attention_class() -> type:
 
         one_head_size = False
 
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-            """query [T, heads, dim], key [T, groups, dim], value [T, groups, own dim] → [T, heads, own dim]."""
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences
+        ) -> Tensor:
+            """query [T, heads, dim], key [T, groups, dim], value [T, groups, own dim] → [T, heads,
+            own dim]."""
             described = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=sequences.cu_seqlens_q,
@@ -152,12 +157,17 @@ def _attention_class() -> type:
             )
             context = sequences.context
             if context is None:
-                out = super().forward(query, key, value, None, AttnMaskType.padding_causal, None, described)
+                out = super().forward(
+                    query, key, value, None, AttnMaskType.padding_causal, None, described
+                )
                 return out.view(*query.shape[:2], value.size(-1))
-            # each rank has whole sequences for some heads: its own context parallelism must stay out of it
+            # each rank has whole sequences for some heads: its own context parallelism must stay
+            # out of it
             described.local_cp_size = 1
             heads = context.to_heads(query, key, value)
-            self.num_gqa_groups_per_partition = heads[1].size(1)  # fewer than it was built for; it checks
+            self.num_gqa_groups_per_partition = heads[1].size(
+                1
+            )  # fewer than it was built for; it checks
             out = super().forward(*heads, None, AttnMaskType.padding_causal, None, described)
             return context.to_tokens(out.view(*heads[0].shape[:2], value.size(-1)))
 

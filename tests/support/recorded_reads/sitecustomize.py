@@ -1,8 +1,10 @@
-"""With this folder on PYTHONPATH, every Python process of a run writes down which flags it reads, and where.
+"""With this folder on PYTHONPATH, every Python process of a run writes down which flags it reads,
+and where.
 
-SLIME_TEST_READS=<folder>: each process appends a read to <folder>/<pid> when a place in the code reads a flag for the
-first time; it may be killed at any moment. Whatever copies all flags reads none: pickling and `vars` ask for no
-attribute, and a read by `getattr` is marked, so that loops over names can be left out.
+SLIME_TEST_READS=<folder>: each process appends a read to <folder>/<pid> when a place in the code
+reads a flag for the first time; it may be killed at any moment. Whatever copies all flags reads
+none: pickling and `vars` ask for no attribute, and a read by `getattr` is marked, so that loops
+over names can be left out.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ CONFIG = "slime.config.config"
 
 
 class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Records from when the groups are there; importing them here would cost every process, Ray's own too."""
+    """Records from when the groups are there; importing them here would cost every process, Ray's
+    own too."""
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != CONFIG:
             return None
         sys.meta_path.remove(self)
@@ -56,7 +61,13 @@ def record(groups: dict[str, type], flat_args: type) -> None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("slime.") and not module.startswith("slime.config."):
             by_name = dis.opname[code.co_code[at]] not in ("LOAD_ATTR", "LOAD_METHOD")
-            row = {"process": process(), "module": module, "owner": owner, "name": name, "by_name": by_name}
+            row = {
+                "process": process(),
+                "module": module,
+                "owner": owner,
+                "name": name,
+                "by_name": by_name,
+            }
             with (folder / str(os.getpid())).open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -77,11 +88,15 @@ def record(groups: dict[str, type], flat_args: type) -> None:
 
 def is_property(frame: FrameType) -> bool:
     """Of a group; what dataclasses generate in its name has no file."""
-    return frame.f_globals["__name__"].startswith("slime.config.groups_") and frame.f_code.co_filename[0] != "<"
+    return (
+        frame.f_globals["__name__"].startswith("slime.config.groups_")
+        and frame.f_code.co_filename[0] != "<"
+    )
 
 
 def process() -> str:
-    """``ray::TrainerActor`` of a Ray actor, which has it for its title; of others the script or module."""
+    """``ray::TrainerActor`` of a Ray actor, which has it for its title; of others the script or
+    module."""
     title = Path("/proc/self/cmdline").read_bytes().decode(errors="replace").split("\0")
     if title[0].startswith("ray::"):
         return title[0].split(".")[0].split("(")[0].strip()

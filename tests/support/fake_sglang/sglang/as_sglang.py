@@ -1,8 +1,10 @@
-"""The embedded engine's server, turned into one that takes and refuses what stock SGLang takes and refuses.
+"""The embedded engine's server, turned into one that takes and refuses what stock SGLang takes and
+refuses.
 
-Its extensions go (shared memory, fingerprints by name), SGLang's ways come: pickles with an allow list and one payload
-per tensor-parallel rank, custom weight loaders on modules with SGLang's fused and sharded parameters, one group member
-per rank, memory tags that must be released before they are taken back, and tokens that end it while memory is away.
+Its extensions go (shared memory, fingerprints by name), SGLang's ways come: pickles with an allow
+list and one payload per tensor-parallel rank, custom weight loaders on modules with SGLang's fused
+and sharded parameters, one group member per rank, memory tags that must be released before they are
+taken back, and tokens that end it while memory is away.
 """
 
 from __future__ import annotations
@@ -62,15 +64,24 @@ class SGLangUpdater:
         self.args = args
         self.groups: dict[str, list[ExternalGroup]] = {}
         self.lock = threading.Lock()
-        self.is_open = False  # layers of quantised weights take weights, and cannot be computed with
+        self.is_open = (
+            False  # layers of quantised weights take weights, and cannot be computed with
+        )
         self.models: list[torch.nn.Module] = []  # one for each rank, which custom loaders see
 
     def from_tensor(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
         payloads, load_format = body["serialized_named_tensors"], body.get("load_format")
-        assert len(payloads) == self.args.tp_size, f"{len(payloads)} payloads for {self.args.tp_size} ranks"
-        contents = [SGLangUnpickler(io.BytesIO(base64.b64decode(p, validate=True))).load() for p in payloads]
+        assert len(payloads) == self.args.tp_size, (
+            f"{len(payloads)} payloads for {self.args.tp_size} ranks"
+        )
+        contents = [
+            SGLangUnpickler(io.BytesIO(base64.b64decode(p, validate=True))).load() for p in payloads
+        ]
         with self.lock:
-            if load_format not in (self.args.custom_weight_loader or ()) or load_format == WEIGHT_LOADER:
+            if (
+                load_format not in (self.args.custom_weight_loader or ())
+                or load_format == WEIGHT_LOADER
+            ):
                 self._check_open(own)
             if load_format in (self.args.custom_weight_loader or ()):
                 self._run_loader(own._engine.store, load_format, contents)
@@ -78,7 +89,9 @@ class SGLangUpdater:
             assert load_format in (None, "flattened_bucket"), f"Unknown load_format={load_format}"
             ranks = [_pairs(content, load_format) for content in contents]
             for other in ranks[1:]:
-                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True))
+                assert all(
+                    torch.equal(a, b) for (_, a), (_, b) in zip(ranks[0], other, strict=True)
+                )
             return own._apply(_taken(own, ranks[0]), body)
 
     def from_disk(self, own: WeightUpdater, body: Mapping[str, Any]) -> str:
@@ -87,7 +100,9 @@ class SGLangUpdater:
 
     def _check_open(self, own: WeightUpdater) -> None:
         packed = [name for name in own._engine.store.names if name.endswith(QUANTISED)]
-        assert self.is_open or not packed, f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
+        assert self.is_open or not packed, (
+            f"'Parameter' has no attribute 'weight_loader' ({packed[:1]})"
+        )
 
     def _run_loader(self, store: WeightStore, path: str, contents: list[Any]) -> None:
         action = ""
@@ -110,8 +125,12 @@ class SGLangUpdater:
                 _take_back(model, store)
 
     def _refresh(self, store: WeightStore) -> None:
-        """The ranks' models are the same ones at every call, with the weights that the engine has now."""
-        now = [sharded_model(store.held, store.arch, rank, self.args.tp_size) for rank in range(self.args.tp_size)]
+        """The ranks' models are the same ones at every call, with the weights that the engine has
+        now."""
+        now = [
+            sharded_model(store.held, store.arch, rank, self.args.tp_size)
+            for rank in range(self.args.tp_size)
+        ]
         if not self.models:
             self.models = now
         for model, fresh in zip(self.models, now, strict=True):
@@ -157,13 +176,18 @@ class SGLangUpdater:
         return own._apply(_taken(own, ranks[0]), body)
 
 
-def _taken(own: WeightUpdater, pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def _taken(
+    own: WeightUpdater, pairs: list[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
     """What SGLang takes of one call."""
-    return loaded_together(pairs, fuses=any(".q_a_proj." in name for name in own._engine.store.names))
+    return loaded_together(
+        pairs, fuses=any(".q_a_proj." in name for name in own._engine.store.names)
+    )
 
 
 def _take_back(model: torch.nn.Module, store: WeightStore) -> None:
-    """What a loader has put into a rank's parameters, into the weights that the engine generates with."""
+    """What a loader has put into a rank's parameters, into the weights that the engine generates
+    with."""
     tree = Tree(model)
     for name, tensor in store.held.items():
         held = tree.find(name, tuple(tensor.shape))
@@ -176,7 +200,8 @@ def _pairs(content: Any, load_format: str | None) -> list[tuple[str, torch.Tenso
         return list(content)
     flat = content["flattened_tensor"]
     return [
-        (row.name, flat[row.start_idx : row.end_idx].view(row.dtype).reshape(row.shape)) for row in content["metadata"]
+        (row.name, flat[row.start_idx : row.end_idx].view(row.dtype).reshape(row.shape))
+        for row in content["metadata"]
     ]
 
 
@@ -207,12 +232,18 @@ def install(args: argparse.Namespace) -> None:
             problem = _memory(path, body, released, args)
             if problem:
                 die(f"AssertionError: {problem}")
-        elif path.startswith("/update_weights") and "weights" in released and not _looks_only(body, args):
+        elif (
+            path.startswith("/update_weights")
+            and "weights" in released
+            and not _looks_only(body, args)
+        ):
             return json_response({"success": False, "message": "weights are released"}, status=400)
         elif path == "/weights_checker":
             action = body.get("action", "checksum")
             if action not in ("snapshot", "reset_tensors", "compare", "checksum"):
-                return json_response({"success": False, "message": f"Unsupported action='{action}'"}, status=400)
+                return json_response(
+                    {"success": False, "message": f"Unsupported action='{action}'"}, status=400
+                )
         elif path in ("/server_info", "/get_server_info"):
             answer = await plain(request, handler)
             known = json.loads(answer.body) if isinstance(answer, web.Response) else {}
@@ -238,10 +269,14 @@ def _is_first_to_die() -> bool:
 
 def _looks_only(body: Mapping[str, Any], args: argparse.Namespace) -> bool:
     """The probe may look at shapes while the memory is away."""
-    return body.get("load_format") == WEIGHT_PROBE and WEIGHT_PROBE in (args.custom_weight_loader or ())
+    return body.get("load_format") == WEIGHT_PROBE and WEIGHT_PROBE in (
+        args.custom_weight_loader or ()
+    )
 
 
-def _memory(path: str, body: Mapping[str, Any], released: set[str], args: argparse.Namespace) -> str:
+def _memory(
+    path: str, body: Mapping[str, Any], released: set[str], args: argparse.Namespace
+) -> str:
     tags = set(body.get("tags") or ("kv_cache", "weights", "cuda_graph"))
     if not args.enable_memory_saver:
         return "memory saver is not enabled"
@@ -266,7 +301,8 @@ def _resume_with_rubbish(self: WeightStore) -> None:
 
 
 class Calls:
-    """Appends steering calls to a file, for tests to look at their order, and what comes while memory is away."""
+    """Appends steering calls to a file, for tests to look at their order, and what comes while
+    memory is away."""
 
     STEERING = ("pause", "continue", "update", "memory", "flush", "checker", "group")
 
@@ -278,7 +314,11 @@ class Calls:
         if self._path is None or not (is_steering or (is_asleep and path == "/health")):
             return
         row = {"at": time.monotonic(), "port": self._port, "path": path, "tags": body.get("tags")}
-        row |= {key: body[key] for key in ("load_format", "weight_version", "action", "mode") if key in body}
+        row |= {
+            key: body[key]
+            for key in ("load_format", "weight_version", "action", "mode")
+            if key in body
+        }
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -1,10 +1,12 @@
-"""``python -m sglang.launch_server``: SGLang's own table of flags, answered by the embedded engine on CPU.
+"""``python -m sglang.launch_server``: SGLang's own table of flags, answered by the embedded engine
+on CPU.
 
 Environment:
     FAKE_SGLANG_CALLS   file to which every steering call is appended, one JSON object per line
     FAKE_SGLANG_CRASH   text to print before ending with status 1, at the start
-    FAKE_SGLANG_DIES_AT path of the first request that it dies of, as SGLang does of a scheduler's exception
-    FAKE_SGLANG_DIES_ONCE file that the first one to die of that makes; no other dies while it is there
+    FAKE_SGLANG_DIES_AT path of the first request that it dies of, as SGLang does of a scheduler's
+    exception FAKE_SGLANG_DIES_ONCE file that the first one to die of that makes; no other dies
+    while it is there
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def main(argv: list[str]) -> int:
     listener = bind(args.host, args.port)
     options = EngineOptions(
         model_path=args.model_path,
-        dtype={"half": "bfloat16", "float16": "bfloat16", "float": "float32"}.get(args.dtype, args.dtype),
+        dtype={"half": "bfloat16", "float16": "bfloat16", "float": "float32"}.get(
+            args.dtype, args.dtype
+        ),
         device="cpu",
         max_slots=args.max_running_requests or 64,
         max_context_len=int(args.context_length) if args.context_length else None,

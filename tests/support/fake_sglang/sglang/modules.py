@@ -1,4 +1,5 @@
-"""Modules with the parameters that an SGLang rank has: fused projections, slices of a tensor-parallel group."""
+"""Modules with the parameters that an SGLang rank has: fused projections, slices of a
+tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ class Rank(nn.Module):
                 held.tensor.copy_(whole.narrow(held.dim, held.start, held.stop - held.start))
 
 
-def loaded_together(weights: Iterable[tuple[str, torch.Tensor]], fuses: bool) -> list[tuple[str, torch.Tensor]]:
-    """What one call of ``load_weights`` takes: without halves of a pair whose other half is not in the call, of which
-    SGLang says nothing.
+def loaded_together(
+    weights: Iterable[tuple[str, torch.Tensor]], fuses: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """What one call of ``load_weights`` takes: without halves of a pair whose other half is not in
+    the call, of which SGLang says nothing.
 
     Args:
         fuses: the model has such pairs.
@@ -68,25 +71,43 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
         expert = _EXPERT.fullmatch(name)
         if expert:
             experts.setdefault(expert[1], {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
-        elif leaf == "weight_scale" and last in (*_QKV, *_GATE_UP):  # of tensors: one for each part, on every rank
+        elif leaf == "weight_scale" and last in (
+            *_QKV,
+            *_GATE_UP,
+        ):  # of tensors: one for each part, on every rank
             parts = _QKV if last in _QKV else _GATE_UP
             if last == parts[0]:
                 fused = "qkv_proj" if last in _QKV else "gate_up_proj"
-                _put(root, f"{parent}.{fused}", leaf, torch.cat([named[f"{parent}.{p}.{leaf}"] for p in parts]))
+                _put(
+                    root,
+                    f"{parent}.{fused}",
+                    leaf,
+                    torch.cat([named[f"{parent}.{p}.{leaf}"] for p in parts]),
+                )
         elif last in _DOWN_PROJECTIONS and f"{parent}.q_a_proj.{leaf}" in named:
             if last == _DOWN_PROJECTIONS[0]:
                 halves = [named[f"{parent}.{p}.{leaf}"] for p in _DOWN_PROJECTIONS]
                 _put(root, f"{parent}.{_FUSED_DOWN}", leaf, torch.cat(halves))
         elif last in _QKV and f"{parent}.k_proj.{leaf}" in named:
             if last == "q_proj":
-                _qkv(root, parent, leaf, [named[f"{parent}.{p}.{leaf}"] for p in _QKV], rank, size, named)
+                _qkv(
+                    root,
+                    parent,
+                    leaf,
+                    [named[f"{parent}.{p}.{leaf}"] for p in _QKV],
+                    rank,
+                    size,
+                    named,
+                )
         elif last in _GATE_UP:
             if last == "gate_proj":
                 halves = [named[f"{parent}.{p}.{leaf}"].chunk(size)[rank] for p in _GATE_UP]
                 _put(root, f"{parent}.gate_up_proj", leaf, torch.cat(halves)).tp_rank = rank
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             rows = tensor.shape[0]
-            each = -(-rows // (64 * size)) * 64  # SGLang pads vocabularies to multiples of 64 per rank
+            each = (
+                -(-rows // (64 * size)) * 64
+            )  # SGLang pads vocabularies to multiples of 64 per rank
             begin, end = min(rows, rank * each), min(rows, (rank + 1) * each)
             padded = torch.zeros(each, *tensor.shape[1:], dtype=tensor.dtype)
             padded[: end - begin] = tensor[begin:end]
@@ -107,12 +128,20 @@ def sharded_model(named: Mapping[str, torch.Tensor], arch: Any, rank: int, size:
 
 
 def _qkv(
-    root: nn.Module, parent: str, leaf: str, whole: list[torch.Tensor], rank: int, size: int, named: Mapping[str, Any]
+    root: nn.Module,
+    parent: str,
+    leaf: str,
+    whole: list[torch.Tensor],
+    rank: int,
+    size: int,
+    named: Mapping[str, Any],
 ) -> None:
     head = _head_size(parent, whole, named)
     kv_heads = whole[1].shape[0] // head
     replicas = max(1, size // kv_heads)
-    pieces = [whole[0].chunk(size)[rank]] + [t.chunk(size // replicas)[rank // replicas] for t in whole[1:]]
+    pieces = [whole[0].chunk(size)[rank]] + [
+        t.chunk(size // replicas)[rank // replicas] for t in whole[1:]
+    ]
     module: Any = _put(root, f"{parent}.qkv_proj", leaf, torch.cat(pieces))
     module.tp_rank, module.num_kv_head_replicas = rank, replicas
     module.q_proj_shard_size, module.kv_proj_shard_size = pieces[0].shape[0], pieces[1].shape[0]

@@ -1,4 +1,5 @@
-"""What SGLang's scheduler dies of, and how it looks from outside: a token while memory is away ends the server."""
+"""What SGLang's scheduler dies of, and how it looks from outside: a token while memory is away ends
+the server."""
 
 from __future__ import annotations
 
@@ -16,13 +17,25 @@ _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/com
 def generates(path: str) -> bool:
     """Whether the server generates a token to answer. By default it does so for /health as well."""
     if path == "/health":
-        return os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "true").lower() not in _FALSE
+        return (
+            os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "true").lower() not in _FALSE
+        )
     return path in _GENERATING
 
 
 def die(error: str) -> NoReturn:
-    """The scheduler logs its exception and sends SIGQUIT to the server, which ends everything, itself included."""
-    log = f'Scheduler hit an exception: Traceback (most recent call last):\n  File "scheduler.py", line 1\n{error}\n'
-    print(log, "SIGQUIT received. It usually means one child failed.", sep="\n", file=sys.stderr, flush=True)
+    """The scheduler logs its exception and sends SIGQUIT to the server, which ends everything,
+    itself included."""
+    log = (
+        'Scheduler hit an exception: Traceback (most recent call last):\n  File "scheduler.py", '
+        f"line 1\n{error}\n"
+    )
+    print(
+        log,
+        "SIGQUIT received. It usually means one child failed.",
+        sep="\n",
+        file=sys.stderr,
+        flush=True,
+    )
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")

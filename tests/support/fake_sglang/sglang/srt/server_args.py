@@ -10,7 +10,8 @@ from slime.config.engine_flags import stored_sglang_args
 
 
 def prepare_server_args(argv: list[str]) -> argparse.Namespace:
-    """As SGLang's parser: the same names, types and choices; unknown flags end the process with status 2."""
+    """As SGLang's parser: the same names, types and choices; unknown flags end the process with
+    status 2."""
     parser = argparse.ArgumentParser(prog="launch_server.py")
     kinds = {"int": int, "float": float, "str": str, "json": json.loads}
     _, arguments = stored_sglang_args()
