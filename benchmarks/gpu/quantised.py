@@ -232,7 +232,7 @@ class Bench:
                 (self.args.logs / f"{log.parent.name}-{log.name}").write_bytes(data)
 
     # -- cases
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def serve(self, server: Server) -> Row:
         """What it holds and says fresh from its files; asked twice, to see what two answers differ
@@ -370,7 +370,7 @@ class Bench:
         self.report.add("verdicts", {row["case"]: row["verdict"] for row in rows})
 
     # -- inside
-    # ------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _engine(self, server: Server) -> Engine:
         if server.name not in self._engines:

@@ -297,7 +297,7 @@ def _meant(turns: list[Turn], message: dict[str, Any]) -> Turn:
 
 
 # -- samples
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def samples_of(drawn: Sample, ends: Sequence[Turn], cut_short: Turn | None = None) -> list[Sample]:

@@ -161,7 +161,7 @@ class EngineTable:
         return engine is not None and engine.runs and engine.urls[engine.parts.index(part)] == url
 
     # -- life
-    # --------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def launched(self, number: int, urls: Sequence[str]) -> None:
         """At the launch: requests may come at once, and it holds all its memory."""
@@ -238,7 +238,7 @@ class EngineTable:
         return seconds
 
     # -- memory
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     @staticmethod
     def to_release(engines: Iterable[Engine], tags: Sequence[str]) -> dict[str, list[str]]:
@@ -278,7 +278,7 @@ class EngineTable:
         self._at(url).paused = False
 
     # -- inside
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _in(self, number: int, *states: State) -> Engine:
         engine = self.engines[number]

@@ -133,7 +133,7 @@ class Engines:
         )
 
     # -- launch
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def begin_start(self) -> dict[Worker, ray.ObjectRef]:
         """Start all engines at once; the answers go to `put_routers_in_front`.
@@ -203,7 +203,7 @@ class Engines:
         self._fleets.keep(self.table.groups)
 
     # -- death
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Hears soon of a server process that has ended."""
@@ -390,7 +390,7 @@ class Engines:
                 self.fleet.post("/continue_generation", {}, _ASK_SECONDS)
 
     # -- hanging
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def begin_rollout(self) -> None:
         """The engines are awake from now on, which `kill_hanging` presumes."""

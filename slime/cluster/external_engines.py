@@ -190,7 +190,7 @@ class ExternalEngines:
             self._desk.close()
 
     # -- joining
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def add(self, address: str) -> str:
         """Let an engine join; what is to be said of it.
@@ -261,7 +261,7 @@ class ExternalEngines:
         return None
 
     # -- leaving
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def remove(self, wanted: str) -> str:
         """Let an engine leave; what is to be said of it.
@@ -361,7 +361,7 @@ class ExternalEngines:
         return True
 
     # -- death
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def lost(self, engine: Engine, how: str, what: str = "") -> None:
         """It does not answer any more, or was refused: it is taken out and forgotten.
@@ -403,7 +403,7 @@ class ExternalEngines:
             self.lost(engine, "does not answer any more: nobody listens there", what)
 
     # -- orders
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _obey(self, order: Order) -> dict[str, Any]:
         verbs = {"add": self.add, "remove": self.remove}

@@ -332,7 +332,7 @@ class Trainers:
         )
 
     # -- work
-    # --------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def train(self, shards: list[ray.ObjectRef]) -> tuple[dict[str, float], list[TrainedTokens]]:
         """One rollout's training steps; metrics of the rank that reports: the first of the last
@@ -395,7 +395,7 @@ class Trainers:
         return [part for part in parts if part is not None]
 
     # -- the end
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> Watch:
         """Raises an `ActorDied` soon after a rank is gone, also while the trainer is not needed."""

@@ -170,7 +170,7 @@ class SampleIndex:
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
     # -- what is new
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def update(self, stages: Iterable[Stage], goes_on: Callable[[], bool] = lambda: True) -> bool:
         """Read what was written since the last time: first the numbers of all samples, then their
@@ -311,7 +311,7 @@ class SampleIndex:
         return int(connection.execute("SELECT texts FROM progress").fetchone()[0])
 
     # -- questions
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:

@@ -262,7 +262,7 @@ class PromptSource(DataSource):
         """The row of each unfinished draw, for messages."""
 
     # -- drawing
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """``num_samples`` groups: those that were put back first, then new ones."""
@@ -329,7 +329,7 @@ class PromptSource(DataSource):
         return len(self._order)
 
     # -- resuming
-    # --------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def mark_consumed(self, group_indices: Iterable[int]) -> None:
         self._done.update(index for index in group_indices if index >= self._low)

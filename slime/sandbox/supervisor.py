@@ -125,7 +125,7 @@ class Keeper:
                         folders.append(entry.path)
 
     # -- watching
-    # --------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _watch(self, pid: int, told: int, heard: int) -> str:
         """Until the child has ended, or has to; says what ended it."""

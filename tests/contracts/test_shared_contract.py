@@ -214,7 +214,7 @@ def test_a_pause_aborts_and_holds_new_requests(engine: Server) -> None:
 
 
 # -- weights
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def stub_of(model: Path, scale: float) -> tuple[MegatronStub, dict[str, Any]]:

@@ -39,7 +39,7 @@ def observed(run: Run, data: Path) -> RunResult:
 
 
 # -- the run folder
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_configuration_says_where_values_come_from(observed: RunResult) -> None:

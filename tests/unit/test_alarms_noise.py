@@ -112,7 +112,7 @@ def test_measured_runs_raise_no_alarm(rows: list[Row]) -> None:
 
 
 # -- faults
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def from_step(first: int, **values: Callable[[Row, int], float]) -> Callable[[list[Row]], None]:

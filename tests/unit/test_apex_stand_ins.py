@@ -17,7 +17,7 @@ from tests.support.trainer_ranks import Pools, make_batch, shard, tiny_spec, tra
 from tests.support.trainers import gradients, trainer
 
 # -- products
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_autograd(ranks: Pools, flags: dict[str, Any]) ->
 
 
 # -- the norm
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

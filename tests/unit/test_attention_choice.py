@@ -142,7 +142,7 @@ def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPat
 
 
 # -- which kernel
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 SEQUENCES = PackedSequences(cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, max_seqlen_q=3, max_seqlen_kv=3)

@@ -507,7 +507,7 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
 
 
 # -- pushes
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None:

@@ -42,7 +42,7 @@ from tests.support.fake_rollout import FakeClient, hook_args, make_state
 from tests.support.scripted_model import ScriptedModel, conversation, play, trained
 
 # -- calculator
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_call_of_the_calculator_is_answered_and_its_answer_is_not_trained_on() -> None:
@@ -90,7 +90,7 @@ def test_the_calculator(expression: str, said: str) -> None:
 
 
 # -- self-play
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def nim_game(*moves: str, stones: int, **optional: Any) -> Any:
@@ -154,7 +154,7 @@ def test_a_seat_is_compared_with_the_same_seat() -> None:
 
 
 # -- judge
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_judge_is_asked_for_its_word(said: str, score: float) -> None:
 
 
 # -- curriculum
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def scored(source: curriculum.Curriculum, score: float, groups: int) -> None:
@@ -251,7 +251,7 @@ def test_a_wrong_answer_is_wrong_at_its_first_mistake() -> None:
 
 
 # -- environments
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_letter_that_is_asked_for_stands_in_a_question_once() -> None:

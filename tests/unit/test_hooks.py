@@ -42,7 +42,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # -- finding
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_dotted_colon_and_file_paths_find_the_same_function(module, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_found_says_why(module, path: str, said: list[str]) -> No
 
 
 # -- checking
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 async def generate_with(args, sample, sampling_params, evaluation=False):
@@ -157,7 +157,7 @@ def test_every_function_flag_of_the_configuration_has_a_protocol() -> None:
 
 
 # -- calling
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_optional_keywords_are_passed_only_where_they_are_accepted() -> None:

@@ -178,7 +178,7 @@ def test_ranges() -> None:
 
 
 # -- refusals
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_the_largest_parts_and_what_shrinks_them(
@@ -384,7 +384,7 @@ def test_memory_of_training_is_compared_once_the_moments_exist(
 
 
 # -- what there is
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_gpu_memory_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def test_pop_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # -- in a run
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

@@ -292,7 +292,7 @@ def test_rollout_and_evaluation_go_on_beside_each_other(tmp_path: Path) -> None:
 
 
 # -- hooks
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_filter_sample_filter_and_all_samples_hook_get_what_they_were_promised() -> None:
@@ -434,7 +434,7 @@ def test_plugins_with_a_loop_of_their_own_find_the_old_building_blocks() -> None
 
 
 # -- dumps
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_dumps_come_back_as_the_same_groups(tmp_path: Path) -> None:

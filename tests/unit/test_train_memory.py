@@ -63,7 +63,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 # -- recompute
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_offloaded_states_survive_a_checkpoint(tmp_path: Any) -> None:
 
 
 # -- out of memory
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 GPU_WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 

@@ -28,7 +28,7 @@ from tests.support.trainers import trainer
 CPU = torch.device("cpu")
 
 # -- Adam
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 LR, BETA1, BETA2, EPS, DECAY, LIMIT = 0.02, 0.7, 0.9, 0.05, 0.3, 0.5
 #: Norms of the gradients of successive steps, in units of the limit: clipped or not, in turns.
@@ -88,7 +88,7 @@ def test_adam_over_several_steps_is_that_of_float64(backend: MegatronBackend) ->
 
 
 # -- the schedule
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 #: 12 samples a rollout in two steps.
 STEPS = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "num_steps_per_rollout": 2}
@@ -207,7 +207,7 @@ def test_the_kl_in_the_reward_is_of_its_kind_and_of_trained_tokens(
 
 
 # -- attention
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -242,7 +242,7 @@ def test_what_is_no_reducer_is_refused(tmp_path: Any, made: str, told: str) -> N
 
 
 # -- advantages
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def assigned(values: Callable[[dict[str, Any]], Any]) -> RolloutTensors:

@@ -60,7 +60,7 @@ def chat(question: str, *answers: str) -> dict[str, Any]:
 
 
 # -- what is said
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_all_kinds_of_problems_are_in_one_answer_with_their_remedies(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_slime_reward_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 # -- lengths
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_flag_prompts_are_measured_against_the_models_context(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_unchecked_rows_that_cannot_be_trained_on_are_left_out(
 
 
 # -- checked once
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_process_that_draws_does_not_check_again_unless_something_has_changed(

@@ -167,7 +167,7 @@ class Case:
         return {name: size(self.flat(values) - base) for name, values in sides.items()}
 
     # -- tries
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def tried(self, what: str, variant: Sequence[Tensor], **more: Any) -> Tried:
         """How much is explained if one side is as the reference, and the other as ``variant``, [R]

@@ -150,7 +150,7 @@ class Reference:
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
 
     # -- weights
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         self.store.update((name, tensor) for name, tensor in tensors.items())
@@ -175,7 +175,7 @@ class Reference:
         }
 
     # -- log-probs
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def of_all(self, samples: Sequence[Scored], setting: Setting | None = None) -> list[Tensor]:
         """float64 [R] of each."""

@@ -157,7 +157,7 @@ class RewardPool:
         return twin
 
     # -- scoring
-    # -----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     async def score(self, sample: Sample) -> Reward:
         """`score_by_flags`, or what a plugin has put in place of ``async_rm`` says.
@@ -268,7 +268,7 @@ class RewardPool:
             await self._remote.close()
 
     # -- functions
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     async def _built_in(self, rm_type: str, sample: Sample) -> Any:
         name = rm_type.removeprefix("boxed_")
