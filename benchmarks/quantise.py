@@ -25,10 +25,17 @@ from slime.checkpoints.hf_files import INDEX
 from slime.models import family_of
 
 SHAPE = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "tie_word_embeddings": True, "dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 COMMANDS = {
     "INT4, groups of 32": ("hf-to-int4", "--group_size", "32"),
     "INT4, groups of 128, asymmetric": ("hf-to-int4", "--group_size", "128", "--asymmetric"),

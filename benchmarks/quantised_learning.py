@@ -131,10 +131,20 @@ def _run(
     from slime.weights.sync import WeightSync
 
     config = make_config(
-        hf_checkpoint=str(models[kind]), ref_load=str(models["bf16"]), bf16=True, seed=seed, num_rollout=steps,
-        rollout_batch_size=_PROMPTS, n_samples_per_prompt=_ANSWERS, lr=1e-2, lr_decay_style="constant",
-        weight_decay=0.0, use_dynamic_batch_size=True, max_tokens_per_gpu=1024, **correction,
-    )  # fmt: skip
+        hf_checkpoint=str(models[kind]),
+        ref_load=str(models["bf16"]),
+        bf16=True,
+        seed=seed,
+        num_rollout=steps,
+        rollout_batch_size=_PROMPTS,
+        n_samples_per_prompt=_ANSWERS,
+        lr=1e-2,
+        lr_decay_style="constant",
+        weight_decay=0.0,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=1024,
+        **correction,
+    )
     backend = MegatronBackend(config, RankInfo(0, 1, 0, "127.0.0.1", free_port()))
     backend.setup()
     assert backend.hf_config is not None

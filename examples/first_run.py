@@ -19,9 +19,18 @@ if __name__ == "__main__":
     random.Random(0).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs]
     run = slime.train(
-        model, rows[:80], reward, eval_data=rows[80:], num_rollout=steps, rollout_batch_size=8, n_samples_per_prompt=8,
-        rollout_max_response_len=8, lr=1e-5, fp32=True, colocate=True,
-    )  # fmt: skip
+        model,
+        rows[:80],
+        reward,
+        eval_data=rows[80:],
+        num_rollout=steps,
+        rollout_batch_size=8,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=8,
+        lr=1e-5,
+        fp32=True,
+        colocate=True,
+    )
     print(run)
     print("one of the last answers:", run.samples(-1)[0]["response"])
     print("the model:", run.model)

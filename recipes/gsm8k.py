@@ -15,7 +15,8 @@ def final_number(text: str) -> float | None:
     """The number behind the last "####", else the last number of the text.
 
     Example:
-        >>> final_number("3 bags of 4: 3 * 4 = 12"), final_number("so #### 1,024"), final_number("none")
+        >>> (final_number("3 bags of 4: 3 * 4 = 12"), final_number("so #### 1,024"),
+        ...  final_number("none"))
         (12.0, 1024.0, None)
     """
     numbers = _NUMBER.findall(text.rpartition("####")[2]) or _NUMBER.findall(text)

@@ -45,7 +45,9 @@ def several(errors: Sequence[UserError]) -> UserError:
     """One error that tells all of ``errors``, each once; a single one is returned as it is.
 
     Example:
-        >>> print(several([UserError("--num-rollout is required"), UserError("--bf16 and --fp32", fix="choose one")]))
+        >>> print(several([
+        ...     UserError("--num-rollout is required"),
+        ...     UserError("--bf16 and --fp32", fix="choose one")]))
         2 errors
           1. --num-rollout is required
           2. --bf16 and --fp32

@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
     """Whether an address to listen on is reached from this host alone.
 
     Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        >>> tuple(map(is_loopback, ("127.0.0.1", "::1", "localhost", "0.0.0.0")))
         (True, True, True, False)
     """
     try:
@@ -73,7 +73,8 @@ def foreign(headers: Mapping[str, str], *, on_loopback: bool) -> str:
     Example:
         >>> foreign({"Host": "evil.example:30000"}, on_loopback=True)
         'it answers on names of loopback alone, not on evil.example'
-        >>> foreign({"Host": "localhost:30000", "Origin": "http://localhost:3000"}, on_loopback=True)
+        >>> foreign(
+        ...     {"Host": "localhost:30000", "Origin": "http://localhost:3000"}, on_loopback=True)
         ''
     """
     host = headers.get("Host", "")
@@ -147,7 +148,8 @@ def is_inference(path: str) -> bool:
     weights.
 
     Example:
-        >>> is_inference("/v1/models/sums"), is_inference("/flush_cache"), is_inference("/update_weights_from_disk")
+        >>> (is_inference("/v1/models/sums"), is_inference("/flush_cache"),
+        ...  is_inference("/update_weights_from_disk"))
         (True, False, False)
     """
     return path in _INFERENCE or path == "/v1/models" or path.startswith("/v1/models/")

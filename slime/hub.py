@@ -34,7 +34,8 @@ def is_hub_name(path: str) -> bool:
     the folder org.
 
     Example:
-        >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"), is_hub_name("data/train.jsonl")
+        >>> (is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./Qwen/Qwen3-0.6B"),
+        ...  is_hub_name("data/train.jsonl"))
         (True, False, False)
     """
     if not _NAME.fullmatch(path) or path.endswith(ROW_SUFFIXES):
@@ -57,7 +58,8 @@ def shown_path(path: str) -> str:
     """``path`` as a user would name it: what was downloaded from the hub by its name there.
 
     Example:
-        >>> shown_path("/home/me/.cache/huggingface/hub/datasets--openai--gsm8k/snapshots/0a1b/main")
+        >>> shown_path(
+        ...     "/home/me/.cache/huggingface/hub/datasets--openai--gsm8k/snapshots/0a1b/main")
         'openai/gsm8k/main'
     """
     found = re.fullmatch(r".*/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/[^/]+(/.*)?", path)

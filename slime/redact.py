@@ -283,9 +283,11 @@ def is_secret(name: str) -> bool:
     secret.
 
     Example:
-        >>> [is_secret(name) for name in ("--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password")]
+        >>> secrets = "--wandb-key", "HF_TOKEN", "judgeApiKey", "X-Api-Key", "db_password"
+        >>> [is_secret(name) for name in secrets]
         [True, True, True, True, True]
-        >>> [is_secret(name) for name in ("input_key", "eos_token", "max_tokens_per_gpu", "tokenizer", "key")]
+        >>> others = "input_key", "eos_token", "max_tokens_per_gpu", "tokenizer", "key"
+        >>> [is_secret(name) for name in others]
         [False, False, False, False, False]
     """
     return _grade(name) > 0
@@ -501,9 +503,8 @@ def redacted(value: Any, name: str = "") -> Any:
         name: of the setting: a flag, a key, a variable.
 
     Example:
-        >>> redacted({"judge": {"api_key": "abc", "url": "https://me:pw@host/v1?sig=12ab&n=3"}, "label_key": "answer"})
-        {'judge': {'api_key': '•••', 'url': 'https://me:•••@host/v1?sig=•••&n=3'}, 'label_key':
-        'answer'}
+        >>> redacted({"api_key": "abc", "url": "https://me:pw@host/v1?sig=12ab", "key": "answer"})
+        {'api_key': '•••', 'url': 'https://me:•••@host/v1?sig=•••', 'key': 'answer'}
     """
     return _Hider(is_log=False).value(value, name)
 

@@ -388,7 +388,7 @@ def _returns_section(classes: list[ast.ClassDef]) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "docs/flags.md": flags_page,
     "docs/hooks.md": lambda: hooks_page(
-        (ROOT / "slime" / "hooks.py").read_text(encoding="utf-8"),
+        (ROOT / "slime" / "user_code" / "hooks.py").read_text(encoding="utf-8"),
         (ROOT / "examples" / "search" / "rollout.py").read_text(encoding="utf-8"),
     ),
     "docs/coming-from.md": lambda: coming_from_page(

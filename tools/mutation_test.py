@@ -122,17 +122,50 @@ _TALK = (
 )
 #: Methods whose receiver may stand alone.
 _DROPPED_CALLS = (
-    "clamp", "clamp_", "clamp_min", "clamp_max", "abs", "square", "mul_", "add_", "neg_", "detach", "masked_fill",
-    "masked_fill_", "flip", "cumsum", "float", "double", "log", "exp",
-)  # fmt: skip
+    "clamp",
+    "clamp_",
+    "clamp_min",
+    "clamp_max",
+    "abs",
+    "square",
+    "mul_",
+    "add_",
+    "neg_",
+    "detach",
+    "masked_fill",
+    "masked_fill_",
+    "flip",
+    "cumsum",
+    "float",
+    "double",
+    "log",
+    "exp",
+)
 _NOT_MUTATED = ("__repr__", "__str__", "__post_init__")
 #: Imported once, before the first child is forked.
 _LIBRARIES = (
-    "torch", "torch.distributed", "numpy", "pytest", "hypothesis", "orjson", "xxhash", "safetensors.torch", "rich",
-    "transformers", "transformers.models.qwen3", "transformers.models.llama", "aiohttp.web", "psutil", "yaml",
-    "megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt", "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.pipeline_parallel", "megatron.core.dist_checkpointing",
-)  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "orjson",
+    "xxhash",
+    "safetensors.torch",
+    "rich",
+    "transformers",
+    "transformers.models.qwen3",
+    "transformers.models.llama",
+    "aiohttp.web",
+    "psutil",
+    "yaml",
+    "megatron.core",
+    "megatron.core.optimizer",
+    "megatron.core.models.gpt",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.dist_checkpointing",
+)
 
 
 # -- what is changed
@@ -334,9 +367,19 @@ class _Finder:
         left = self._operand(node.left)
         right = self._operand(node.right)
         swapped = {
-            ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+", ast.Pow: "*",
-            ast.BitOr: "&", ast.BitAnd: "|", ast.BitXor: "|", ast.LShift: ">>", ast.RShift: "<<",
-        }.get(type(node.op))  # fmt: skip
+            ast.Add: "-",
+            ast.Sub: "+",
+            ast.Mult: "/",
+            ast.Div: "*",
+            ast.FloorDiv: "*",
+            ast.Mod: "+",
+            ast.Pow: "*",
+            ast.BitOr: "&",
+            ast.BitAnd: "|",
+            ast.BitXor: "|",
+            ast.LShift: ">>",
+            ast.RShift: "<<",
+        }.get(type(node.op))
         if swapped:
             yield self._mutation(node, name, "swap operator", f"({left} {swapped} {right})")
         if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
@@ -1036,9 +1079,20 @@ def _result(
     before, after = mutation.lines(text)
     source = _fingerprint(mutation.apply(text))
     return Result(
-        mutation.part, mutation.file, mutation.function, mutation.operator, mutation.line, before, after,
-        mutation.name, outcome, test, seconds, source, _fingerprint_of(root, test),
-    )  # fmt: skip
+        mutation.part,
+        mutation.file,
+        mutation.function,
+        mutation.operator,
+        mutation.line,
+        before,
+        after,
+        mutation.name,
+        outcome,
+        test,
+        seconds,
+        source,
+        _fingerprint_of(root, test),
+    )
 
 
 def _keep(root: Path, results: Iterable[Result]) -> None:

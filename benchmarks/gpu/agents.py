@@ -57,9 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     with workspace() as folder:
         model = make_model(args, folder)
         config = make_config(
-            hf_checkpoint=str(model), rollout_engine=args.engine, actor_num_gpus_per_node=1, colocate=True,
-            rollout_batch_size=1, num_rollout=1, rollout_max_context_len=args.context,
-        )  # fmt: skip
+            hf_checkpoint=str(model),
+            rollout_engine=args.engine,
+            actor_num_gpus_per_node=1,
+            colocate=True,
+            rollout_batch_size=1,
+            num_rollout=1,
+            rollout_max_context_len=args.context,
+        )
         with engine(args, config, model, folder) as direct, router(config, folder, direct) as url:
             Bench(args, report, model, url, direct).cases()
     return report.finish()
@@ -224,8 +229,13 @@ class Bench:
             -sample.response_length :
         ]
         assert sample.rollout_log_probs is not None and sample.loss_mask is not None
-        apart = [abs(ours - theirs) for ours, theirs, counts in
-                 zip(sample.rollout_log_probs, read, sample.loss_mask, strict=True) if counts]  # fmt: skip
+        apart = [
+            abs(ours - theirs)
+            for ours, theirs, counts in zip(
+                sample.rollout_log_probs, read, sample.loss_mask, strict=True
+            )
+            if counts
+        ]
         return {"read_again_mean": statistics.fmean(apart), "read_again_most": max(apart)}
 
     async def vanish(self) -> Row:
@@ -272,10 +282,15 @@ class Bench:
         tokens = sum(len(result.token_ids) for tape in tapes for _, result in tape)
         through, straight = (min(seconds[name][1:]) for name in ("agents", "direct"))
         return {
-            "agents": self.args.agents, "turns": turns, "raw": seconds, "turns_per_second": asked / through,
+            "agents": self.args.agents,
+            "turns": turns,
+            "raw": seconds,
+            "turns_per_second": asked / through,
             "tokens_per_second": tokens / through,
-            "goals": [at_least("speed, ÷ the same prompts without endpoints", straight / through, 0.9)],
-        }  # fmt: skip
+            "goals": [
+                at_least("speed, ÷ the same prompts without endpoints", straight / through, 0.9)
+            ],
+        }
 
     async def _one_agent(self, state: GenerateState, http: Any, turns: int, number: int) -> None:
         """With a bare client: a hundred of OpenAI's in the process of the endpoints would be what
@@ -320,9 +335,11 @@ def against_tape(sample: Sample, tape: Tape) -> Row:
             kept += log_prob == said
     trains = sum(sample.loss_mask)
     return {
-        "tokens": covered, "wrong_tokens": wrong + abs(trains - covered), "wrong_log_probs": covered - kept,
+        "tokens": covered,
+        "wrong_tokens": wrong + abs(trains - covered),
+        "wrong_log_probs": covered - kept,
         "prompts_not_continued": len(tape) - continued,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

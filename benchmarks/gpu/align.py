@@ -148,10 +148,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _config(args: argparse.Namespace, directory: Path) -> Any:
     return make_config(
-        hf_checkpoint=str(directory), rollout_engine=args.engine, rollout_temperature=args.temperature,
-        apply_chat_template=True, bf16=args.engine == "sglang", fp32=args.engine == "embedded", rollout_batch_size=1,
+        hf_checkpoint=str(directory),
+        rollout_engine=args.engine,
+        rollout_temperature=args.temperature,
+        apply_chat_template=True,
+        bf16=args.engine == "sglang",
+        fp32=args.engine == "embedded",
+        rollout_batch_size=1,
         num_rollout=1,
-    )  # fmt: skip
+    )
 
 
 # -- answers
@@ -303,11 +308,18 @@ def _examine(
     result = examined(_config(args, directory), samples, wish)
     print(text(result), flush=True)
     return {
-        "cause": mistake.cause, "found": _is_found(result, mistake), "mean_difference": result.case.differences.mean,
-        "tolerance": result.case.tolerance, "seconds": time.monotonic() - began, "from_reference": result.case.far,
+        "cause": mistake.cause,
+        "found": _is_found(result, mistake),
+        "mean_difference": result.case.differences.mean,
+        "tolerance": result.case.tolerance,
+        "seconds": time.monotonic() - began,
+        "from_reference": result.case.far,
         "tokens": int(result.case.differences.values.numel()),
-        "ranking": [(r.cause.trouble.name, r.best.side, r.best.what, r.best.share) for r in result.ranked[:4]],
-    }  # fmt: skip
+        "ranking": [
+            (r.cause.trouble.name, r.best.side, r.best.what, r.best.share)
+            for r in result.ranked[:4]
+        ],
+    }
 
 
 def _is_found(result: Result, mistake: Mistake) -> bool:

@@ -46,9 +46,17 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     found = breakdown(steps[1:] or steps)  # the first one warms up
     samples = args.prompts * args.samples / found["seconds"]["step_time"]
     return {
-        "shape": str(args.model or args.shape), "gpus": args.gpus, **found, "samples_per_second": samples, "raw": steps,
-        "goals": [at_least("generation, log-probs and training, share of the step", found["useful_share"], 0.9)],
-    }  # fmt: skip
+        "shape": str(args.model or args.shape),
+        "gpus": args.gpus,
+        **found,
+        "samples_per_second": samples,
+        "raw": steps,
+        "goals": [
+            at_least(
+                "generation, log-probs and training, share of the step", found["useful_share"], 0.9
+            )
+        ],
+    }
 
 
 def breakdown(steps: list[dict[str, Any]]) -> Row:

@@ -64,9 +64,12 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace, folder: Path) -> Row:
     model = make_model(args, folder)
     flags: dict[str, Any] = {
-        "hf_checkpoint": str(model), "rollout_engine": args.engine, "colocate": True, "offload_train": False,
+        "hf_checkpoint": str(model),
+        "rollout_engine": args.engine,
+        "colocate": True,
+        "offload_train": False,
         "offload_rollout": False,
-    }  # fmt: skip
+    }
     config = make_config(**flags, actor_num_gpus_per_node=1, rollout_batch_size=1, num_rollout=1)
     with engine(args, config, model, folder) as url:
         found: Row = ranks.run(
@@ -140,14 +143,21 @@ def push_at_each_size(
         differences = [abs(one - other) for one, other in zip(expected, said, strict=True)]
         found["pushes"].append(
             {
-                "buffer_bytes": size, "buckets": len(buckets), "bytes": receipt.nbytes, "sent": receipt.num_tensors,
-                "loaded": receipt.loaded, "fingerprints": len(receipt.checked), "pairs": len(groups),
+                "buffer_bytes": size,
+                "buckets": len(buckets),
+                "bytes": receipt.nbytes,
+                "sent": receipt.num_tensors,
+                "loaded": receipt.loaded,
+                "fingerprints": len(receipt.checked),
+                "pairs": len(groups),
                 "pairs_compared": sum(bool(set(group) & set(receipt.checked)) for group in groups),
-                "pairs_torn": _torn(buckets, groups), "seconds": dict(receipt.seconds),
+                "pairs_torn": _torn(buckets, groups),
+                "seconds": dict(receipt.seconds),
                 "train_rollout_logprob_abs_diff": sum(differences) / len(differences),
-                "train_rollout_logprob_abs_diff_max": max(differences), "engine_log_probs": said,
+                "train_rollout_logprob_abs_diff_max": max(differences),
+                "engine_log_probs": said,
             }
-        )  # fmt: skip
+        )
     if with_torn:
         bring(others, LARGE)
         try:

@@ -97,10 +97,14 @@ async def measure(args: argparse.Namespace, engine_url: str, front: str, in_flig
                 speeds[name].append(await speed_of(send, prompts, in_flight))
     ratio = median(speeds["slime"]) / median(speeds["direct"])
     return {
-        "in_flight": in_flight, "new_tokens": args.new_tokens, "prompt_tokens": args.prompt_tokens,
-        "direct_tokens_per_second": median(speeds["direct"]), "slime_tokens_per_second": median(speeds["slime"]),
-        "raw": speeds, "goals": [at_least("tokens/s, slime ÷ direct", ratio, 0.97)],
-    }  # fmt: skip
+        "in_flight": in_flight,
+        "new_tokens": args.new_tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "direct_tokens_per_second": median(speeds["direct"]),
+        "slime_tokens_per_second": median(speeds["slime"]),
+        "raw": speeds,
+        "goals": [at_least("tokens/s, slime ÷ direct", ratio, 0.97)],
+    }
 
 
 def straight(session: aiohttp.ClientSession, engine_url: str, params: dict[str, Any]) -> Send:

@@ -38,8 +38,15 @@ from slime.processes.host import num_gpus
 MEAN = "train/train_rollout_logprob_abs_diff"
 LARGEST = "train/train_rollout_logprob_abs_diff_max"
 WAYS = {"colocated": "train.py", "async": "train_async.py"}
-_KINDS = {"ray::TrainerActor": "trainer", "ray::RolloutActor": "rollout", "sglang": "engine", "embedded": "engine",
-          "spawn_main": "rewards", "train.py": "driver", "train_async.py": "driver"}  # fmt: skip
+_KINDS = {
+    "ray::TrainerActor": "trainer",
+    "ray::RolloutActor": "rollout",
+    "sglang": "engine",
+    "embedded": "engine",
+    "spawn_main": "rewards",
+    "train.py": "driver",
+    "train_async.py": "driver",
+}
 _MOST_GROWTH_MB = 1.0
 _MOST_DRIFT = 1.25
 
@@ -105,14 +112,21 @@ def evaluate(stage: Stage, samples: Sequence[tuple[float, Row]], settle: int) ->
         )
         goals.append(at_most("log-prob difference, second half ÷ first half", drift, _MOST_DRIFT))
     return {
-        "steps": len(rows), "settle": settle, "goals": goals,
-        "slopes_mb_per_step": {name: {"slope": a, "two_standard_errors": b} for name, (a, b) in slopes.items()},
-        "logprob_difference": {
-            "mean": [row[MEAN] for row in rows], "max": [row.get(LARGEST) for row in rows],
-            "slope_per_step": slope(means), "slope_of_max_per_step": slope([row[LARGEST] for row in rows[settle:]]),
+        "steps": len(rows),
+        "settle": settle,
+        "goals": goals,
+        "slopes_mb_per_step": {
+            name: {"slope": a, "two_standard_errors": b} for name, (a, b) in slopes.items()
         },
-        "mb_by_step": by_step, "step_seconds": [row.get("perf/step_time") for row in rows],
-    }  # fmt: skip
+        "logprob_difference": {
+            "mean": [row[MEAN] for row in rows],
+            "max": [row.get(LARGEST) for row in rows],
+            "slope_per_step": slope(means),
+            "slope_of_max_per_step": slope([row[LARGEST] for row in rows[settle:]]),
+        },
+        "mb_by_step": by_step,
+        "step_seconds": [row.get("perf/step_time") for row in rows],
+    }
 
 
 def slope(values: Sequence[float]) -> tuple[float, float]:

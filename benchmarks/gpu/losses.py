@@ -43,7 +43,8 @@ PARTS = {
 POINTS = {
     "async": "engine:kill router:kill engine:freeze router:freeze trainer:kill engine:kill "
     "rollout:kill driver:kill",
-    "colocated": "engine:kill engine:freeze router:kill trainer:kill engine:kill driver:kill raylet:kill",
+    "colocated": "engine:kill engine:freeze router:kill trainer:kill engine:kill driver:kill "
+    "raylet:kill",
 }
 _SCRIPT = {"async": "train-async", "colocated": "train"}
 _LAUNCH_SECONDS = 300.0
@@ -257,15 +258,27 @@ def _flags(args: argparse.Namespace, folder: Path, way: str) -> list[str]:
     )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {
-        "--hf-checkpoint": make_model(args, folder), "--prompt-data": data, "--input-key": "prompt",
-        "--label-key": "label", "--rollout-engine": args.engine, "--rollout-batch-size": args.prompts,
-        "--n-samples-per-prompt": args.samples, "--num-rollout": args.steps,
-        "--rollout-max-response-len": args.new_tokens, "--rollout-max-context-len": args.new_tokens + 256,
-        "--rollout-request-tokens": max(1, args.new_tokens // 4), "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
-        "--custom-rm-path": "benchmarks.gpu.losses.reward", "--lr": "1e-6", "--save": folder / way / "checkpoints",
-        "--save-interval": 3, "--rollout-health-check-interval": 2, "--rollout-health-check-timeout": 6,
-        "--max-restarts": 9, "--actor-num-gpus-per-node": args.gpus,
-    }  # fmt: skip
+        "--hf-checkpoint": make_model(args, folder),
+        "--prompt-data": data,
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rollout-engine": args.engine,
+        "--rollout-batch-size": args.prompts,
+        "--n-samples-per-prompt": args.samples,
+        "--num-rollout": args.steps,
+        "--rollout-max-response-len": args.new_tokens,
+        "--rollout-max-context-len": args.new_tokens + 256,
+        "--rollout-request-tokens": max(1, args.new_tokens // 4),
+        "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
+        "--custom-rm-path": "benchmarks.gpu.losses.reward",
+        "--lr": "1e-6",
+        "--save": folder / way / "checkpoints",
+        "--save-interval": 3,
+        "--rollout-health-check-interval": 2,
+        "--rollout-health-check-timeout": 6,
+        "--max-restarts": 9,
+        "--actor-num-gpus-per-node": args.gpus,
+    }
     own = (
         ["--colocate"]
         if way == "colocated"

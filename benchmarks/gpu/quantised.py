@@ -176,18 +176,29 @@ class Bench:
                 self._children.append(maker)
         on_gpu = torch.cuda.is_available()
         self.servers = start_servers(
-            self.folder, self.args.shapes, self.args.formats, self.args.engine_flags,
-            wait=max(30.0, self.report.seconds_left - 40), engine=self.args.engine,
-            graphs=on_gpu and not self.args.no_graphs, deep_gemm=on_gpu and not self.args.no_deep_gemm,
-        )  # fmt: skip
+            self.folder,
+            self.args.shapes,
+            self.args.formats,
+            self.args.engine_flags,
+            wait=max(30.0, self.report.seconds_left - 40),
+            engine=self.args.engine,
+            graphs=on_gpu and not self.args.no_graphs,
+            deep_gemm=on_gpu and not self.args.no_deep_gemm,
+        )
 
     def start_references(self, shape: str) -> None:
         """Embedded engines of a shape's models; its other servers have given their memory back."""
         if self.args.engine == "sglang" and self.report.seconds_left > 30:
             self.references += start_servers(
-                self.folder, [shape], self.args.formats, "", wait=max(1.0, self.report.seconds_left - 5),
-                engine="embedded", graphs=False, deep_gemm=False,
-            )  # fmt: skip
+                self.folder,
+                [shape],
+                self.args.formats,
+                "",
+                wait=max(1.0, self.report.seconds_left - 5),
+                engine="embedded",
+                graphs=False,
+                deep_gemm=False,
+            )
 
     def known_way(self, server: Server) -> str:
         """The way that should be right."""
@@ -243,10 +254,14 @@ class Bench:
         self.fresh[server.name] = seen
         plain_one = self.fresh.get(f"{server.shape}/bf16")
         row: Row = {
-            "seconds_to_ready": server.seconds, "cuda_graphs": server.graphs, "parameters": len(seen.state),
-            "noise": seen.distance(again), "spread": statistics.pstdev(seen.log_probs),
-            "answers_alike": seen.answers == again.answers, "state_alike": seen.state == again.state,
-        }  # fmt: skip
+            "seconds_to_ready": server.seconds,
+            "cuda_graphs": server.graphs,
+            "parameters": len(seen.state),
+            "noise": seen.distance(again),
+            "spread": statistics.pstdev(seen.log_probs),
+            "answers_alike": seen.answers == again.answers,
+            "state_alike": seen.state == again.state,
+        }
         if plain_one is not None and plain_one is not seen:
             row["format_error"] = seen.distance(plain_one)
         made = self.folder / server.shape / "made.jsonl"
@@ -329,9 +344,16 @@ class Bench:
         made = list(stored(plain, server.model))
         launched = time.perf_counter() - started
         synchronise()
-        row: Row = {"way": way, "seconds": seconds, "first": first, "raw": rounds, "tensors": len(made),
-                    "conversion_launched": launched, "conversion_alone": time.perf_counter() - started,
-                    "converted_before": [engine.push(way, iter(made)) for _ in range(2)][1]}  # fmt: skip
+        row: Row = {
+            "way": way,
+            "seconds": seconds,
+            "first": first,
+            "raw": rounds,
+            "tensors": len(made),
+            "conversion_launched": launched,
+            "conversion_alone": time.perf_counter() - started,
+            "converted_before": [engine.push(way, iter(made)) for _ in range(2)][1],
+        }
         if server.form != "bf16":
             row["weights_of_8_with_other_bits_than_on_cpu"] = differing_bits(
                 self._plain(server.shape, SERVED), server.model
@@ -362,8 +384,14 @@ class Bench:
         said = engine.log_probs(prompts=4, new_tokens=1)
         engine.close()
         server.stop()
-        return {"distances": {name: seen.distance(Seen(said, [], {})) for name, seen in self.fresh.items()
-                              if name.startswith(f"{server.shape}/")}, "same_format": server.form}  # fmt: skip
+        return {
+            "distances": {
+                name: seen.distance(Seen(said, [], {}))
+                for name, seen in self.fresh.items()
+                if name.startswith(f"{server.shape}/")
+            },
+            "same_format": server.form,
+        }
 
     def summarise(self) -> None:
         rows = [row for row in self.report.rows if "verdict" in row]

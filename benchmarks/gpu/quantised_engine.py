@@ -52,9 +52,12 @@ class Seen:
         distance = self.distance(other)
         right = not differ and distance < 0.02
         return {
-            "verdict": "right" if right else "wrong", "distance": distance, "parameters_that_differ": len(differ),
-            "some": differ[:4], "same_answers": [a[0] for a in self.answers] == [a[0] for a in other.answers],
-        }  # fmt: skip
+            "verdict": "right" if right else "wrong",
+            "distance": distance,
+            "parameters_that_differ": len(differ),
+            "some": differ[:4],
+            "same_answers": [a[0] for a in self.answers] == [a[0] for a in other.answers],
+        }
 
 
 class Engine:
@@ -89,10 +92,20 @@ class Engine:
         found: list[float] = []
         self.answers: list[Any] = []
         for prompt in self._prompts[:prompts]:
-            [answer] = self.fleet.post("/generate", {
-                "input_ids": prompt, "return_logprob": True, "logprob_start_len": 0,
-                "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True},
-            }, SECONDS)  # fmt: skip
+            [answer] = self.fleet.post(
+                "/generate",
+                {
+                    "input_ids": prompt,
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                    "sampling_params": {
+                        "temperature": 0.0,
+                        "max_new_tokens": new_tokens,
+                        "ignore_eos": True,
+                    },
+                },
+                SECONDS,
+            )
             meta = answer["meta_info"]
             found += [_number(entry[0]) for entry in meta["input_token_logprobs"][1:]]
             generated = meta["output_token_logprobs"]

@@ -110,8 +110,13 @@ def differing_bits(weights: Weights, directory: Path) -> int:
             some[name] = weight
     here = dict(stored(some.items(), directory))
     there = dict(stored(((name, weight.cpu()) for name, weight in some.items()), directory))
-    bits = {name: (part.cpu().contiguous().view(torch.uint8), there[name].contiguous().view(torch.uint8))
-            for name, part in here.items()}  # fmt: skip
+    bits = {
+        name: (
+            part.cpu().contiguous().view(torch.uint8),
+            there[name].contiguous().view(torch.uint8),
+        )
+        for name, part in here.items()
+    }
     return sum(not torch.equal(one, other) for one, other in bits.values())
 
 

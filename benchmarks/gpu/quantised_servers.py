@@ -51,9 +51,19 @@ class Server:
     """
 
     def __init__(
-        self, name: str, engine: str, shape: str, form: str, model: Path, log: Path, flags: Sequence[str],
-        env: dict[str, str], wait: float, graphs: bool, delay: float,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        engine: str,
+        shape: str,
+        form: str,
+        model: Path,
+        log: Path,
+        flags: Sequence[str],
+        env: dict[str, str],
+        wait: float,
+        graphs: bool,
+        delay: float,
+    ) -> None:
         self.name = name
         self.engine = engine
         self.shape = shape
@@ -162,9 +172,16 @@ class Server:
 
 
 def start_servers(
-    folder: Path, shapes: Sequence[str], forms: Sequence[str], flags: str, *, wait: float, engine: str, graphs: bool,
+    folder: Path,
+    shapes: Sequence[str],
+    forms: Sequence[str],
+    flags: str,
+    *,
+    wait: float,
+    engine: str,
+    graphs: bool,
     deep_gemm: bool,
-) -> list[Server]:  # fmt: skip
+) -> list[Server]:
     """One for each shape and format, and one more for FP8 by DeepGEMM; the first shape's begin
     before the others'."""
     servers = []

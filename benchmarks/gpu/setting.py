@@ -145,9 +145,14 @@ def workspace() -> Iterator[Path]:
 
 @contextmanager
 def engine(
-    args: argparse.Namespace, config: Config, model: Path, folder: Path, gpus: tuple[str, ...] = (), tp: int = 1,
+    args: argparse.Namespace,
+    config: Config,
+    model: Path,
+    folder: Path,
+    gpus: tuple[str, ...] = (),
+    tp: int = 1,
     wait: bool = True,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Base URL of an engine.
 
     Args:
@@ -266,13 +271,22 @@ def run_training(
     )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {
-        "--hf-checkpoint": model, "--prompt-data": data, "--input-key": "prompt", "--label-key": "label",
-        "--rollout-engine": args.engine, "--rollout-batch-size": args.prompts, "--n-samples-per-prompt": args.samples,
-        "--num-rollout": args.steps, "--rollout-max-response-len": args.new_tokens,
-        "--rollout-max-context-len": args.new_tokens + 256, "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
-        "--custom-rm-path": "benchmarks.gpu.setting.reward", "--lr": "1e-6", "--output-dir": folder,
+        "--hf-checkpoint": model,
+        "--prompt-data": data,
+        "--input-key": "prompt",
+        "--label-key": "label",
+        "--rollout-engine": args.engine,
+        "--rollout-batch-size": args.prompts,
+        "--n-samples-per-prompt": args.samples,
+        "--num-rollout": args.steps,
+        "--rollout-max-response-len": args.new_tokens,
+        "--rollout-max-context-len": args.new_tokens + 256,
+        "--max-tokens-per-gpu": 8 * (args.new_tokens + 256),
+        "--custom-rm-path": "benchmarks.gpu.setting.reward",
+        "--lr": "1e-6",
+        "--output-dir": folder,
         "--run-name": "run",
-    }  # fmt: skip
+    }
     words = ["--use-dynamic-batch-size", *(str(word) for pair in given.items() for word in pair)]
     command = [sys.executable, str(ROOT / script), *words, *engine_flags(args), *more]
     with subprocess.Popen(command, cwd=ROOT) as driver:

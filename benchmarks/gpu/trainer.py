@@ -39,60 +39,153 @@ PEER_ATTENTION = (
 )
 
 _QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 _QWEN3_30B_A3B = {
-    **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-}  # fmt: skip
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
 #: As DeepSeek-V3: latent attention with compressed queries, a dense layer, then experts with a
 #: shared one. The widths of the latents are the real ones, for which attention kernels are made.
 _DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048,
-    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 512,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-    "attention_bias": False, "ep_size": 1, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1,
-    "moe_intermediate_size": 512, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-    "hidden_act": "silu", "initializer_range": 0.05,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "attention_bias": False,
+    "ep_size": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v3-4-layers": _DEEPSEEK_V3,
     "tiny-deepseek": {
-        **_DEEPSEEK_V3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        **_DEEPSEEK_V3,
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
     "qwen3-0.6b": {
-        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
     },
     "qwen3-1.7b": {
-        **_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        **_QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
     },
     "qwen3-4b": {
-        **_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
     },
     "qwen3-moe-4b": {
-        **_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-    **{f"qwen3-30b-a3b-{layers}-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": layers} for layers in (6, 12)},
-    "tiny": {
-        **_QWEN3, "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    },
-    "tiny-moe": {
-        **_QWEN3, "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-}  # fmt: skip
+    **{
+        f"qwen3-30b-a3b-{layers}-layers": {**_QWEN3_30B_A3B, "num_hidden_layers": layers}
+        for layers in (6, 12)
+    },
+    "tiny": {
+        **_QWEN3,
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "tiny-moe": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 
 #: Layers of the whole model, of shapes that have its first few.
 FULL_LAYERS = {f"qwen3-30b-a3b-{layers}-layers": 48 for layers in (6, 12)}
@@ -114,9 +207,15 @@ def run_ours(
     import torch
 
     backend = ranks.trainer(
-        place, loss_type="sft_loss", bf16=True, lr=1e-5, rollout_batch_size=1, use_dynamic_batch_size=True,
-        max_tokens_per_gpu=args.max_tokens or args.tokens, **dict(_setting(word) for word in args.layout),
-    )  # fmt: skip
+        place,
+        loss_type="sft_loss",
+        bf16=True,
+        lr=1e-5,
+        rollout_batch_size=1,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=args.max_tokens or args.tokens,
+        **dict(_setting(word) for word in args.layout),
+    )
     from slime.models import family_of
     from slime.processes.garbage import settle
     from slime.trainer.megatron import device
@@ -268,12 +367,19 @@ def make_batch(
         list(range(start, min(start + per_micro, count))) for start in range(0, count, per_micro)
     ]
     return TrainBatch(
-        rollout_id=0, tokens=tokens, response_lengths=responses, loss_masks=[torch.ones(r) for r in responses],
-        rewards=[0.0] * count, raw_rewards=[0.0] * count, sample_indices=list(range(count)),
-        group_indices=list(range(count)), execution_ids=list(range(count)),
-        rollout_mask_sums=[float(r) for r in responses], truncated=[False] * count,
+        rollout_id=0,
+        tokens=tokens,
+        response_lengths=responses,
+        loss_masks=[torch.ones(r) for r in responses],
+        rewards=[0.0] * count,
+        raw_rewards=[0.0] * count,
+        sample_indices=list(range(count)),
+        group_indices=list(range(count)),
+        execution_ids=list(range(count)),
+        rollout_mask_sums=[float(r) for r in responses],
+        truncated=[False] * count,
         steps=[StepPlan(micro_batches, count * data_parallel, sum(responses) * data_parallel)],
-    )  # fmt: skip
+    )
 
 
 def timed(step: Callable[[], None], steps: int) -> list[float]:

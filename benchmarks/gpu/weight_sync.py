@@ -86,11 +86,15 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
     model = make_model(args, folder)
     served = as_served(model, args.served) if args.served else model
     flags: dict[str, Any] = {
-        "hf_checkpoint": str(served), "rollout_engine": args.engine, "colocate": args.way == "colocated",
-        "tensor_model_parallel_size": args.tp, "expert_model_parallel_size": args.ep,
-        "pipeline_model_parallel_size": args.pp, "update_weight_buffer_size": args.buffer_mb << 20,
+        "hf_checkpoint": str(served),
+        "rollout_engine": args.engine,
+        "colocate": args.way == "colocated",
+        "tensor_model_parallel_size": args.tp,
+        "expert_model_parallel_size": args.ep,
+        "pipeline_model_parallel_size": args.pp,
+        "update_weight_buffer_size": args.buffer_mb << 20,
         "check_weight_update_equal": args.verify,
-    }  # fmt: skip
+    }
     if args.served:
         flags["ref_load"] = str(model)
     if args.ep > 1:
@@ -127,10 +131,18 @@ def measure(args: argparse.Namespace, folder: Path) -> Row:
         full = median([at_full_size(receipt, args.shape) for receipt in counted])
         goals = [at_most("pause to continue, scaled to all layers", full, 1.0, "s")]
     return {
-        "shape": str(args.model or args.shape), "way": args.way, "tp": args.tp, "ep": args.ep, "pp": args.pp,
-        "buffer_mb": args.buffer_mb, "bytes": counted[-1]["bytes"], "seconds": seconds, "raw": receipts, "goals": goals,
+        "shape": str(args.model or args.shape),
+        "way": args.way,
+        "tp": args.tp,
+        "ep": args.ep,
+        "pp": args.pp,
+        "buffer_mb": args.buffer_mb,
+        "bytes": counted[-1]["bytes"],
+        "seconds": seconds,
+        "raw": receipts,
+        "goals": goals,
         **({"served": args.served, **differences(before, after)} if asks_state else {}),
-    }  # fmt: skip
+    }
 
 
 def as_served(model: Path, form: str) -> Path:
@@ -189,9 +201,14 @@ def at_full_size(receipt: Row, shape: str) -> float:
 
 
 def push(
-    place: ranks.Place, answer: ranks.Answer, flags: dict[str, Any], url: str, slots: tuple[int, ...], rounds: int,
+    place: ranks.Place,
+    answer: ranks.Answer,
+    flags: dict[str, Any],
+    url: str,
+    slots: tuple[int, ...],
+    rounds: int,
     with_profile: bool,
-) -> None:  # fmt: skip
+) -> None:
     """On each trainer rank: connect and push; rank 0 answers with the receipts."""
     import torch.distributed as dist
 

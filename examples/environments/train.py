@@ -57,12 +57,22 @@ def main(kind: str, steps: int) -> None:
             write_tasks(PROMPTS / "harbor", 64)
             TASKS.write_prompts(PROMPTS / "harbor", prompts)
         run = slime.train(
-            letters.model("write" if kind == "harbor" else "say"), prompts,
+            letters.model("write" if kind == "harbor" else "say"),
+            prompts,
             custom_generate_function_path=f"{FOLDER}/{kind}_rollout.py:generate",
-            input_key="prompt", metadata_key="metadata", num_rollout=steps, rollout_batch_size=8,
-            n_samples_per_prompt=8, rollout_max_response_len=24, rollout_max_context_len=128, lr=1e-3, fp32=True,
-            lr_decay_style="constant", weight_decay=0.0, colocate=True,
-        )  # fmt: skip
+            input_key="prompt",
+            metadata_key="metadata",
+            num_rollout=steps,
+            rollout_batch_size=8,
+            n_samples_per_prompt=8,
+            rollout_max_response_len=24,
+            rollout_max_context_len=128,
+            lr=1e-3,
+            fp32=True,
+            lr_decay_style="constant",
+            weight_decay=0.0,
+            colocate=True,
+        )
     print("score, step by step:", [round(value, 2) for value in run.series("rollout/raw_reward")])
 
 

@@ -104,7 +104,8 @@ def key_of(message: dict[str, Any], *, with_reasoning: bool = True) -> bytes:
     which arguments are written, and ids do not count.
 
     Example:
-        >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of({"role": "assistant", "content": "4"})
+        >>> key_of({"role": "assistant", "content": "4\\n"}) == key_of(
+        ...     {"role": "assistant", "content": "4"})
         True
     """
     if message["role"] != "assistant":

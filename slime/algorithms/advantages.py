@@ -49,7 +49,8 @@ def grpo(inputs: AdvantageInputs) -> Estimate:
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
     Example:
-        >>> a, _ = grpo(AdvantageInputs([0.5, -0.5], [torch.zeros(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)]))
+        >>> a, _ = grpo(AdvantageInputs(
+        ...     [0.5, -0.5], [torch.zeros(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)]))
         >>> [t.tolist() for t in a]
         [[0.5, 0.5], [-0.5]]
     """
@@ -72,7 +73,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
 
     Example (the last token is not trained, so the reward 1 sits on the second):
         >>> a, _ = reinforce_plus_plus(AdvantageInputs(
-        ...     [1.0], [torch.tensor([0.5, 0.0, 0.0])], [torch.tensor([1.0, 1.0, 0.0])], kl_coef=0.1))
+        ...     [1.0], [torch.tensor([0.5, 0.0, 0.0])], [torch.tensor([1.0, 1.0, 0.0])],
+        ...     kl_coef=0.1))
         >>> [round(v, 3) for v in a[0].tolist()]
         [0.95, 1.0, 0.0]
 
@@ -157,7 +159,8 @@ def whiten(
             its own).
 
     Example:
-        >>> w = whiten([torch.tensor([1.0, 3.0]), torch.tensor([9.0])], [torch.ones(2), torch.zeros(1)])
+        >>> w = whiten(
+        ...     [torch.tensor([1.0, 3.0]), torch.tensor([9.0])], [torch.ones(2), torch.zeros(1)])
         >>> [round(v, 3) for v in w[0].tolist()]
         [-0.707, 0.707]
     """

@@ -81,8 +81,8 @@ def kl_estimate(
     Source: Schulman, "Approximating KL divergence" (2020); the weighted form: DeepSeek-V3.2 report,
     eq. 7.
 
-    Example:
-        >>> kl_estimate(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl").item()  # k3 is 2972
+    Example (k3 is 2972):
+        >>> kl_estimate(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl").item()
         10.0
     """
     row = KL_KINDS[kind]

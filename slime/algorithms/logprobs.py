@@ -85,7 +85,7 @@ def linear_log_probs(
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
         >>> lp, entropy = linear_log_probs(h, w, torch.tensor([0, 2]), with_entropy=True)
-        >>> [round(v, 4) for v in lp.tolist() + entropy.tolist()]           # uniform over 3 tokens: ∓ log 3
+        >>> [round(v, 4) for v in lp.tolist() + entropy.tolist()]  # uniform over 3 tokens: ∓ log 3
         [-1.0986, -1.0986, 1.0986, 1.0986]
     """
     if shard is None:

@@ -62,7 +62,8 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
     Inf = NaN. Within it nothing changes.
 
     Example:
-        >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [1.0, torch.tensor(20.0).exp().item()]
+        >>> importance_ratio(torch.tensor([0.0, 200.0])).tolist() == [
+        ...     1.0, torch.tensor(20.0).exp().item()]
         True
     """
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -77,7 +78,8 @@ def ppo_clip_loss(inputs: PolicyInputs) -> PolicyLoss:
 
     Example (the ratio 1.5 with a positive advantage is clipped to 1.2):
         >>> one = torch.ones(1)
-        >>> out = ppo_clip_loss(PolicyInputs(torch.log(1.5 * one), torch.zeros(1), 2 * one, one, torch.tensor([1])))
+        >>> out = ppo_clip_loss(PolicyInputs(
+        ...     torch.log(1.5 * one), torch.zeros(1), 2 * one, one, torch.tensor([1])))
         >>> round(out.loss.item(), 3), out.clipped.item()
         (-2.4, 1.0)
     """
@@ -93,7 +95,8 @@ def gspo_loss(inputs: PolicyInputs) -> PolicyLoss:
 
     Example:
         >>> new, old = torch.tensor([0.125, 0.375]), torch.zeros(2)
-        >>> gspo_loss(PolicyInputs(new, old, torch.ones(2), torch.ones(2), torch.tensor([2]))).ppo_kl.tolist()
+        >>> inputs = PolicyInputs(new, old, torch.ones(2), torch.ones(2), torch.tensor([2]))
+        >>> gspo_loss(inputs).ppo_kl.tolist()
         [-0.25, -0.25]
     """
     ppo_kl = sequence_mean(inputs.old_log_probs - inputs.log_probs, inputs.masks, inputs.lengths)
@@ -111,7 +114,8 @@ def cispo_loss(inputs: PolicyInputs) -> PolicyLoss:
 
     Example:
         >>> lp = torch.log(torch.tensor([1.5])).requires_grad_()
-        >>> out = cispo_loss(PolicyInputs(lp, torch.zeros(1), torch.ones(1), torch.ones(1), torch.tensor([1])))
+        >>> out = cispo_loss(PolicyInputs(
+        ...     lp, torch.zeros(1), torch.ones(1), torch.ones(1), torch.tensor([1])))
         >>> out.loss.sum().backward(); round(lp.grad.item(), 3)
         -1.2
     """
@@ -216,7 +220,8 @@ def off_policy_sequence_mask(
     Source: DeepSeek-V3.2 report (2025), off-policy sequence masking.
 
     Example (the first sample drifted by 0.2 and has a negative advantage):
-        >>> off_policy_sequence_mask(torch.tensor([-1.2, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]),
+        >>> off_policy_sequence_mask(
+        ...     torch.tensor([-1.2, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]),
         ...     torch.ones(2), torch.tensor([1, 1]), delta=0.1).tolist()
         [0.0, 1.0]
     """

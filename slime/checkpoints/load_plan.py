@@ -358,14 +358,18 @@ def _damage(file: Path) -> str:
 
 
 _FIXES = {
-    "--hf-checkpoint": "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name "
-    "for"
-    " a Hub model; no local path of that name may exist",
-    "--ref-load": "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an "
-    "iteration) or a"
-    " Hugging Face directory; without it the reference model is that of --hf-checkpoint",
-    "--load": "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "
-    "Hugging Face"
-    " directory; set it to the --save directory to resume, or to start fresh from --ref-load or "
-    "--hf-checkpoint",
+    "--hf-checkpoint": (
+        "pass a Hugging Face model directory (config.json, *.safetensors, tokenizer), or org/name "
+        "for a Hub model; no local path of that name may exist"
+    ),
+    "--ref-load": (
+        "pass --ref-load with a Megatron checkpoint directory (--ref-ckpt-step picks an "
+        "iteration) or a Hugging Face directory; without it the reference model is that of "
+        "--hf-checkpoint"
+    ),
+    "--load": (
+        "pass --load with a Megatron checkpoint directory (--ckpt-step picks an iteration) or a "
+        "Hugging Face directory; set it to the --save directory to resume, or to start fresh from "
+        "--ref-load or --hf-checkpoint"
+    ),
 }

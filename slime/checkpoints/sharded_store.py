@@ -135,11 +135,16 @@ class ShardedWrite:
 def plain_results(results: list[Any]) -> list[Any]:
     """torch's write results as JSON."""
     return [
-        (index.fqn, None if index.offset is None else list(index.offset), index.index, result.size_in_bytes,
-         asdict(result.storage_data))
+        (
+            index.fqn,
+            None if index.offset is None else list(index.offset),
+            index.index,
+            result.size_in_bytes,
+            asdict(result.storage_data),
+        )
         for result in results
         for index in [result.index]
-    ]  # fmt: skip
+    ]
 
 
 def results_of(plain: list[Any]) -> list[Any]:

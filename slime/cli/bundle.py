@@ -47,9 +47,13 @@ def main(argv: list[str]) -> int:
         print(f"  left out: {name}")
     print(f"{packed.path}: {packed.path.stat().st_size:,} bytes, {len(packed.sizes)} files")
     print(
-        "samples are in it: prompts and responses" if arguments.samples else
-        "samples are not in it (--samples puts them in), nor are weights; keys and tokens are " "hidden",
-    )  # fmt: skip
+        "samples are in it: prompts and responses"
+        if arguments.samples
+        else (
+            "samples are not in it (--samples puts them in), nor are weights; keys and tokens are "
+            "hidden"
+        ),
+    )
     print(
         "Contains paths, host names, your functions' output and error texts; review it before "
         "sharing."

@@ -516,7 +516,8 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
         if waited >= said + QUIET_SECONDS:
             said = waited
             logger.info(
-                "placement: waiting for %d slots for %.0f s, another job holds some of them " "(--placement-timeout %.0f)",
+                "placement: waiting for %d slots for %.0f s, another job holds some of them "
+                "(--placement-timeout %.0f)",
                 len(group.bundle_specs), waited, timeout,
             )  # fmt: skip
 

@@ -49,7 +49,9 @@ def exception_line(log: str) -> str:
     """The line of a dead process's log that names the exception it died of; "" when there is none.
 
     Example:
-        >>> exception_line("Traceback (most recent call last):\\n  File ...\\nValueError: no\\nSIGQUIT received.")
+        >>> exception_line(
+        ...     "Traceback (most recent call last):\\n  File ...\\n"
+        ...     "ValueError: no\\nSIGQUIT received.")
         'ValueError: no'
     """
     _, mark, failure = log.partition(_FIRST_FAILURE)

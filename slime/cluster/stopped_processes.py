@@ -143,7 +143,8 @@ class Watchman:
             return
         self._said |= news.keys()
         logger.warning(
-            "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets " "it go on",
+            "%s; the driver %s. It ends at %s if nothing is heard until then; kill -CONT %s lets "
+            "it go on",
             self._stopped(news), open_waits.words(), _time_in(left),
             " ".join(map(str, news)),
         )  # fmt: skip

@@ -23,10 +23,11 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from slime.documentation import doc_url
@@ -245,12 +246,20 @@ _NO_WORKER = (
 
 #: "Module:name", or a module with all that is in it, that has no counterpart → what to use instead.
 NO_COUNTERPART: dict[str, str] = {
-    "slime.utils.types:ParamInfo": "weights are described by slime.models.spec, and pushed by slime.weights",
+    "slime.utils.types:ParamInfo": (
+        "weights are described by slime.models.spec, and pushed by slime.weights"
+    ),
     "slime.utils.types:MultimodalTypes": _NO_MEDIA,
-    "slime.utils.http_utils:run_router": "the run starts its routers; slime.engines.router has their command line",
-    "slime.utils.http_utils:terminate_process": "children die with their owner: slime.processes.owner",
+    "slime.utils.http_utils:run_router": (
+        "the run starts its routers; slime.engines.router has their command line"
+    ),
+    "slime.utils.http_utils:terminate_process": (
+        "children die with their owner: slime.processes.owner"
+    ),
     "slime.utils.misc:Box": "batches go to the trainer as slime.samples.batch.TrainBatch",
-    "slime.utils.data:process_rollout_data": "batches go to the trainer as slime.samples.batch.TrainBatch",
+    "slime.utils.data:process_rollout_data": (
+        "batches go to the trainer as slime.samples.batch.TrainBatch"
+    ),
     "slime.utils.data:get_minimum_num_micro_batch_size": "slime.samples.packing.plan_steps",
     "slime.utils.processing_utils:process_vision_info": _NO_MEDIA,
     "slime.utils.processing_utils:build_processor_kwargs": _NO_MEDIA,
@@ -259,24 +268,38 @@ NO_COUNTERPART: dict[str, str] = {
     "slime.utils.ppo_utils:compute_log_probs": _NO_LOGITS,
     "slime.utils.ppo_utils:compute_entropy_from_logits": _NO_LOGITS,
     "slime.utils.ppo_utils:calculate_log_probs_and_entropy": _NO_LOGITS,
-    "slime.rollout.rm_hub.math_utils:are_equal_under_sympy": "grade_answer_sympy, which math-verify answers",
-    "slime.rollout.rm_hub.math_utils:mathd_normalize_answer": "grade_answer_mathd compares two answers",
-    "slime.rollout.sample_hooks:set_current_rollout_id": "hooks that have a parameter rollout_id are given it",
+    "slime.rollout.rm_hub.math_utils:are_equal_under_sympy": (
+        "grade_answer_sympy, which math-verify answers"
+    ),
+    "slime.rollout.rm_hub.math_utils:mathd_normalize_answer": (
+        "grade_answer_mathd compares two answers"
+    ),
+    "slime.rollout.sample_hooks:set_current_rollout_id": (
+        "hooks that have a parameter rollout_id are given it"
+    ),
     "slime.rollout.fully_async_rollout:AsyncRolloutWorker": _NO_WORKER,
     "slime.rollout.fully_async_rollout:get_global_worker": _NO_WORKER,
     "slime.rollout.fully_async_rollout:stop_global_worker": _NO_WORKER,
-    "slime.rollout.sleep_rollout": "--debug-rollout-only keeps engines without a trainer; slime serve one model alone",
-    "slime.rollout.forge_load": "--load-debug-rollout-data replays rollouts that --save-debug-rollout-data has kept",
+    "slime.rollout.sleep_rollout": (
+        "--debug-rollout-only keeps engines without a trainer; slime serve one model alone"
+    ),
+    "slime.rollout.forge_load": (
+        "--load-debug-rollout-data replays rollouts that --save-debug-rollout-data has kept"
+    ),
     "slime.utils.arguments": "slime.config.parse_args and make_config",
     "slime.utils.tracking_utils:init_tracking": _TRACKERS,
     "slime.utils.logging_utils:init_tracking": _TRACKERS,
-    "slime.utils.logging_utils:configure_logger": "logging.getLogger; what a hook logs is in the run's logs/ folder",
+    "slime.utils.logging_utils:configure_logger": (
+        "logging.getLogger; what a hook logs is in the run's logs/ folder"
+    ),
     "slime.utils.wandb_utils": _TRACKERS,
     "slime.utils.tensorboard_utils": _TRACKERS,
     "slime.utils.seqlen_balancing": "slime.samples.packing.plan_steps",
     "slime.utils.flops_utils": "slime.models.flops.sequence_cost",
     "slime.utils.routing_replay": "--use-routing-replay and --use-rollout-routing-replay do it",
-    "slime.utils.timer": f"slime.observe.trace.span; the phases of a step are metrics: {doc_url('metrics.md')}",
+    "slime.utils.timer": (
+        f"slime.observe.trace.span; the phases of a step are metrics: {doc_url('metrics.md')}"
+    ),
     "slime.utils.memory_utils": f"the peak of each phase is a metric: {doc_url('memory.md')}",
     "slime.utils.health_monitor": "--use-fault-tolerance",
     "slime.ray": f"processes are started by slime.cluster: {doc_url('architecture.md')}",
@@ -321,11 +344,17 @@ NO_COUNTERPART: dict[str, str] = {
         ),
         f"metrics of rollouts and of training are logged by themselves: {doc_url('metrics.md')}",
     ),
-    "slime.observability.rollout_data_utils": "--save-debug-rollout-data and --load-debug-rollout-data",
+    "slime.observability.rollout_data_utils": (
+        "--save-debug-rollout-data and --load-debug-rollout-data"
+    ),
     "slime.observability.wandb_utils": _TRACKERS,
-    "slime.utils.disk_delta": "delta weight updates are not in this version; --update-weight-transport disk writes all",
+    "slime.utils.disk_delta": (
+        "delta weight updates are not in this version; --update-weight-transport disk writes all"
+    ),
     **{
-        f"slime.utils.accelerator:{name}": "the accelerator is CUDA, or the CPU where there is no GPU"
+        f"slime.utils.accelerator:{name}": (
+            "the accelerator is CUDA, or the CPU where there is no GPU"
+        )
         for name in (
             "get_accelerator",
             "set_accelerator",
@@ -334,6 +363,18 @@ NO_COUNTERPART: dict[str, str] = {
         )
     },
     "slime.agent": f"agents that speak an API get an endpoint per sample: {doc_url('agents.md')}",
+}
+
+#: Modules of our own that plugins import and that have moved, with what is below them.
+MOVED: dict[str, str] = {
+    "slime.api": "slime.run.api",
+    "slime.hooks": "slime.user_code.hooks",
+    "slime.hook_loading": "slime.user_code.loading",
+    "slime.notebook": "slime.observe.notebook",
+    "slime.rollout.agents": "slime.agents",
+    "slime.rollout.environments": "slime.environments",
+    "slime.rollout.sandbox": "slime.sandbox",
+    "slime.engines.embedded": "slime.embedded",
 }
 
 _HUB = "slime.rollout.rm_hub"
@@ -422,6 +463,23 @@ def _note_replacement(path: str, target: str, value: Any) -> None:
         )
 
 
+def _moved_to(fullname: str) -> str | None:
+    for old, new in MOVED.items():
+        if fullname == old or fullname.startswith(old + "."):
+            return new + fullname.removeprefix(old)
+    return None
+
+
+class _MovedModule(ModuleType):
+    """A module of an earlier version at its new place."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        target = importlib.import_module(_moved_to(self.__name__) or self.__name__)
+        return getattr(target, name)
+
+
 #: Packages that are here for old paths alone, so that whatever else is asked of them is an old
 #: path, too.
 _OLD_PACKAGES = ("slime.utils.", "slime.observability.", "slime.backends.", "slime.rollout.rm_hub.")
@@ -437,6 +495,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise ModuleNotFoundError(
                 f"{fullname} has no counterpart in this version; use: {reason}"
             )
+        if new := _moved_to(fullname):
+            found = importlib.util.find_spec(new)
+            if found is None:
+                return None
+            is_package = found.submodule_search_locations is not None
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
         if fullname not in OLD_MODULES:
             if fullname.startswith(_OLD_PACKAGES):
                 raise ModuleNotFoundError(
@@ -450,10 +514,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        if new := _moved_to(spec.name):
+            return _MovedModule(spec.name, f"Moved to {new}.")
         return _OldModule(spec.name, f"Names of earlier slime versions; see {__name__}.")
 
     def exec_module(self, module: ModuleType) -> None:
         pass
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What ``python -m`` of a moved module runs."""
+        new = _moved_to(fullname)
+        return compile(
+            f"import runpy; runpy.run_module({new!r}, run_name='__main__')", new or "", "exec"
+        )
 
 
 def install() -> None:

@@ -18,7 +18,8 @@ def engine_url(address: str, where: str) -> str:
         UserError: it is none.
 
     Example:
-        >>> engine_url("10.0.0.7:30000", "slime engines add"), engine_url("http://[::1]:30000/", "slime engines add")
+        >>> urls = "10.0.0.7:30000", "http://[::1]:30000/"
+        >>> tuple(engine_url(url, "slime engines add") for url in urls)
         ('http://10.0.0.7:30000', 'http://[::1]:30000')
     """
     text = address if "://" in address else f"http://{address}"

@@ -111,8 +111,9 @@ def violations(draft: Draft) -> Iterator[UserError]:
     """All contradictions, one after the other; where the numbers make no layout at all, the rest is
     not looked at."""
     for step in (
-        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _nccl_timeout, _external_engines, _lengths,
-        _sampling, _evaluation, _debug, _names, _layer_spec, *checks_train.STEPS,
+        _ranges, _needs, _staleness, _overlap, _entry, _host, _placement, _nccl_timeout,
+        _external_engines, _lengths, _sampling, _evaluation, _debug, _names, _layer_spec,
+        *checks_train.STEPS,
     ):  # fmt: skip
         try:
             step(draft)

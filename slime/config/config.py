@@ -88,7 +88,8 @@ class Config:
         warnings: remarks for the user that are no errors.
 
     Example:
-        >>> config = make_config(rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
+        >>> config = make_config(
+        ...     rollout_batch_size=32, n_samples_per_prompt=8, num_steps_per_rollout=2)
         >>> config.train.global_batch_size, config.origins["global_batch_size"]
         (128, 'derived: rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout = 32 × 8 ÷
         2')
@@ -209,9 +210,12 @@ class Config:
             ) from error
         if not is_whole:
             raise UserError(
-                f"{path} is damaged", why="it is not what the run wrote: its checksum is another; to change a flag, "
-                "repeat the command of the run with it, --load and --save",
-            )  # fmt: skip
+                f"{path} is damaged",
+                why=(
+                    "it is not what the run wrote: its checksum is another; to change a flag, "
+                    "repeat the command of the run with it, --load and --save"
+                ),
+            )
         unknown = [dest for dest in origins if dest not in specs]
         missing = [dest for dest in own_flags() if dest not in stored]
         if unknown or missing:

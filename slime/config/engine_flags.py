@@ -61,8 +61,10 @@ _NO_QUANTISED = (
 #: SGLang's arguments that this system sets itself. name -> reason
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "it is --hf-checkpoint",
-    "config": "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server "
-    "groups",
+    "config": (
+        "give SGLang's options as --sglang-<name>; --sglang-config is the YAML file of server "
+        "groups"
+    ),
     "trust_remote_code": "it is --trust-remote-code",
     "random_seed": "it is --rollout-seed, different for each engine",
     "enable_memory_saver": "it follows --offload-rollout",
@@ -153,7 +155,9 @@ ROUTER_RESERVED: dict[str, str] = {
         _NO_TLS,
     ),
     "disable_retries": "the router's retries are always off: the client owns retries",
-    "disable_circuit_breaker": "the router's circuit breaker is always off: the client owns retries",
+    "disable_circuit_breaker": (
+        "the router's circuit breaker is always off: the client owns retries"
+    ),
 }
 
 

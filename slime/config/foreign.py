@@ -276,7 +276,8 @@ def to_argv(settings: dict[str, Any]) -> list[str]:
     them.
 
     Example:
-        >>> to_argv({"mem_fraction_static": 0.8, "disable_cuda_graph": True, "cuda_graph_bs": (1, 2)})
+        >>> to_argv({
+        ...     "mem_fraction_static": 0.8, "disable_cuda_graph": True, "cuda_graph_bs": (1, 2)})
         ['--mem-fraction-static', '0.8', '--disable-cuda-graph', '--cuda-graph-bs', '1', '2']
     """
     argv: list[str] = []

@@ -120,8 +120,10 @@ class ClusterConfig:
     """Send requests to engines from several nodes."""
     release_train: bool = flag(
         False,
-        refused="ending trainer processes in a rollout is not in this version; --offload-train frees "
-        "their GPU memory",
+        refused=(
+            "ending trainer processes in a rollout is not in this version; --offload-train frees "
+            "their GPU memory"
+        ),
     )
     """End the trainer's processes during rollout and start them again from a checkpoint."""
     train_backend: Literal["megatron"] = flag("megatron", serves="config")

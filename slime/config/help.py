@@ -55,9 +55,12 @@ BASICS = {
     ),
 }
 #: A run with them; the other settings are their defaults.
-EXAMPLE = """\
-slime train --hf-checkpoint path/to/model --prompt-data train.jsonl --input-key question --label-key answer \\
-    --apply-chat-template --rm-type math --num-rollout 200 --rollout-max-response-len 512 --colocate"""
+EXAMPLE = (
+    "slime train --hf-checkpoint path/to/model --prompt-data train.jsonl --input-key question "
+    "--label-key answer \\\n"
+    "    --apply-chat-template --rm-type math --num-rollout 200 --rollout-max-response-len 512 "
+    "--colocate"
+)
 
 #: Groups of flags that are other programs' own, and what they are.
 _PASSED_ON = {
@@ -287,7 +290,7 @@ a rollout function of your own keep their order, and so does the resume of a run
 
 An empty default means unset, or off for a switch. *Italics* are defaults that follow from other values; the run
 folder's `config.json` says for each value where it came from.
-"""
+"""  # noqa: E501
 
 _TABLE_HEAD = "| flag | value | range | default | status | meaning |\n|---|---|---|---|---|---|"
 

@@ -108,7 +108,8 @@ def _variable(path: _Path) -> str:
     stands.
 
     Example:
-        >>> _variable(("train_env_vars", "MY_TOKEN")), _variable(("judge", "api_key")), _variable(("wandb_key",))
+        >>> wheres = ("train_env_vars", "MY_TOKEN"), ("judge", "api_key"), ("wandb_key",)
+        >>> tuple(map(_variable, wheres))
         ('MY_TOKEN', 'JUDGE_API_KEY', 'WANDB_API_KEY')
         >>> _variable(("rm_url",)), _variable(("judges", 1, "url"))
         ('SLIME_RM_URL', 'JUDGES_1_URL')

@@ -166,7 +166,9 @@ FIELDS: dict[str, FlagMeta] = {
     **_fields("init_method_std embedding_init_method_std", no_effect=_LOADED),
     **_fields(
         "moe_permute_fusion",
-        no_effect="it is about speed alone: tokens are permuted by gathers, which give the same result",
+        no_effect=(
+            "it is about speed alone: tokens are permuted by gathers, which give the same result"
+        ),
     ),
     # refused
     **_fields("variable_seq_lengths", refused=f"it is always on: {_PACKED}"),
@@ -369,8 +371,8 @@ SHORTHANDS: dict[str, Shorthand] = {
 def _model(dest: str, kind: Kind, help: str, choices: tuple[str, ...] = ()) -> FlagSpec:
     default: Any = False if kind == "bool" else None
     return FlagSpec(
-        dest, "megatron", dest, kind, default, sections=("model",), optional=True, choices=choices, help=help,
-        origin="Megatron-LM",
+        dest, "megatron", dest, kind, default, sections=("model",), optional=True, choices=choices,
+        help=help, origin="Megatron-LM",
     )  # fmt: skip
 
 
@@ -445,8 +447,10 @@ REFUSED_NAMES: dict[str, str] = {
     "tensorboard_dir": _OBSERVE,
     "log_interval": "every step is logged",
     "log_throughput": "throughput is always logged, as perf/…",
-    "log_params_norm": "the norm of parameters is not in this version; that of gradients is logged as "
-    "train/grad_norm",
+    "log_params_norm": (
+        "the norm of parameters is not in this version; that of gradients is logged as "
+        "train/grad_norm"
+    ),
     "use_checkpoint_args": "the architecture is that of --hf-checkpoint",
     "pretrained_checkpoint": "use --load",
     "non_persistent_save_interval": "use --save-interval",

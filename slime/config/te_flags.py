@@ -18,7 +18,9 @@ NEEDS: dict[str, str] = {
     "fp8_format": _FP8,
     "fp4_format": _FP8,
     "fp8_param_gather": _FP8,
-    "use_precision_aware_optimizer": "optimizer states in lower precision need Transformer Engine's FusedAdam",
+    "use_precision_aware_optimizer": (
+        "optimizer states in lower precision need Transformer Engine's FusedAdam"
+    ),
     "delay_wgrad_compute": "its linear layers alone can delay weight gradients",
     "symmetric_ar_type": "the fused kernel is Transformer Engine's",
     "fine_grained_activation_offloading": "activations are moved by Transformer Engine's hooks",

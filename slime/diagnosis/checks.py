@@ -51,7 +51,7 @@ AT_LAUNCH = tuple(
     for check in CHECKS
     if check.name
     in (
-        "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer", "data", "hooks", "reward",
-        "outputs", "GPUs", "engines", "trainer", "credentials",
+        "hub", "model", "quantisation", "architecture", "checkpoint", "weights", "tokenizer",
+        "data", "hooks", "reward", "outputs", "GPUs", "engines", "trainer", "credentials",
     )
 )  # fmt: skip

@@ -229,7 +229,8 @@ def absent_interfaces(told: str, there: Mapping[str, object]) -> list[str]:
     "=" they are whole names, and after "^" those not to use.
 
     Example:
-        >>> absent_interfaces("eth,ib0", {"eth0": [], "lo": []}), absent_interfaces("=eth", {"eth0": []})
+        >>> (absent_interfaces("eth,ib0", {"eth0": [], "lo": []}),
+        ...  absent_interfaces("=eth", {"eth0": []}))
         (['ib0'], ['eth'])
         >>> absent_interfaces("^docker", {"lo": []})
         []

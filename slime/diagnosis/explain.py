@@ -137,8 +137,11 @@ def explain(folder: Path) -> Explanation:
         raise UserError(f"there is no run folder {folder}", fix="pass a directory below outputs/")
     summary = _object(folder / "run.json", folder)
     entries = summary.get("stages")
-    entries = {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)} if isinstance(
-        entries, dict) else {}  # fmt: skip
+    entries = (
+        {str(name): entry for name, entry in entries.items() if isinstance(entry, dict)}
+        if isinstance(entries, dict)
+        else {}
+    )
     stage = max(entries, key=lambda name: _number(entries[name].get("started")), default="")
     run = RunFolder(folder, stage or None)
     entry = entries.get(stage, {})
@@ -150,16 +153,20 @@ def explain(folder: Path) -> Explanation:
     ):
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise UserError(
-            f"{folder} is not a run folder", why=f"it has none of config.json, run.json and logs/; it holds: {there}",
+            f"{folder} is not a run folder",
+            why=f"it has none of config.json, run.json and logs/; it holds: {there}",
             fix="pass a directory below outputs/",
-        )  # fmt: skip
+        )
     flags = {name: value for name, value, _ in flags_with_origins(_object(run.config_path, folder))}
     rows = _rows(run, stage)
     state = _state(folder, entry)
     crash = _crash(run, stage, entry, state)
     sources = [*_of_crash(crash), *(read_log(path, folder) for path in logs_of(folder))]
-    notes = [f"{source.name}: {source.num_skipped:,} bytes between its ends were not read" for source in sources if
-             source.num_skipped]  # fmt: skip
+    notes = [
+        f"{source.name}: {source.num_skipped:,} bytes between its ends were not read"
+        for source in sources
+        if source.num_skipped
+    ]
     if not flags:
         notes.append(
             f"{run.config_path.name} is missing or damaged: remedies are without this run's values"
@@ -449,8 +456,13 @@ def _of_alarm(alarm: Alarm, rows: list[dict[str, Any]], flags: Flags) -> Finding
             ),
         )
         return Finding(ENDLESS, alarm.detail, remedies, "metrics.jsonl", False)
-    trouble = Trouble(alarm.name.replace("_", "-"), alarm.title, f"What it means: {doc_url('metrics.md')}",
-                      (alarm.fix,) if alarm.fix else (), "tests/unit/test_alarms.py")  # fmt: skip
+    trouble = Trouble(
+        alarm.name.replace("_", "-"),
+        alarm.title,
+        f"What it means: {doc_url('metrics.md')}",
+        (alarm.fix,) if alarm.fix else (),
+        "tests/unit/test_alarms.py",
+    )
     return Finding(trouble, alarm.detail, source="metrics.jsonl", is_fatal=False)
 
 

@@ -41,9 +41,11 @@ PORT_CLASH_SAID = Signature(
 def _network(flags: Flags, match: re.Match[str]) -> tuple[str, ...]:
     minutes = flags.get("distributed_timeout_minutes")
     between_hosts = (flags.get("actor_num_nodes") or 1) > 1 or flags.get("ray_address")
-    limit = f"--distributed-timeout-minutes {minutes:g} → {3 * minutes:g}" if isinstance(minutes, (int, float)) else (
-        "a larger --distributed-timeout-minutes"
-    )  # fmt: skip
+    limit = (
+        f"--distributed-timeout-minutes {minutes:g} → {3 * minutes:g}"
+        if isinstance(minutes, (int, float))
+        else "a larger --distributed-timeout-minutes"
+    )
     hosts = (
         "NCCL_DEBUG=INFO in the environment: NCCL then says which interface and transport it takes",
         "NCCL_SOCKET_IFNAME=<the interface between the hosts> (ip -br addr lists them), "

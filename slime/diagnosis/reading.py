@@ -111,8 +111,12 @@ def _texts(content: bytes) -> list[str]:
     texts = content.decode("utf-8", "replace").split("\n")
     if texts and not texts[-1]:
         texts.pop()
-    return [_COLOUR.sub("", text.rsplit("\r", 1)[-1] if not text.endswith("\r") else text[:-1])[:_MOST_CHARACTERS]
-            for text in texts]  # fmt: skip
+    return [
+        _COLOUR.sub("", text.rsplit("\r", 1)[-1] if not text.endswith("\r") else text[:-1])[
+            :_MOST_CHARACTERS
+        ]
+        for text in texts
+    ]
 
 
 def logs_of(root: Path) -> Iterator[Path]:

@@ -337,7 +337,9 @@ REFUSED = {
     "/load_lora_adapter": _ADAPTERS,
     "/load_lora_adapter_from_tensors": _ADAPTERS,
     "/unload_lora_adapter": _ADAPTERS,
-    "/parse_function_call": "it has no tool-call parser; the text of an answer is returned as it is",
+    "/parse_function_call": (
+        "it has no tool-call parser; the text of an answer is returned as it is"
+    ),
     "/separate_reasoning": "it has no reasoning parser; the text of an answer is returned as it is",
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,

@@ -25,8 +25,9 @@ from slime.engines.request_fields import (
 )
 
 _FIELDS = (
-    "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
-    "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len", "stream",
+    "rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len",
+    "top_logprobs_num", "return_text_in_logprobs", "return_routed_experts",
+    "routed_experts_start_len", "stream",
 )  # fmt: skip
 #: Known to SGLang for every kind of request, without effect on what is generated; and for
 #: ``/generate`` alone.
@@ -35,19 +36,21 @@ WITHOUT_EFFECT = (
     "disagg_prefill_dp_rank", "use_audio_in_video",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
-    *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs", "received_time",
-    "external_trace_header", "background", "modalities",
+    *WITHOUT_EFFECT, "model", "log_metrics", "routing_key", "conversation_id", "no_logs",
+    "received_time", "external_trace_header", "background", "modalities",
 )  # fmt: skip
 #: Known to SGLang and not to this engine, allowed when they ask for nothing; and for ``/generate``
 #: alone.
 UNSUPPORTED = (
-    "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states", "return_prompt_token_ids",
-    "session_params", "lora_path", "custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "images_config", "max_dynamic_patch", "min_dynamic_patch", "return_hidden_states",
+    "return_prompt_token_ids", "session_params", "lora_path", "custom_logit_processor",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 _UNSUPPORTED = (
-    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data", "audio_data", "mm_hashes",
-    "token_ids_logprob", "multi_item_delimiter_indices", "return_sampling_mask", "return_indexer_topk",
-    "return_entropy", "return_bytes", "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
+    *UNSUPPORTED, "input_embeds", "positional_embed_overrides", "image_data", "video_data",
+    "audio_data", "mm_hashes", "token_ids_logprob", "multi_item_delimiter_indices",
+    "return_sampling_mask", "return_indexer_topk", "return_entropy", "return_bytes",
+    "require_reasoning", "lora_id", "bootstrap_pair_key", "decode_tp_size",
 )  # fmt: skip
 
 

@@ -60,14 +60,15 @@ _CHAT = (
 _COMPLETION = ("prompt", "echo", "best_of")
 #: Accepted and without meaning here.
 _WITHOUT_EFFECT = (
-    *WITHOUT_EFFECT, "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "cache_salt", "routed_experts_start_len",
+    *WITHOUT_EFFECT, "user", "store", "metadata", "service_tier", "safety_identifier",
+    "prompt_cache_key", "parallel_tool_calls", "separate_reasoning", "stream_reasoning",
+    "cache_salt", "routed_experts_start_len",
 )  # fmt: skip
 #: Known to OpenAI or SGLang and not to this engine; allowed when they ask for nothing.
 _UNSUPPORTED = (
-    *UNSUPPORTED, "regex", "ebnf", "json_schema", "stop_regex", "suffix", "functions", "function_call", "modalities",
-    "audio", "input_ids", "reasoning", "reasoning_effort", "task", "custom_params", "return_routed_experts",
-    "return_cached_tokens_details", "return_meta_info",
+    *UNSUPPORTED, "regex", "ebnf", "json_schema", "stop_regex", "suffix", "functions",
+    "function_call", "modalities", "audio", "input_ids", "reasoning", "reasoning_effort", "task",
+    "custom_params", "return_routed_experts", "return_cached_tokens_details", "return_meta_info",
 )  # fmt: skip
 
 

@@ -173,7 +173,8 @@ class TextStream:
     of one character).
 
     Example:
-        >>> stream = TextStream(tokenizer, skip_special_tokens=True, spaces_between_special_tokens=True)
+        >>> stream = TextStream(
+        ...     tokenizer, skip_special_tokens=True, spaces_between_special_tokens=True)
         >>> stream.extend([4093, 198]); stream.text
         'user\\n'
     """
@@ -277,7 +278,8 @@ class RoutedExperts:
         >>> routed.write(1, np.array([[[3, 0]]]))
         >>> routed.first(2).tolist()
         [[[-1, -1]], [[3, 0]]]
-        >>> np.frombuffer(base64.b64decode(routed.encoded(0, 2)), np.int32).reshape(2, 2, 2).tolist()
+        >>> encoded = base64.b64decode(routed.encoded(0, 2))
+        >>> np.frombuffer(encoded, np.int32).reshape(2, 2, 2).tolist()
         [[[-1, -1], [-1, -1]], [[0, 0], [3, 0]]]
     """
 

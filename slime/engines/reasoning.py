@@ -2,7 +2,7 @@
 
 >>> THINK.split("<think>\nTwo and two.\n</think>\n\n4")
 Thought(reasoning='Two and two.', rest='4')
->>> THINK.split("Two and", opened=True)      # the prompt ended with the opening mark, and the answer was cut short
+>>> THINK.split("Two and", opened=True)  # after a prompt that ends with the mark; cut short
 Thought(reasoning='Two and', rest='')
 """
 

@@ -308,29 +308,51 @@ def _mistral(text: str, tools: Tools) -> Iterator[Call]:
 _DEEPSEEK_BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 #: Where the marks of several are in a template, the first of them is meant.
 FORMATS: dict[str, ToolFormat] = {
-    "glm45": ToolFormat(("<tool_call>",), _glm45, ("<tool_call>", "<arg_key>"), ("glm4_moe", "glm4_moe_lite"), "glm45"),
+    "glm45": ToolFormat(
+        ("<tool_call>",),
+        _glm45,
+        ("<tool_call>", "<arg_key>"),
+        ("glm4_moe", "glm4_moe_lite"),
+        "glm45",
+    ),
     "qwen3_coder": ToolFormat(
         ("<tool_call>",), _qwen3_coder, ("<tool_call>", "<function="), (), "qwen3_coder"
     ),
-    "hermes": ToolFormat(("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"),
+    "hermes": ToolFormat(
+        ("<tool_call>",), _hermes, ("<tool_call>",), ("qwen2", "qwen3", "qwen3_moe"), "qwen25"
+    ),
     "deepseek": ToolFormat(  # V3, R1
-        _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>", "```json"), ("deepseek_v3",),
-        "deepseekv3", special_marks=True,
+        _DEEPSEEK_BEGINS,
+        _deepseek,
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        ("deepseek_v3",),
+        "deepseekv3",
+        special_marks=True,
     ),
     # of the same family and other templates; SGLang reads each with a parser of its own
     "deepseek31": ToolFormat(
-        _DEEPSEEK_BEGINS, _deepseek, ("<｜tool▁calls▁begin｜>",), (),
-        "deepseekv31", special_marks=True,
+        _DEEPSEEK_BEGINS,
+        _deepseek,
+        ("<｜tool▁calls▁begin｜>",),
+        (),
+        "deepseekv31",
+        special_marks=True,
     ),
     "mistral": ToolFormat(
         ("[TOOL_CALLS]",), _mistral, ("[TOOL_CALLS]",), ("mistral",), "mistral", special_marks=True
     ),
     "llama": ToolFormat(
-        ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{"type"'), _llama, ('"parameters"', "<|eot_id|>"),
-        ("llama",), "llama3", at_start=True,
+        ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{"type"'),
+        _llama,
+        ('"parameters"', "<|eot_id|>"),
+        ("llama",),
+        "llama3",
+        at_start=True,
     ),
-    "glm4": ToolFormat((), _glm4, ("<|observation|>", "<|assistant|>"), ("glm4",), "", at_start=True),
-}  # fmt: skip
+    "glm4": ToolFormat(
+        (), _glm4, ("<|observation|>", "<|assistant|>"), ("glm4",), "", at_start=True
+    ),
+}
 
 
 def tool_format(template: str | None, family: str) -> ToolFormat | None:

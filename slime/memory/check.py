@@ -93,9 +93,12 @@ def _warn_of_host(plan: MemoryPlan) -> None:
     if not plan.fits and not plan.device.on_gpu:
         logger.warning(
             "this run may need %s GB, of which %s GB are free on this host; the largest parts: %s",
-            gb(plan.peak.total), gb(plan.device.nbytes),
-            ", ".join(f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.peak.largest[:3]),
-        )  # fmt: skip
+            gb(plan.peak.total),
+            gb(plan.device.nbytes),
+            ", ".join(
+                f"{use.owner} {use.what} {gb(use.nbytes)} GB" for use in plan.peak.largest[:3]
+            ),
+        )
 
 
 @dataclass(frozen=True)

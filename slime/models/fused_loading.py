@@ -70,7 +70,8 @@ class LoadGroups:
             ``()`` for a tensor that an engine loads by itself.
 
         Example:
-            >>> LoadGroups(DEEPSEEK_V3.fused, spec).members("model.layers.3.self_attn.q_a_proj.weight")
+            >>> LoadGroups(DEEPSEEK_V3.fused, spec).members(
+            ...     "model.layers.3.self_attn.q_a_proj.weight")
             ('model.layers.3.self_attn.q_a_proj.weight',
             'model.layers.3.self_attn.kv_a_proj_with_mqa.weight')
         """

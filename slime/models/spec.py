@@ -168,8 +168,8 @@ class ModelSpec:
 
 
 Width = Literal[
-    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank", "key rank",
-    "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
+    "vocab", "hidden", "inner", "gate and up", "head", "query", "key", "attended", "query rank",
+    "key rank", "key rank, position", "keys, values", "experts", "expert inner", "shared inner",
 ]  # fmt: skip
 """Name of an axis of a parameter.
 
@@ -349,7 +349,8 @@ def rotary_settings(
     Example:
         >>> rotary_settings({"rope_theta": 1e6, "rope_scaling": None})
         (1000000.0, 1.0, None)
-        >>> rotary_settings({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})
+        >>> rotary_settings({
+        ...     "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})
         (500000.0, 1.0, {'rope_type': 'linear', 'factor': 2.0})
     """
     new = config.get("rope_parameters") or {}

@@ -352,8 +352,12 @@ def reward_collapse(rows: Rows, flags: Flags) -> list[Alarm]:
     best = max(range(len(means)), key=lambda index: means[index])
     fall = means[best] - means[-1]
     spread = max(means) - min(means)
-    ends = [row[f"rollout/reward/{end}"] for row in rows for end in ("min", "max") if row.get(f"rollout/reward/{end}")
-            is not None]  # fmt: skip
+    ends = [
+        row[f"rollout/reward/{end}"]
+        for row in rows
+        for end in ("min", "max")
+        if row.get(f"rollout/reward/{end}") is not None
+    ]
     scale = max(ends) - min(ends) if ends else max(map(abs, means))
     is_back = means[-1] <= means[0] + 0.1 * spread and fall > 0.5 * spread
     has_risen = best > 0 and change(windows, 0, best) > STRICT

@@ -33,9 +33,9 @@ def first_step_lines(metrics: Mapping[str, float], *, templated: bool = False) -
         templated: prompts are put into the model's chat template.
 
     Example:
-        >>> first_step_lines({"rollout/log_probs": -0.4, "rollout/rollout_log_probs": -0.4, "train/grad_norm": 0.25})
-        ['first step: mean log-prob -0.400 by the trainer, -0.400 by the engine; gradient norm
-        0.25']
+        >>> metrics = {"rollout/log_probs": -0.4, "rollout/rollout_log_probs": -0.4}
+        >>> first_step_lines(metrics)
+        ['first step: mean log-prob -0.400 by the trainer, -0.400 by the engine']
     """
     scored = {who: metrics[name] for name, who in _WHO.items() if name in metrics}
     if not scored:
@@ -78,7 +78,8 @@ def large_gradient(
         None where it is not, or no longer, large; where nothing was rewarded or scored.
 
     Example:
-        >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4, "train/grad_norm": 0.3}
+        >>> step = {"step": 1, "rollout/raw_reward": 0.5, "rollout/log_probs": -0.4,
+        ...         "train/grad_norm": 0.3}
         >>> large_gradient([step], {}), large_gradient([{**step, "train/grad_norm": 900.0}], {})[0]
         (None, 'grad norm 900 in step 1, at a mean log-prob of -0.400: below 5 is usual')
     """

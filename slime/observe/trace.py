@@ -174,7 +174,8 @@ def engine_phases(meta_info: Mapping[str, Any]) -> list[tuple[str, float]]:
     decode stay one phase, "decode".
 
     Example:
-        >>> engine_phases({"e2e_latency": 2.0, "queue_time": 0.5, "decode_throughput": 10.0, "completion_tokens": 11})
+        >>> engine_phases({"e2e_latency": 2.0, "queue_time": 0.5, "decode_throughput": 10.0,
+        ...                "completion_tokens": 11})
         [('queue', 0.5), ('prefill', 0.5), ('decode', 1.0)]
     """
     whole = meta_info.get("e2e_latency")

@@ -50,10 +50,10 @@ _PADDING = "\n\n"
 _LAST = "\U0010ffff" * 2
 _BUSY_MS = 10_000
 _TABLES = f"""
-CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER, size INTEGER,
-                    mtime INTEGER, tail BLOB);
-CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER, length INTEGER,
-                   {", ".join(COLUMNS)});
+CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, inode INTEGER,
+                    size INTEGER, mtime INTEGER, tail BLOB);
+CREATE TABLE rows (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER, offset INTEGER,
+                   length INTEGER, {", ".join(COLUMNS)});
 CREATE INDEX of_file ON rows (file, grp);
 CREATE INDEX by_step ON rows (stage, kind, step, dataset, grp, reward, response_length, status);
 CREATE INDEX of_prompt ON rows (stage, prompt);

@@ -29,7 +29,8 @@ def words_html(runs: Iterable[dict[str, Any]]) -> str:
                 str(line) for line in (run["crash"]["message"], *(run["crash"]["notes"] or ()))
             )
             parts.append(
-                f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p><pre>{_text(said)}</pre>"
+                f"<p><b>{_text(run['crash']['error'] or 'The run failed')}:</b></p>"
+                f"<pre>{_text(said)}</pre>"
             )
         alarms = [
             f"<li><b>{_text(a['title'])}.</b> {_text(a['detail'])}</li>" for a in run["alarms"]

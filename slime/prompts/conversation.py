@@ -11,7 +11,8 @@ A message in the one form has ``role``, ``content`` (text), and where there is s
 not trained. Other keys stay as they are: a template may read them. Reading messages that are in the
 one form changes nothing.
 
->>> read_messages([{"from": "human", "value": "hi"}, {"role": "assistant", "content": [{"text": "hello"}]}])
+>>> read_messages([{"from": "human", "value": "hi"},
+...                {"role": "assistant", "content": [{"text": "hello"}]}])
 [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}]
 """
 
@@ -632,7 +633,8 @@ def without_nulls(value: Any, schema: Any = None) -> Any:
     Example:
         >>> without_nulls({"a": None, "b": {"c": None, "d": [None]}})
         {'b': {'d': [None]}}
-        >>> without_nulls({"a": None, "b": None}, {"properties": {"a": {"type": ["string", "null"]}}})
+        >>> without_nulls(
+        ...     {"a": None, "b": None}, {"properties": {"a": {"type": ["string", "null"]}}})
         {'a': None}
     """
     if isinstance(value, Mapping):
@@ -705,9 +707,8 @@ class UnreadKeys:
         >>> unread = UnreadKeys()
         >>> unread.add(columns=["id"], keys=["citations"])
         >>> unread.add(columns=["id"], keys=[])
-        >>> unread.warning("train.jsonl", 2)
-        'train.jsonl: nothing reads the columns id (2 of 2 rows), nor the message keys citations (1
-        of 2 rows)'
+        >>> print(unread.warning("a", 2))
+        a: nothing reads the columns id (2 of 2 rows), nor the message keys citations (1 of 2 rows)
     """
 
     columns: Counter[str] = field(default_factory=Counter)
@@ -726,7 +727,7 @@ class UnreadKeys:
         """One sentence; "" where every key is read."""
         said = [
             f"the {what} "
-            f"{', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"
+            f"{', '.join(f'{key} ({count} of {num_rows} rows)' for key, count in found.most_common())}"  # noqa: E501
             for what, found in (("columns", self.columns), ("message keys", self.keys))
             if found
         ]

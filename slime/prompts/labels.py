@@ -124,7 +124,7 @@ def label_text(label: Any) -> Any:
     dates in them as text. So do text and None.
 
     Example:
-        >>> label_text(22), label_text(True), label_text(0.5), label_text(Decimal("5.10")), label_text([1, 2])
+        >>> tuple(map(label_text, (22, True, 0.5, Decimal("5.10"), [1, 2])))
         ('22', 'true', '0.5', '5.10', [1, 2])
     """
     if isinstance(label, bool):

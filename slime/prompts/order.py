@@ -117,7 +117,8 @@ class MappedOrder:
             return prompt
         tell(
             logger,
-            "%s: a prompt of %d tokens is longer than %d and left out, as are others when they " "are drawn (%s)",
+            "%s: a prompt of %d tokens is longer than %d and left out, as are others when they "
+            "are drawn (%s)",
             self._rows.where(position), length, self._checker.max_tokens, self._checker.limit_flags,
             once="a prompt that is too long",
         )  # fmt: skip
@@ -202,7 +203,8 @@ class StreamedOrder:
                 tell(
                     logger,
                     "%s: %d prompts are longer than %s tokens and left out (the longest: %d; %s)",
-                    self._path, self._too_long, self._checker.max_tokens, self._longest, self._checker.limit_flags,
+                    self._path, self._too_long, self._checker.max_tokens, self._longest,
+                    self._checker.limit_flags,
                     once=f"too long {self._path}",
                 )  # fmt: skip
             self.seek(self._epoch + 1, 0)

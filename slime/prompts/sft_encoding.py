@@ -476,8 +476,8 @@ class SftEncoding:
         if said != meant:
             tell(
                 logger,
-                "the chat template marks %.200r with {%% generation %%}, and the model would " "generate %.200r: what "
-                "both have in common is trained",
+                "the chat template marks %.200r with {%% generation %%}, and the model would "
+                "generate %.200r: what both have in common is trained",
                 said, meant, once=f"generation marks {hash(self._source)}",
             )  # fmt: skip
         found.unended = None
@@ -747,37 +747,41 @@ class SftTotals:
         if self.split:
             tell(
                 logger,
-                "%d of %d conversations are split into several samples (%d in all), because the " "chat template rewrites "
-                "earlier turns, e.g. without their reasoning: each sample ends where the model " "would have been asked "
-                "next. They are trained with the weight of one conversation",
+                "%d of %d conversations are split into several samples (%d in all), because the "
+                "chat template rewrites earlier turns, e.g. without their reasoning: each sample "
+                "ends where the model would have been asked next. They are trained with the "
+                "weight of one conversation",
                 self.split, self.rows, self.sequences, once=f"sft split {name}",
             )  # fmt: skip
         if self.lost_reasoning:
             tell(
                 logger,
-                "the chat template does not write reasoning: %d answers of %d conversations are " "trained without "
-                "theirs. To train it, %s",
-                self.lost_reasoning, self.rows, self.reasoning_fix, once=f"sft lost reasoning {name}",
+                "the chat template does not write reasoning: %d answers of %d conversations are "
+                "trained without theirs. To train it, %s",
+                self.lost_reasoning, self.rows, self.reasoning_fix,
+                once=f"sft lost reasoning {name}",
             )  # fmt: skip
         if self.without_reasoning:
             tell(
                 logger,
-                "the generation prompt opens reasoning (<think>), and %d answers of %d " "conversations have none: they "
-                "are trained without the opening mark, so the prompt differs from the one that " "engines are given",
+                "the generation prompt opens reasoning (<think>), and %d answers of %d "
+                "conversations have none: they are trained without the opening mark, so the "
+                "prompt differs from the one that engines are given",
                 self.without_reasoning, self.rows, once=f"sft without reasoning {name}",
             )  # fmt: skip
         if self.control_tokens:
             tell(
                 logger,
-                "%d of %d conversations hold special tokens of the tokenizer in the words of " "their messages: they are "
-                "read as control tokens, so a message may end or begin there. Remove them if they " "are meant as text",
+                "%d of %d conversations hold special tokens of the tokenizer in the words of "
+                "their messages: they are read as control tokens, so a message may end or begin "
+                "there. Remove them if they are meant as text",
                 self.control_tokens, self.rows, once=f"sft control tokens {name}",
             )  # fmt: skip
         if self.unended is not None:
             tell(
                 logger,
-                "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last " "token that is "
-                "trained is %r; %s. No token is added unasked",
+                "the model does not learn to end its answers: %s (tokenizer of '%s'), so the last "
+                "token that is trained is %r; %s. No token is added unasked",
                 self.unended.what, name, self.unended.last, self.unended.fix,
                 once=f"no end {name} {self.unended.what}",
             )  # fmt: skip

@@ -231,8 +231,9 @@ class PromptSource(DataSource):
             name.
 
     Example:
-        >>> source = PromptSource(config, tokenizer)                                           # doctest: +SKIP
-        >>> [[sample.index for sample in group] for group in source.get_samples(2)]            # doctest: +SKIP
+        >>> source = PromptSource(config, tokenizer)                  # doctest: +SKIP
+        >>> groups = source.get_samples(2)                            # doctest: +SKIP
+        >>> [[sample.index for sample in group] for group in groups]  # doctest: +SKIP
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
@@ -381,16 +382,19 @@ class PromptSource(DataSource):
                 self._order.reorder(False)
             elif saved != self._shuffling:
                 tell(
-                    logger, "the checkpoint's order of the data was %s, this run's is %s: in this " "epoch some prompts "
-                    "come again, and some not at all (--rollout-shuffle, --rollout-seed)",
+                    logger,
+                    "the checkpoint's order of the data was %s, this run's is %s: in this epoch "
+                    "some prompts come again, and some not at all (--rollout-shuffle, "
+                    "--rollout-seed)",
                     saved, self._shuffling,
                 )  # fmt: skip
             self._order.seek(state["epoch"], state["offset"])
             return
         self._next = self._low = max([state["low"] - 1, *self._done, *self._held]) + 1
         tell(
-            logger, "the prompt data is not the checkpoint's: drawing from its beginning, as groups " "%d and on; %d "
-            "groups that the checkpoint has in the buffer keep their old prompts",
+            logger,
+            "the prompt data is not the checkpoint's: drawing from its beginning, as groups %d "
+            "and on; %d groups that the checkpoint has in the buffer keep their old prompts",
             self._next, len(self._held),
         )  # fmt: skip
         self._done, self._held = set(), set()

@@ -125,7 +125,7 @@ def with_opening(tokenizer: Any, text: str, ids: list[int], *, templated: bool) 
         templated: the text was rendered by the chat template.
 
     Example (Llama 3):
-        >>> with_opening(tokenizer, "2+2=", [17, 10, 17, 28], templated=False)                 # doctest: +SKIP
+        >>> with_opening(tokenizer, "2+2=", [17, 10, 17, 28], templated=False)  # doctest: +SKIP
         [128000, 17, 10, 17, 28]
     """
     opening = [] if templated else list(opening_tokens(tokenizer))
@@ -174,7 +174,7 @@ def end_token_conflicts(tokenizer: Any, path: str) -> list[str]:
     token.
 
     Example (config.json names 2, the tokenizer <|im_end|>):
-        >>> end_token_conflicts(tokenizer, path)                                               # doctest: +SKIP
+        >>> end_token_conflicts(tokenizer, path)  # doctest: +SKIP
         ["the model's files name different end tokens: tokenizer '<|im_end|>' (151645), config.json
         '\"' (2) ..."]
     """
@@ -235,7 +235,7 @@ def stop_token_report(
     ``--rollout-stop-token-ids`` and ``--rollout-stop``.
 
     Example (template ends turns with <|im_end|>, but only <|endoftext|> stops):
-        >>> stop_token_report(tokenizer)                                                       # doctest: +SKIP
+        >>> stop_token_report(tokenizer)  # doctest: +SKIP
         ["no stop token ends a turn: the chat template ends turns with '<|im_end|>' (151645), ..."]
     """
     stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()

@@ -388,10 +388,10 @@ def note_too_long(state: GenerateState, sample: Sample, limit: str) -> None:
     )
     tell(
         logger,
-        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves " "training where it has "
-        "no answer. --rollout-max-prompt-len leaves such prompts out beforehand%s; the limit is "
-        "--rollout-max-context-len, or without it the engine's own context " "(--sglang-context-length, by default what "
-        "the model's config.json says)",
+        "sample %s has %d tokens and no room to generate: %s; it counts as truncated, and leaves "
+        "training where it has no answer. --rollout-max-prompt-len leaves such prompts out "
+        "beforehand%s; the limit is --rollout-max-context-len, or without it the engine's own "
+        "context (--sglang-context-length, by default what the model's config.json says)",
         sample.index, len(sample.tokens), limit, unmeasured,
         once="no room",
     )  # fmt: skip
@@ -442,7 +442,8 @@ def append_message(sample: Sample, message: dict[str, Any]) -> None:
     a sample TRUNCATED.
 
     Example:
-        >>> append_message(sample, {"role": "tool", "content": "It is 2962 m high."})      # doctest: +SKIP
+        >>> message = {"role": "tool", "content": "It is 2962 m high."}  # doctest: +SKIP
+        >>> append_message(sample, message)                              # doctest: +SKIP
 
     Raises:
         UserError: the tokenizer has no chat template, or it refuses the message (many know only

@@ -140,8 +140,9 @@ class Journal:
                 )
         if removed:
             tell(
-                logger, "%d groups of the journal were made with another model, other flags of data, " "generation or "
-                "reward, or other functions: they are generated again",
+                logger,
+                "%d groups of the journal were made with another model, other flags of data, "
+                "generation or reward, or other functions: they are generated again",
                 removed,
             )  # fmt: skip
 
@@ -171,7 +172,8 @@ class Journal:
                 )
             if left := os.fstat(file.fileno()).st_size - file.tell():
                 logger.warning(
-                    "%s was damaged or cut short: its last %d bytes are left out, what they held " "is generated again",
+                    "%s was damaged or cut short: its last %d bytes are left out, what they held "
+                    "is generated again",
                     path, left,
                 )  # fmt: skip
                 file.truncate(file.tell())
@@ -208,8 +210,9 @@ class Journal:
                 break
             if place.drawn_as != key:
                 tell(
-                    logger, "the prompt data is not that of the last launch: groups of the journal " "whose prompt or "
-                    "label is another now (first: group %d) are generated again",
+                    logger,
+                    "the prompt data is not that of the last launch: groups of the journal whose "
+                    "prompt or label is another now (first: group %d) are generated again",
                     index, once=f"other data in {self._folder}",
                 )  # fmt: skip
                 break
@@ -219,8 +222,10 @@ class Journal:
                 continue
             if versions.gone and _is_of(found, versions.gone):
                 tell(
-                    logger, "the run goes on from its checkpoint in another way than before (flags, " "functions, "
-                    "weights): what the journal has of weights that it had pushed behind that is " "generated again",
+                    logger,
+                    "the run goes on from its checkpoint in another way than before (flags, "
+                    "functions, weights): what the journal has of weights that it had pushed "
+                    "behind that is generated again",
                     once=f"gone in {self._folder}",
                 )  # fmt: skip
                 continue
@@ -346,8 +351,8 @@ class Journal:
         if rollout_id not in self._unwritable:
             self._unwritable.add(rollout_id)
             logger.error(
-                "the journal of rollout %d ends here, what it generates from now on is lost with " "a crash: %s: %s; the "
-                "next rollout has a file of its own",
+                "the journal of rollout %d ends here, what it generates from now on is lost with "
+                "a crash: %s: %s; the next rollout has a file of its own",
                 rollout_id, type(problem).__name__, problem,
             )  # fmt: skip
 

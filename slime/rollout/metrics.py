@@ -22,9 +22,8 @@ def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
     """``{name}/mean``, ``/median``, ``/max`` and ``/min`` of some numbers; nothing for no numbers.
 
     Example:
-        >>> distribution("rollout/len", [1, 2, 6])
-        {'rollout/len/mean': 3.0, 'rollout/len/median': 2, 'rollout/len/max': 6, 'rollout/len/min':
-        1}
+        >>> distribution("len", [1, 2, 6])
+        {'len/mean': 3.0, 'len/median': 2, 'len/max': 6, 'len/min': 1}
     """
     numbers = list(values)
     if not numbers:
@@ -77,7 +76,8 @@ def reward_parts(samples: Iterable[Sample], prefix: str, args: Any) -> dict[str,
         prefix: "rollout" or "eval/<name>".
 
     Example:
-        >>> samples = [Sample(reward={"score": 1, "right": True, "said": "4"}), Sample(reward={"score": 0})]
+        >>> samples = [Sample(reward={"score": 1, "right": True, "said": "4"}),
+        ...            Sample(reward={"score": 0})]
         >>> reward_parts(samples, "rollout", args)  # with --reward-key score
         {'rollout/reward_part/right': 1.0}
     """

@@ -214,8 +214,10 @@ def joined(first: Any, rest: Any, tokenizer: Any = None, body: Body | None = Non
             the texts are put together.
 
     Example:
-        >>> first = {"text": "a", "output_ids": [7], "meta_info": {"completion_tokens": 1, "weight_version": "3"}}
-        >>> rest = {"text": "b", "output_ids": [8], "meta_info": {"completion_tokens": 1, "weight_version": "4"}}
+        >>> first = {"text": "a", "output_ids": [7],
+        ...          "meta_info": {"completion_tokens": 1, "weight_version": "3"}}
+        >>> rest = {"text": "b", "output_ids": [8],
+        ...         "meta_info": {"completion_tokens": 1, "weight_version": "4"}}
         >>> joined(first, rest)["meta_info"]["token_weight_versions"]
         [[0, '3'], [1, '4']]
     """

@@ -105,10 +105,11 @@ def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutF
     if left_out:
         tell(
             logger,
-            "%d of %d samples drawn for a batch are too long and left out (the longest: %d " "tokens, %d before the first "
-            "trained one): --seq-length %s, --rollout-max-context-len %s, " "--rollout-max-prompt-len %s. "
-            "rollout/sft_too_long counts them from here on",
-            len(left_out), len(left_out) + num_samples, max(len(sample.tokens) for sample in left_out),
+            "%d of %d samples drawn for a batch are too long and left out (the longest: %d "
+            "tokens, %d before the first trained one): --seq-length %s, --rollout-max-context-len "
+            "%s, --rollout-max-prompt-len %s. rollout/sft_too_long counts them from here on",
+            len(left_out), len(left_out) + num_samples,
+            max(len(sample.tokens) for sample in left_out),
             max(sample.prompt_length for sample in left_out),
             config.train.seq_length, config.rollout.rollout_max_context_len, prompt_limit,
             once="sft too long",

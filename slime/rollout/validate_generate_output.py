@@ -157,11 +157,12 @@ def tell_of_text_alone(samples: Sequence[Sample], origin: str, state: GenerateSt
         if not has_ended(sample.tokens, params, state.end_tokens):
             tell(
                 logger,
-                "%s returns text alone, without the token that ends an answer (sample %s, for " "one): its text is "
-                "tokenised for training, which so never sees an answer end, nor the log-probs of " "what was sampled. "
-                "Return what the engine gave, with sample.append_response_tokens(tokens=…, " "log_probs=…) as "
-                "slime.rollout.generate.generate does, or call that; or ask for text that keeps " "its end "
-                "(skip_special_tokens=False)",
+                "%s returns text alone, without the token that ends an answer (sample %s, for "
+                "one): its text is tokenised for training, which so never sees an answer end, nor "
+                "the log-probs of what was sampled. Return what the engine gave, with "
+                "sample.append_response_tokens(tokens=…, log_probs=…) as "
+                "slime.rollout.generate.generate does, or call that; or ask for text that keeps "
+                "its end (skip_special_tokens=False)",
                 origin, sample.index, once=f"text alone {origin}",
             )  # fmt: skip
             return
@@ -242,8 +243,8 @@ def keep_identity(sample: Sample, prompt: Sample, origin: str) -> None:
         if own not in (None, drawn):
             tell(
                 logger,
-                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of " "the prompt; "
-                "sample.metadata has room for numbers of yours",
+                "%s returns samples with an %s of its own (%s for %s, for one): they keep that of "
+                "the prompt; sample.metadata has room for numbers of yours",
                 origin, name, own, drawn, once=f"{name} {origin}",
             )  # fmt: skip
         setattr(sample, name, drawn)
@@ -257,9 +258,10 @@ def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
     if sample.prompt == prompt.prompt and drawn and own[: len(drawn)] != drawn:
         tell(
             logger,
-            "%s returns tokens that do not begin with those of the prompt that it was given " "(sample %s, for one: %d "
-            "tokens, %d given). Where it renders the prompt itself, set sample.prompt to what it " "renders; otherwise "
-            "put sample.tokens, as they were given, before the response",
+            "%s returns tokens that do not begin with those of the prompt that it was given "
+            "(sample %s, for one: %d tokens, %d given). Where it renders the prompt itself, set "
+            "sample.prompt to what it renders; otherwise put sample.tokens, as they were given, "
+            "before the response",
             origin, prompt.index, len(own), len(drawn), once=f"other prompt {origin}",
         )  # fmt: skip
 

@@ -32,11 +32,18 @@ _KEPT = 64
 #: Names, or how they begin, of flags that say how the weights change. Those of the same groups that
 #: divide the work and the memory are not among them.
 _WHAT_COUNTS = {
-    "megatron": ("fp16", "fp32", "lr", "min_lr", "weight_decay", "start_weight_", "end_weight_", "adam_", "sgd_",
-                 "clip_", "optimizer_name", "use_checkpoint_opt_", "override_opt_"),
-    "train": ("global_batch_size", "num_steps_per_rollout", "only_train_params", "freeze_", "use_routing_replay",
-              "use_rollout_routing_replay", "enable_mtp_training", "custom_"),
-    "checkpoint": ("ref_update_interval", "reset_optimizer_states", "no_load_optim", "finetune", "use_stateless_adam"),
+    "megatron": (
+        "fp16", "fp32", "lr", "min_lr", "weight_decay", "start_weight_", "end_weight_", "adam_",
+        "sgd_", "clip_", "optimizer_name", "use_checkpoint_opt_", "override_opt_",
+    ),
+    "train": (
+        "global_batch_size", "num_steps_per_rollout", "only_train_params", "freeze_",
+        "use_routing_replay", "use_rollout_routing_replay", "enable_mtp_training", "custom_",
+    ),
+    "checkpoint": (
+        "ref_update_interval", "reset_optimizer_states", "no_load_optim", "finetune",
+        "use_stateless_adam",
+    ),
     "quantised": ("fake_quantisation",),
     "reward": ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
     "rollout": ("rollout_data_postprocess_path",),

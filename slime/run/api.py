@@ -103,8 +103,9 @@ def train(
         UserError: an argument that cannot be passed on.
 
     Example:
-        >>> run = slime.train("Qwen3-0.6B", "train.jsonl", "math", num_rollout=100)            # doctest: +SKIP
-        >>> run.state, run.series("rollout/raw_reward")[-1]                                    # doctest: +SKIP
+        >>> run = slime.train(                                         # doctest: +SKIP
+        ...     "Qwen3-0.6B", "train.jsonl", "math", num_rollout=100)
+        >>> run.state, run.series("rollout/raw_reward")[-1]            # doctest: +SKIP
         ('finished', 0.73)
     """
     if not isinstance(model, str | Path):

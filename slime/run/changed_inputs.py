@@ -29,7 +29,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     """Flag and value → a text that changes with the content. What is not there is left out.
 
     Example:
-        >>> fingerprints(config)                                                              # doctest: +SKIP
+        >>> fingerprints(config)  # doctest: +SKIP
         {'--prompt-data sums.jsonl': '9b1f…', '--hf-checkpoint Qwen3-4B': '03ac…', '--custom-rm-path
         mine.reward': …}
     """

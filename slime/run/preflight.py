@@ -117,10 +117,15 @@ def warn_of_old_plugins(config: Config) -> None:
     said = {flag: text for flag, text in kept.items() if follows_old_plugin(config, flag)}
     if said:
         logger.warning(
-            "%s is written for the import paths of earlier versions, and so %s; %s give it what " "new code gets",
-            old_plugin(config), " and ".join(said.values()),
-            " and ".join(f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip() for flag in said),
-        )  # fmt: skip
+            "%s is written for the import paths of earlier versions, and so %s; %s give it what "
+            "new code gets",
+            old_plugin(config),
+            " and ".join(said.values()),
+            " and ".join(
+                f"{option_of(flag)} {'text' if flag == 'label_type' else ''}".strip()
+                for flag in said
+            ),
+        )
 
 
 # -- models
@@ -263,8 +268,9 @@ def check_context(config: Config) -> None:
     longest = min(longest, config.rollout.rollout_max_context_len or longest)
     if longest > context:
         logger.warning(
-            "prompts of up to %s tokens and responses of up to %d are more than the model's " "context of %d tokens (%s):"
-            " long answers are cut there; --rollout-max-context-len %d states the limit",
+            "prompts of up to %s tokens and responses of up to %d are more than the model's "
+            "context of %d tokens (%s): long answers are cut there; --rollout-max-context-len %d "
+            "states the limit",
             prompt, config.rollout.rollout_max_response_len, context, why, context,
         )  # fmt: skip
 
@@ -286,7 +292,8 @@ def check_rewards(config: Config) -> None:
     for dataset in datasets:
         if dataset.rm_type and (judge := dataset.custom_rm_path or reward.custom_rm_path):
             logger.warning(
-                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and " "may read it)",
+                "evaluation set %s: its rm_type %s has no effect, as %s gives the rewards (and "
+                "may read it)",
                 dataset.name, dataset.rm_type, judge,
             )  # fmt: skip
         if dataset.custom_rm_path:

@@ -194,7 +194,8 @@ class Saving:
             return
         root = Path(flags.save)
         logger.warning(
-            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; " "Ctrl-C gives it up",
+            "the checkpoint of rollout %d is still being written: waiting for it, %.0f s at most; "
+            "Ctrl-C gives it up",
             rollout_id, _SETTLE_SECONDS,
         )  # fmt: skip
         if signals is not None:

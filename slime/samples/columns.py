@@ -79,9 +79,10 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
 
 #: Why samples are left out → what to do where nothing else is left.
 _REMEDIES = {
-    "empty": "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at "
-    "the generate"
-    " function (logs/rollout.log tells more)",
+    "empty": (
+        "where prompts fill the context, --rollout-max-prompt-len leaves them out; else look at "
+        "the generate function (logs/rollout.log tells more)"
+    ),
     "failed": "logs/rollout.log tells why samples failed",
 }
 

@@ -122,8 +122,8 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
     if schedule.oversize and is_asked:
         longest = max(lengths[i] for i in schedule.oversize)
         logger.warning(
-            "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d " "tokens); each has a "
-            "micro-batch of its own",
+            "%d samples are longer than --max-tokens-per-gpu × context parallel = %d (longest: %d "
+            "tokens); each has a micro-batch of its own",
             len(schedule.oversize), max_tokens, longest,
         )  # fmt: skip
     return schedule

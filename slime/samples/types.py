@@ -129,7 +129,7 @@ class Sample:
     Example (a user's two-turn generate function):
         >>> sample = Sample(prompt="2+2=?", tokens=[5, 6])
         >>> sample.append_response_tokens(tokens=[7], log_probs=[-0.1], text="calc(2+2)")
-        >>> sample.append_response_tokens(tokens=[8, 9], trainable=False, text="4")      # tool output
+        >>> sample.append_response_tokens(tokens=[8, 9], trainable=False, text="4")  # tool output
         >>> sample.loss_mask, sample.response_length
         ([1, 0, 0], 3)
     """
@@ -430,8 +430,8 @@ class Group:
         executions: one entry per execution; each holds the samples that it fanned out into (usually
             one).
 
-    Example:
-        >>> group = Group(0, [[Sample(index=0)], [Sample(index=1), Sample(index=1)]])   # second one fanned out
+    Example (the second execution fanned out):
+        >>> group = Group(0, [[Sample(index=0)], [Sample(index=1), Sample(index=1)]])
         >>> len(group.samples), group.num_executions
         (3, 2)
     """

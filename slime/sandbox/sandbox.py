@@ -114,8 +114,8 @@ class Sandbox:
         UserError: other walls.
 
     Example:
-        >>> ran = await Sandbox(Limits(seconds=2)).python("print(6 * 7)")                        # doctest: +SKIP
-        >>> ran.status, ran.output                                                              # doctest: +SKIP
+        >>> ran = await Sandbox(Limits(seconds=2)).python("print(6 * 7)")  # doctest: +SKIP
+        >>> ran.status, ran.output                                         # doctest: +SKIP
         (0, '42\\n')
     """
 

@@ -1,8 +1,8 @@
 """Peak memory of each phase of an update, and what to say when memory runs out.
 
     with memory.phase("forward_backward"):      records perf/forward_backward_peak_memory_gb; an
-    allocation that fails
-        ...                                     inside becomes an `OutOfMemory` with peaks, batch and remedies
+        ...                                     allocation that fails inside becomes an
+                                                `OutOfMemory` with peaks, batch and remedies
 
 On a GPU the peak is what torch's allocator had handed out at most; without one it is the resident
 size of the process.

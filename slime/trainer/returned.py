@@ -31,7 +31,8 @@ class Given:
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
-        >>> Given(x).reaches(x.exp().sum()), Given(x).reaches(torch.ones((), requires_grad=True) * 2)
+        >>> (Given(x).reaches(x.exp().sum()),
+        ...  Given(x).reaches(torch.ones((), requires_grad=True) * 2))
         (True, False)
     """
 

@@ -463,10 +463,11 @@ def _check_alignment(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) 
     worst = max(((new - ref).abs().max().item() for new, ref in pairs if new.numel()), default=0.0)
     if worst > 0:
         logger.warning(
-            "rollout %d: log_probs and ref_log_probs differ by up to %.2e although both come from " "the same weights, "
-            "so the KL of the first step is not 0. Usual causes: kernels that are not " "deterministic (pass "
-            "--deterministic-mode; with Transformer Engine, --attention-backend flash), a dropout " "that is not 0, or "
-            "--ref-load pointing to other weights than --load",
+            "rollout %d: log_probs and ref_log_probs differ by up to %.2e although both come from "
+            "the same weights, so the KL of the first step is not 0. Usual causes: kernels that "
+            "are not deterministic (pass --deterministic-mode; with Transformer Engine, "
+            "--attention-backend flash), a dropout that is not 0, or --ref-load pointing to other "
+            "weights than --load",
             batch.rollout_id, worst,
         )  # fmt: skip
 

@@ -87,7 +87,8 @@ async def alone(work: Awaitable[T], what: str) -> T:
                 work.close()  # should it not even have begun
         else:
             logger.warning(
-                "%s goes on after it was cancelled, and is left behind; let " "asyncio.CancelledError through%s",
+                "%s goes on after it was cancelled, and is left behind; let "
+                "asyncio.CancelledError through%s",
                 what, lines_of_users(frames_of_task(task)),
             )  # fmt: skip
         raise
@@ -352,7 +353,8 @@ class WatchedLoop:
 
     def _say(self) -> None:
         logger.warning(
-            "%s blocks the event loop for %.0f s, and all samples wait for it: use await, or a " "sync function%s",
+            "%s blocks the event loop for %.0f s, and all samples wait for it: use await, or a "
+            "sync function%s",
             self._users_code() or "something", self._blocked, self._stack(),
         )  # fmt: skip
 

@@ -467,7 +467,8 @@ def makers_of_samples(flags: Mapping[str, Any]) -> list[str]:
     messages name them.
 
     Example:
-        >>> makers_of_samples({"custom_generate_function_path": "mine.generate", "custom_rm_path": "mine.reward"})
+        >>> makers_of_samples({"custom_generate_function_path": "mine.generate",
+        ...                    "custom_rm_path": "mine.reward"})
         ["'mine.generate' (--custom-generate-function-path)"]
     """
     return named_functions(flags, _MAKERS)

@@ -173,8 +173,8 @@ class SliceCheck:
     """
 
     def __init__(
-        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str, shapes: Mapping[str, Sequence[int]],
-        opens: bool = False,
+        self, fleet: EngineFleet, engines: Sequence[EngineSlots], address: str,
+        shapes: Mapping[str, Sequence[int]], opens: bool = False,
     ) -> None:  # fmt: skip
         self._engines = engines
         self._opens = opens
@@ -190,8 +190,15 @@ class SliceCheck:
         self._others = [
             sorted(set.intersection(*(set(rank["others"]) for rank in ranks))) for ranks in layouts
         ]
-        held = {name: {part for ranks in self._slices for rank in ranks if (part := rank.get(name)) is not None}
-                for name in self._shapes}  # fmt: skip
+        held = {
+            name: {
+                part
+                for ranks in self._slices
+                for rank in ranks
+                if (part := rank.get(name)) is not None
+            }
+            for name in self._shapes
+        }
         self.digest: Digest = SliceDigest(
             {name: sorted(parts) for name, parts in held.items()}, self._method
         )

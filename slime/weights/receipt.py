@@ -159,7 +159,8 @@ def kinds_of(names: Iterable[str]) -> list[list[str]]:
     """Names that differ only in their numbers, together.
 
     Example:
-        >>> kinds_of(["model.norm.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"])
+        >>> kinds_of(
+        ...     ["model.norm.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"])
         [['model.norm.weight'], ['model.layers.0.mlp.weight', 'model.layers.1.mlp.weight']]
     """
     kinds: dict[str, list[str]] = {}

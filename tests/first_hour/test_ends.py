@@ -226,9 +226,15 @@ def test_wandb_without_a_key_says_what_to_do(world: World, tmp_path: Path) -> No
         *world.flags("wandb", "--use-wandb", "--log-level", "ERROR"),
     ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
         check=False,
-    )  # fmt: skip
+    )
     error = done.stderr[done.stderr.index("error: ") :].splitlines()
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert len(error) == 3 and "no API key" in error[0] and "--wandb-mode offline" in error[2]

@@ -44,8 +44,13 @@ def test_a_run_of_few_words_is_told_in_short_lines_and_has_a_page_while_it_goes_
     )
     lines = [line for line in lines if "  warning: " not in line]
     told = [" ".join(line.split()[1:4]) for line in lines]
-    assert told == ["ready after " + lines[0].split()[3], "step 0/2 held-out:", "step 1/2 reward", "step 2/2 reward",
-                    "step 2/2 held-out:"]  # fmt: skip
+    assert told == [
+        "ready after " + lines[0].split()[3],
+        "step 0/2 held-out:",
+        "step 1/2 reward",
+        "step 2/2 reward",
+        "step 2/2 held-out:",
+    ]
     assert max(map(len, lines)) < 130 and all(" entropy " in line for line in lines[2:4])
     assert not any(word in " ".join(lines) for word in ("loss", " kl ", "eval 0"))
     assert live[:1] == [True]

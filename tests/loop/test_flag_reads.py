@@ -41,7 +41,8 @@ EXCEPTIONS = {
     "fp32: trainer": "without GPUs attention is packed in one way, whatever the precision",
     "memory_plan: driver": "a plan is refused for GPUs alone, and where it does not fit",
     "num_gpus_per_node: driver": "compared with the GPUs of this host, where it has some",
-    "offload_rollout: engine": "the embedded engine has nothing to give up without GPUs; the stand-in for SGLang has",
+    "offload_rollout: engine": "the embedded engine has nothing to give up without GPUs; the "
+    "stand-in for SGLang has",
     "offload_train: trainer": "the same: nobody takes turns",
     "update_weight_transport: engine": "SGLang is told of it where it holds quantised weights",
 }
@@ -149,7 +150,8 @@ import copy, dataclasses, pickle
 from slime.config import make_config
 config = pickle.loads(pickle.dumps(make_config()))
 args = pickle.loads(pickle.dumps(config.flat()))
-dict(vars(args)), copy.deepcopy(config), copy.copy(args), repr(config), dataclasses.asdict(config), config.values()
+dict(vars(args)), copy.deepcopy(config), copy.copy(args), repr(config), \
+dataclasses.asdict(config), config.values()
 config.save("config.json")
 for name in ("lr", "seed"):
     getattr(args, name)

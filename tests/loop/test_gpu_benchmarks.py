@@ -150,9 +150,13 @@ def dry(tmp_path: Path, *names: str) -> list[dict[str, Any]]:
         *names,
     ]
     done = subprocess.run(
-        [*command, "--models", str(tmp_path / "models")], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [*command, "--models", str(tmp_path / "models")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "table.md").exists() and (tmp_path / "log.txt").exists()
     return rows_of(tmp_path / "results.jsonl")

@@ -51,11 +51,13 @@ def _of(folder: Path) -> set[psutil.Process]:
 
 
 SHAPE = """--swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
-    --group-query-attention --num-query-groups 2 --use-rotary-position-embeddings --disable-bias-linear
+    --group-query-attention --num-query-groups 2 --use-rotary-position-embeddings \
+--disable-bias-linear
     --normalization "RMSNorm" --rotary-base 10000 --vocab-size 32 --kv-channels 16"""
 #: Family of `toy` → its MODEL_ARGS.
 MODELS = {
-    "glm4": f"""--spec "slime_plugins.models.glm4" "get_glm_spec" {SHAPE} --norm-epsilon 1.5625e-07 --rotary-percent 0.5
+    "glm4": f"""--spec "slime_plugins.models.glm4" "get_glm_spec" {SHAPE} \
+--norm-epsilon 1.5625e-07 --rotary-percent 0.5
         --rotary-interleaved --no-rope-fusion --post-self-attn-layernorm --post-mlp-layernorm""",
     "qwen3": f"{SHAPE} --norm-epsilon 1e-6 --qk-layernorm",
 }

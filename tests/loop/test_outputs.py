@@ -269,7 +269,8 @@ TOOL = "+="
 async def with_tool(args, sample, sampling_params):
     """Generate, get a tool's answer, generate again."""
     tokenizer = current_state(args).tokenizer
-    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 3, "ignore_eos": True})
+    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 3, \
+"ignore_eos": True})
     answer = tokenizer.encode(TOOL, add_special_tokens=False)
     sample.append_response_tokens(tokens=answer, trainable=False, text=TOOL)
     sample.metadata["round_number"] = 2

@@ -73,8 +73,11 @@ def test_once_too_often_is_an_error(run: Run, deterministic: Any, outputs: Path)
     (outputs / "die-1").touch()
     with pytest.raises(ActorDied, match=r"trainer-0 \(pid \d+ on [^)]*\) died \(training\)"):
         run(
-            "once", *deterministic("once"), *("--colocate", "--num-rollout", 2, "--save", outputs / "once-ckpt"), *_DIES
-        )  # fmt: skip
+            "once",
+            *deterministic("once"),
+            *("--colocate", "--num-rollout", 2, "--save", outputs / "once-ckpt"),
+            *_DIES,
+        )
 
 
 @pytest.mark.full

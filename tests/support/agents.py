@@ -29,10 +29,12 @@ Tools, to be called as <tool_call>{"name", "arguments"}</tool_call>:{% for tool 
 {{ tool.function.name }}{% endfor %}<|im_end|>
 {% endif %}
 {%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == "user" %}\
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == "tool" %}
-{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}{{ "\\n" }}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}\
+<|im_start|>user{% endif %}{{ "\\n" }}
 {{- "<tool_response>" }}
 {{ m.content }}
 </tool_response>

@@ -72,11 +72,21 @@ DRIVES = (
 #: Plan and launch checks look ahead for all parts: what they read they refuse or warn of, and no
 #: part acts by it.
 LOOKS_AHEAD = (
-    "changed_inputs.py", "cli", "cluster/engine_fit.py", "diagnosis", "hooks.py", "legacy_paths.py", "memory",
-    "preflight.py", "pushes.py",
-    "rollout/old_paths", "rollout/rewards/row_checks.py", "rollout/validate_rows.py", "trainer/quantised_rules.py",
+    "changed_inputs.py",
+    "cli",
+    "cluster/engine_fit.py",
+    "diagnosis",
+    "hooks.py",
+    "legacy_paths.py",
+    "memory",
+    "preflight.py",
+    "pushes.py",
+    "rollout/old_paths",
+    "rollout/rewards/row_checks.py",
+    "rollout/validate_rows.py",
+    "trainer/quantised_rules.py",
     "weights/quantised_launch.py",
-)  # fmt: skip
+)
 
 #: A flag of which one value works asks for nothing.
 WORKING = {

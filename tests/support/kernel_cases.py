@@ -56,9 +56,12 @@ def compared(
     assert all(grad.dtype == x.dtype for grad, x in zip(back, wanted))
     given = [(out, grad.double()) for out, grad in zip(references, grads) if out.requires_grad]
     expected = torch.autograd.grad(
-        [out for out, _ in given], [x for x in doubles if x.requires_grad], [grad for _, grad in given],
-        allow_unused=True, materialize_grads=True,
-    )  # fmt: skip
+        [out for out, _ in given],
+        [x for x in doubles if x.requires_grad],
+        [grad for _, grad in given],
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return worst([*outs, *back], [*references, *expected])
 
 
@@ -156,8 +159,13 @@ class Heads:
         shape = (self.tokens, self.groups, (self.per_group + 2) * self.dim)
         inputs = [random("mixed", *shape)]
         if self.norm:
-            inputs += [random("weights", self.dim).detach().contiguous().requires_grad_(self.frozen != "weights")
-                       for _ in range(2)]  # fmt: skip
+            inputs += [
+                random("weights", self.dim)
+                .detach()
+                .contiguous()
+                .requires_grad_(self.frozen != "weights")
+                for _ in range(2)
+            ]
         angles = torch.randn(self.tokens, 1, self.half * (2 if self.strided else 1), device=device)
         cos, sin = (x.to(self.angles or self.dtype)[..., :: 2 if self.strided else 1]
                     for x in (angles.cos(), angles.sin()))  # fmt: skip

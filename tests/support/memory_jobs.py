@@ -19,17 +19,38 @@ from slime.models import family_of
 from tests.support.trainer_ranks import trainer_config
 
 DECODER: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-    "rope_theta": 1000.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 48, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_experts": 8,
-    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT: dict[str, Any] = {
-    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-}  # fmt: skip
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 #: config.json of a tiny model of every family, in the variants that differ in parameters.
@@ -42,11 +63,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**DECODER, "model_type": "qwen3", "tie_word_embeddings": True},
     "glm4": {**DECODER, "model_type": "glm4", "attention_bias": True},
     "qwen3_moe": {**DECODER, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [2]},
-    "glm4_moe": {**DECODER, **EXPERTS, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe": {
+        **DECODER,
+        **EXPERTS,
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
     "deepseek_v3": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3"},
-    "deepseek_v3, whole queries": {**DECODER, **EXPERTS, **LATENT, "model_type": "deepseek_v3", "q_lora_rank": None,
-                                   "v_head_dim": 24},
-}  # fmt: skip
+    "deepseek_v3, whole queries": {
+        **DECODER,
+        **EXPERTS,
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "v_head_dim": 24,
+    },
+}
 
 
 def config_for(info: Any, **flags: Any) -> Config:
@@ -115,9 +148,16 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
-        per_group: int, eps: float, interleaved: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        mixed: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        per_group: int,
+        eps: float,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tokens, groups, width = mixed.shape
         heads = mixed.contiguous().view(tokens, groups, per_group + 2, width // (per_group + 2))
         query, key, value = heads.split([per_group, 1, 1], dim=2)

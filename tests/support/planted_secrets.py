@@ -81,7 +81,10 @@ def hooks() -> dict[str, Any]:
 
 def url() -> str:
     """For --rm-url."""
-    return f"http://me:{SECRETS['URL password']}@judge.example/v1?n=3&api_key={SECRETS['URL api_key=']}"
+    return (
+        f"http://me:{SECRETS['URL password']}@judge.example/v1?n=3&api_key="
+        f"{SECRETS['URL api_key=']}"
+    )
 
 
 def environment() -> dict[str, str]:

@@ -36,8 +36,15 @@ def plain(tensor: torch.Tensor) -> nn.Parameter:
 class Fp8LinearMethod:
     """FP8 by tensor: the weight is turned over, a scale for each part becomes one for each row."""
 
-    def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int],
-                       params_dtype: torch.dtype, weight_loader: Any, **_: Any) -> None:  # fmt: skip
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        weight_loader: Any,
+        **_: Any,
+    ) -> None:
         layer.logical_widths = output_partition_sizes
         rows = sum(output_partition_sizes)
         weight = torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn)
@@ -63,8 +70,15 @@ class Scheme:
 
     group_size = 16
 
-    def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int],
-                       params_dtype: torch.dtype, weight_loader: Any, **_: Any) -> None:  # fmt: skip
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        weight_loader: Any,
+        **_: Any,
+    ) -> None:
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         parts = {
             "weight_packed": torch.empty(rows, columns // 8, dtype=torch.int32),
@@ -95,10 +109,24 @@ class CompressedTensorsLinearMethod:
 class CompressedTensorsFusedMoEMethod:
     """Experts: repacked in place, once; a mark says that it was done."""
 
-    def create_weights(self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-                       params_dtype: torch.dtype, weight_loader: Any, **_: Any) -> None:  # fmt: skip
-        packed = plain(torch.empty(num_experts, hidden_size // 8, 2 * intermediate_size_per_partition,
-                                   dtype=torch.int32))  # fmt: skip
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        weight_loader: Any,
+        **_: Any,
+    ) -> None:
+        packed = plain(
+            torch.empty(
+                num_experts,
+                hidden_size // 8,
+                2 * intermediate_size_per_partition,
+                dtype=torch.int32,
+            )
+        )
         packed.weight_loader = weight_loader
         layer.register_parameter("w13_weight_packed", packed)
         shape = plain(torch.empty(num_experts, 2))  # of the default dtype
@@ -151,9 +179,14 @@ class Linear(nn.Module):
         if scheme is not None:
             self.scheme = scheme
         method.create_weights(
-            layer=self, input_size_per_partition=columns, output_partition_sizes=parts, input_size=columns,
-            output_size=sum(parts), params_dtype=self.params_dtype, weight_loader=self.weight_loader,
-        )  # fmt: skip
+            layer=self,
+            input_size_per_partition=columns,
+            output_partition_sizes=parts,
+            input_size=columns,
+            output_size=sum(parts),
+            params_dtype=self.params_dtype,
+            weight_loader=self.weight_loader,
+        )
 
     def weight_loader(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
         assert parameter.shape == whole.shape, f"{tuple(parameter.shape)} for {tuple(whole.shape)}"

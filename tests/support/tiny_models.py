@@ -225,13 +225,25 @@ def save_moe(directory: Path, **changes: Any) -> Path:
     indifferent."""
     config = transformers.Qwen3MoeConfig(
         **{
-            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-            "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "moe_intermediate_size": 16, "norm_topk_prob": True,
-            "mlp_only_layers": [0], "pad_token_id": None, "eos_token_id": 1, "bos_token_id": None,
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": TOPK,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "pad_token_id": None,
+            "eos_token_id": 1,
+            "bos_token_id": None,
             **changes,
         }
-    )  # fmt: skip
+    )
     _save(config, directory, scale=5)
     return directory
 

@@ -73,4 +73,7 @@ def written_as(name: str, value: str) -> str:
     """A call of "run" with an argument "x", in one of the ways that write values without quotes."""
     if name == "glm45":
         return f"<tool_call>run\n<arg_key>x</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
-    return f"<tool_call>\n<function=run>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    return (
+        f"<tool_call>\n<function=run>\n<parameter=x>\n{value}\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )

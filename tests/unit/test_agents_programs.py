@@ -98,7 +98,8 @@ import os, sys
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", \
+sys.argv[1]])
     os._exit(0)
 os.wait()
 """,
@@ -106,7 +107,8 @@ os.wait()
 #: Until its child is what it is to become.
 SEES_IT = """
 import psutil, sys, time
-while sum(sys.argv[1] in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])) < 2: time.sleep(0.01)
+while sum(sys.argv[1] in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])) < 2: \
+time.sleep(0.01)
 print("started", flush=True)
 """
 

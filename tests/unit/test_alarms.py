@@ -236,9 +236,21 @@ def test_memory_that_grows_and_grows_is_told(who: str, values: list[float], said
         [5 + 0.08 * (i % 30) for i in range(600)],  # killed and started again every thirty steps
         [5 + 0.06 * i for i in range(35)],  # too early to tell
     ],
-    ids=["level", "caches", "slow caches", "a cache that fills straight", "jumps", "collected", "noise", "measured",
-         "driver", "little", "restarts", "early"],
-)  # fmt: skip
+    ids=[
+        "level",
+        "caches",
+        "slow caches",
+        "a cache that fills straight",
+        "jumps",
+        "collected",
+        "noise",
+        "measured",
+        "driver",
+        "little",
+        "restarts",
+        "early",
+    ],
+)
 def test_caches_evaluations_and_restarts_are_no_growth(values: list[float]) -> None:
     watch = AlarmWatch()
     for number, row in enumerate(series(values, free=40.0)):

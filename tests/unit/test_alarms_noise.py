@@ -140,29 +140,45 @@ def rise_and_fall(rows: list[Row]) -> None:
 
 FAULTS: dict[str, Callable[[list[Row]], None]] = {
     "constant_reward": from_step(
-        100, rollout__raw_reward=lambda *_: 0.0, rollout__reward__min=lambda *_: 0.0,
-        rollout__reward__max=lambda *_: 0.0, rollout__zero_std__ratio=lambda *_: 1.0, train__grad_norm=lambda *_: 0.0,
+        100,
+        rollout__raw_reward=lambda *_: 0.0,
+        rollout__reward__min=lambda *_: 0.0,
+        rollout__reward__max=lambda *_: 0.0,
+        rollout__zero_std__ratio=lambda *_: 1.0,
+        train__grad_norm=lambda *_: 0.0,
     ),
-    "no_contrast": from_step(100, rollout__zero_std__ratio=lambda *_: 1.0, train__grad_norm=lambda *_: 0.0),
+    "no_contrast": from_step(
+        100, rollout__zero_std__ratio=lambda *_: 1.0, train__grad_norm=lambda *_: 0.0
+    ),
     "zero_gradient": from_step(190, train__grad_norm=lambda *_: 0.0),
-    "late_rewards": from_step(190, rollout__reward_timeout=lambda row, _: row["rollout/num_samples"] * 0.7),
+    "late_rewards": from_step(
+        190, rollout__reward_timeout=lambda row, _: row["rollout/num_samples"] * 0.7
+    ),
     "failing_samples": from_step(190, rollout__num_failed_groups=lambda *_: 2.0),
     "reward_collapse": rise_and_fall,
-    "entropy_collapse": from_step(60, train__entropy_loss=lambda row, age: row["train/entropy_loss"] * 0.95**age),
+    "entropy_collapse": from_step(
+        60, train__entropy_loss=lambda row, age: row["train/entropy_loss"] * 0.95**age
+    ),
     "train_rollout_mismatch": from_step(
         60, train__train_rollout_logprob_abs_diff=lambda row, age: 0.02 + 0.002 * age
     ),
     "tool_text_trained": from_step(190, rollout__unsampled_trained_ratio=lambda *_: 0.2),
     "stale_samples": from_step(190, rollout__staleness__num_too_old=lambda *_: 3.0),
-    "prompts_too_long": from_step(190, rollout__prompt_too_long=lambda row, _: row["rollout/num_samples"] * 0.2),
-    "truncation": from_step(150, rollout__truncated_ratio=lambda row, _: 0.6 + 0.2 * row["rollout/truncated_ratio"]),
+    "prompts_too_long": from_step(
+        190, rollout__prompt_too_long=lambda row, _: row["rollout/num_samples"] * 0.2
+    ),
+    "truncation": from_step(
+        150, rollout__truncated_ratio=lambda row, _: 0.6 + 0.2 * row["rollout/truncated_ratio"]
+    ),
     "gradient_spike": spike,
     "engine_imbalance": from_step(
-        150, rollout__engine_load__0=lambda *_: 200.0, rollout__engine_load__1=lambda *_: 20.0,
+        150,
+        rollout__engine_load__0=lambda *_: 200.0,
+        rollout__engine_load__1=lambda *_: 20.0,
         rollout__engine_load__2=lambda *_: 20.0,
     ),
     "slow_data": from_step(0, perf__data_wait_time=lambda row, _: 3.0 + row["perf/data_wait_time"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -75,11 +75,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (layer(None, None, groups=1, ranks=2), False),
     ],
     ids=[
-        "ours", "none", "identities", "identity and none", "Transformer Engine's", "a class of ours, changed",
-        "one of another kind", "queries only", "keys only", "a group per rank", "several groups per rank",
-        "fewer groups than ranks", "one group, two ranks",
+        "ours",
+        "none",
+        "identities",
+        "identity and none",
+        "Transformer Engine's",
+        "a class of ours, changed",
+        "one of another kind",
+        "queries only",
+        "keys only",
+        "a group per rank",
+        "several groups per rank",
+        "fewer groups than ranks",
+        "one group, two ranks",
     ],
-)  # fmt: skip
+)
 def test_what_takes_one_pass(given: Any, expected: bool) -> None:
     assert PackedSelfAttention._takes_one_pass(given, ON_GPU) is expected
     assert PackedSelfAttention._takes_one_pass(given, ON_CPU) is False
@@ -123,9 +133,14 @@ def test_what_the_kernel_is_given(with_norm: bool, monkeypatch: pytest.MonkeyPat
     q, k = (norm(), norm()) if with_norm else (IdentityOp(), IdentityOp())
     mixed = torch.randn(5, 1, 2, 24)
     given = layer(
-        q, k, num_attention_heads_per_partition=8, num_query_groups_per_partition=2,
-        get_query_key_value_tensors=lambda hidden, split_qkv: (mixed, [16, 4, 4]) if not split_qkv else None,
-    )  # fmt: skip
+        q,
+        k,
+        num_attention_heads_per_partition=8,
+        num_query_groups_per_partition=2,
+        get_query_key_value_tensors=lambda hidden, split_qkv: (
+            (mixed, [16, 4, 4]) if not split_qkv else None
+        ),
+    )
     given.config.rotary_interleaved = True
     PackedSelfAttention._heads_in_one_pass(
         given, None, cos := torch.ones(5, 1, 2), sin := torch.zeros(5, 1, 2)

@@ -81,7 +81,8 @@ JOURNAL_AGAIN = "groups in the journal are generated again"
         (
             edit_weights,
             {
-                "--hf-checkpoint": f"tokenizer and chat template are taken from now on; {JOURNAL_AGAIN}"
+                "--hf-checkpoint": "tokenizer and chat template are taken from now on; "
+                f"{JOURNAL_AGAIN}"
             },
         ),
         (edit_tokenizer, {"--hf-checkpoint": JOURNAL_AGAIN}),

@@ -25,9 +25,11 @@ FILES = {
     "tests/unit/test_architecture.py": "def test_rules(): pass\n",
     "tests/unit/test_docs.py": "def test_pages(): pass\n",
     "tests/unit/test_packing.py": "import slime.packing\ndef test_packs(): pass\n",
-    "tests/unit/test_engine.py": "import slime.engine\nimport slime.table\ndef test_serves(): pass\n",
+    "tests/unit/test_engine.py": "import slime.engine\nimport slime.table\n"
+    "def test_serves(): pass\n",
     "tests/unit/test_batches.py": "from tests.support.batches import make\n",
-    "tests/unit/test_patches.py": "def test_it(monkeypatch): monkeypatch.setattr('slime.packing.pack.limit', 1)\n",
+    "tests/unit/test_patches.py": "def test_it(monkeypatch): "
+    "monkeypatch.setattr('slime.packing.pack.limit', 1)\n",
     "tests/loop/test_run.py": "import slime.packing\n",
 }
 

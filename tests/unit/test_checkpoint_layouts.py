@@ -25,9 +25,16 @@ TOLERANCE = 1e-5
 #: The second step's gradients meet moments of the first; eps keeps rounding in tiny gradients from
 #: being blown up.
 TRAINING: dict[str, Any] = {
-    "adam_eps": 1e-3, "lr": 1e-2, "lr_decay_style": "linear", "lr_warmup_init": 3e-3, "lr_warmup_iters": 3,
-    "weight_decay": 0.1, "clip_grad": 0.5, "entropy_coef": 0.01, "rollout_batch_size": 12,
-}  # fmt: skip
+    "adam_eps": 1e-3,
+    "lr": 1e-2,
+    "lr_decay_style": "linear",
+    "lr_warmup_init": 3e-3,
+    "lr_warmup_iters": 3,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+    "entropy_coef": 0.01,
+    "rollout_batch_size": 12,
+}
 
 
 @dataclass(frozen=True)

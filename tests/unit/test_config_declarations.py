@@ -251,9 +251,10 @@ HALVES: dict[str, tuple[dict[str, Any], set[Part]]] = {
     "training alone": ({"debug_train_only": True, "loss_type": "sft_loss"}, _ENGINES),
     "answers of the data": ({"loss_type": "sft_loss"}, _ENGINES),
     "evaluation alone": (
-        {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")}, {"training", "collection", "samples"},
+        {"num_rollout": 0, "eval_prompt_data": ("a", "a.jsonl")},
+        {"training", "collection", "samples"},
     ),
-}  # fmt: skip
+}
 
 
 def completed_within(mode: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,33 @@ from slime.rollout.eval_datasets import eval_datasets
 #: Numbers that say how the model is made; those are compared with the checkpoint's. And details of
 #: FP8.
 MODEL = {
-    "num_layers", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "hidden_size",
-    "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout",
-    "norm_epsilon", "num_experts", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_ffn_hidden_size",
-    "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-}  # fmt: skip
+    "num_layers",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "hidden_dropout",
+    "attention_dropout",
+    "norm_epsilon",
+    "num_experts",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+}
 FP8 = {
-    "fp8_margin", "fp8_interval", "fp8_amax_history_len", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
-}  # fmt: skip
+    "fp8_margin",
+    "fp8_interval",
+    "fp8_amax_history_len",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+}
 RANGES = {dest: spec for dest, spec in all_flags().items() if spec.meta.range is not None}
 
 

@@ -445,9 +445,11 @@ def test_what_a_missing_half_would_need_is_not_asked_for() -> None:
 
 def test_recompute_activations_recomputes_layers() -> None:
     megatron = make_config(recompute_activations=True).megatron
-    assert (megatron.recompute_granularity, megatron.recompute_method, megatron.recompute_num_layers) == (
-        "full", "uniform", 1
-    )  # fmt: skip
+    assert (
+        megatron.recompute_granularity,
+        megatron.recompute_method,
+        megatron.recompute_num_layers,
+    ) == ("full", "uniform", 1)
     chosen = make_config(recompute_activations=True, recompute_granularity="selective").megatron
     assert chosen.recompute_granularity == "selective" and chosen.recompute_method is None
 
@@ -563,21 +565,44 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
 @pytest.mark.parametrize(
     ("expected", "flags"),
     [
-        ("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size", {"max_tokens_per_gpu": 10}),
-        ("--max-tokens-per-gpu 512", {"use_dynamic_batch_size": True, "rollout_max_response_len": 512}),
+        (
+            "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
+            {"max_tokens_per_gpu": 10},
+        ),
+        (
+            "--max-tokens-per-gpu 512",
+            {"use_dynamic_batch_size": True, "rollout_max_response_len": 512},
+        ),
         ("--cp-comm-type p2p needs Transformer Engine", {"cp_comm_type": "p2p"}),
         ("1 trainer GPUs cannot be divided by 2", {"tensor_model_parallel_size": 2}),
         ("4 × 1 × 1 = 4", {"tensor_model_parallel_size": 4, "actor_num_gpus_per_node": 6}),
         ("virtual pipeline stages need", {"num_layers_per_virtual_pipeline_stage": 2}),
-        ("--rollout-num-gpus 3 is not a multiple", {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}),
-        ("global_batch_size 3 cannot be divided by 2", {"actor_num_gpus_per_node": 2, "global_batch_size": 3}),
-        ("micro_batch_size × data-parallel size = 2 × 1", {"micro_batch_size": 2, "global_batch_size": 3}),
+        (
+            "--rollout-num-gpus 3 is not a multiple",
+            {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+        ),
+        (
+            "global_batch_size 3 cannot be divided by 2",
+            {"actor_num_gpus_per_node": 2, "global_batch_size": 3},
+        ),
+        (
+            "micro_batch_size × data-parallel size = 2 × 1",
+            {"micro_batch_size": 2, "global_batch_size": 3},
+        ),
         ("--offload has no effect without --colocate", {"offload": True}),
         ("--offload-train has no effect without --colocate", {"offload_train": True}),
         ("--kl-loss-coef has no effect without --use-kl-loss", {"kl_loss_coef": 0.1}),
         ("--kl-coef has no effect with --advantage-estimator grpo", {"kl_coef": 0.1}),
-        ("are both set", {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True, "normalize_advantages": True,
-                          "advantage_estimator": "reinforce_plus_plus"}),
+        (
+            "are both set",
+            {
+                "kl_coef": 0.1,
+                "kl_loss_coef": 0.1,
+                "use_kl_loss": True,
+                "normalize_advantages": True,
+                "advantage_estimator": "reinforce_plus_plus",
+            },
+        ),
         ("needs --normalize-advantages", {"advantage_estimator": "reinforce_plus_plus"}),
         ("exclude each other", {"use_tis": True, "use_rollout_logprobs": True}),
         ("--tis-clip has no effect without --use-tis", {"tis_clip": 3.0}),
@@ -585,19 +610,34 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
         ("needs --custom-loss-function-path", {"loss_type": "custom_loss"}),
         ("no effect without --loss-type custom_loss", {"custom_loss_function_path": "a.b"}),
         ("pass --n-samples-per-prompt 1", {"loss_type": "sft_loss", "n_samples_per_prompt": 2}),
-        ("is more than --num-gpus-per-node 2", {"num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 4}),
+        (
+            "is more than --num-gpus-per-node 2",
+            {"num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 4},
+        ),
         ("--save-interval has no effect without --save", {"save_interval": 2}),
         ("--ckpt-step has no effect without --load", {"ckpt_step": 2}),
-        ("--eval-interval has no effect without --eval-prompt-data or --eval-config", {"eval_interval": 2}),
+        (
+            "--eval-interval has no effect without --eval-prompt-data or --eval-config",
+            {"eval_interval": 2},
+        ),
         ("--eval-pass-k 4 needs", {"eval_prompt_data": ["a", "b"], "eval_pass_k": [2, 4]}),
         ("is no name of a folder", {"run_name": "../x"}),
         ("--stage 'a/b' is no name of a folder", {"stage": "a/b"}),
         ("--ref-update-interval has no effect", {"ref_update_interval": 2}),
         ("the only field is {rollout_id}; there is no {step}", {"save_hf": "hf/{step}"}),
-        ("the only field is {rollout_id}; there is no {rank}", {"load_debug_rollout_data": "{rollout_id}_{rank}.pt"}),
+        (
+            "the only field is {rollout_id}; there is no {rank}",
+            {"load_debug_rollout_data": "{rollout_id}_{rank}.pt"},
+        ),
         ("Unknown format code 'z'", {"save_debug_rollout_data": "d/{rollout_id:04z}.pt"}),
-        ("gives rollouts 1 and 10 the same file", {"save_debug_train_data": "{rollout_id!s:.1}", "num_rollout": 20}),
-        ("the moments stay in host memory", {"offload_optimizer_states": True, "optimizer_cpu_offload": True}),
+        (
+            "gives rollouts 1 and 10 the same file",
+            {"save_debug_train_data": "{rollout_id!s:.1}", "num_rollout": 20},
+        ),
+        (
+            "the moments stay in host memory",
+            {"offload_optimizer_states": True, "optimizer_cpu_offload": True},
+        ),
         ("needs --update-weight-disk-dir", {"update_weight_transport": "disk"}),
         ("no effect without --update-weight-transport disk", {"update_weight_disk_dir": "d"}),
         ("--rollout-temperature is 0", {"rollout_temperature": 0}),
@@ -606,19 +646,41 @@ def test_deepep_and_sequence_parallel_without_tensor_parallel_are_warned_of() ->
         ("-1 is the whole vocabulary", {"rollout_top_k": 0}),
         ("--bf16 and --fp16", {"bf16": True, "fp16": True}),
         ("--min-lr 1 is more than --lr 1e-06", {"min_lr": 1.0, "lr_decay_style": "cosine"}),
-        ("is less than --rollout-batch-size", {"rollout_batch_size": 4, "over_sampling_batch_size": 2}),
-        ("--num-experts 6 cannot be divided by", {"num_experts": 6, "expert_model_parallel_size": 4,
-                                                  "actor_num_gpus_per_node": 4, "global_batch_size": 4}),
-        ("2 × 4 × 1", {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2, "actor_num_gpus_per_node": 4,
-                       "global_batch_size": 4}),
+        (
+            "is less than --rollout-batch-size",
+            {"rollout_batch_size": 4, "over_sampling_batch_size": 2},
+        ),
+        (
+            "--num-experts 6 cannot be divided by",
+            {
+                "num_experts": 6,
+                "expert_model_parallel_size": 4,
+                "actor_num_gpus_per_node": 4,
+                "global_batch_size": 4,
+            },
+        ),
+        (
+            "2 × 4 × 1",
+            {
+                "expert_model_parallel_size": 4,
+                "expert_tensor_parallel_size": 2,
+                "actor_num_gpus_per_node": 4,
+                "global_batch_size": 4,
+            },
+        ),
         ("--update-weights-interval is 0", {"update_weights_interval": 0}),
-        ("--partial-rollout cannot be combined", {"partial_rollout": True, "deterministic_rollout": True}),
+        (
+            "--partial-rollout cannot be combined",
+            {"partial_rollout": True, "deterministic_rollout": True},
+        ),
         ("--num-epoch needs the number of prompts", {"num_epoch": 1, "streaming_data": True}),
-        ("--actor-num-gpus-per-node 4 is more than", {"actor_num_gpus_per_node": 4, "num_gpus_per_node": 2,
-                                                      "global_batch_size": 4}),
+        (
+            "--actor-num-gpus-per-node 4 is more than",
+            {"actor_num_gpus_per_node": 4, "num_gpus_per_node": 2, "global_batch_size": 4},
+        ),
         ("--save-retain is 0", {"save_retain": 0, "save": "s"}),
     ],
-)  # fmt: skip
+)
 def test_contradictions(expected: str, flags: dict[str, Any]) -> None:
     refused(expected, **flags)
 

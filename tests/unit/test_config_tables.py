@@ -145,7 +145,8 @@ class ServerArgs:
     @staticmethod
     def add_cli_args(parser):
         parser.add_argument("--config", type=str)
-        parser.add_argument("--old", action=DeprecatedAliasStoreAction, type=int, nargs="+", new_flag="--sizes")
+        parser.add_argument("--old", action=DeprecatedAliasStoreAction, type=int, nargs="+", \
+new_flag="--sizes")
         parser.add_argument("--gone", action=DeprecatedAction)
 """
 
@@ -153,9 +154,20 @@ class ServerArgs:
 def test_reading_server_args_from_source() -> None:
     args = {arg.name: arg for arg in sglang_args_of(SERVER_ARGS)}
     assert set(args) == {
-        "model_path", "fraction", "tp_size", "the_backend", "sizes", "mode", "options", "lora", "maybe", "switch",
-        "config", "old", "gone",
-    }  # fmt: skip
+        "model_path",
+        "fraction",
+        "tp_size",
+        "the_backend",
+        "sizes",
+        "mode",
+        "options",
+        "lora",
+        "maybe",
+        "switch",
+        "config",
+        "old",
+        "gone",
+    }
     assert args["the_backend"].choices == ("a", "b", "c") and args["the_backend"].default == "a"
     assert args["fraction"].kind == "float" and args["tp_size"].aliases == ("tensor_parallel_size",)
     assert (

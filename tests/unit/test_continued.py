@@ -129,9 +129,14 @@ def test_requests_without_a_length_have_the_engines_own() -> None:
     engine = Engine([])
     got = ask(engine, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6}})
     again = asyncio.run(
-        answered(engine.send, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "top_k": None}},
-                 lambda: False, lambda: None, most_tokens=2)
-    )  # fmt: skip
+        answered(
+            engine.send,
+            {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "top_k": None}},
+            lambda: False,
+            lambda: None,
+            most_tokens=2,
+        )
+    )
     assert got["output_ids"] == again["output_ids"] and len(engine.bodies) == 4
     assert (
         piece({"max_new_tokens": None}, 100) == 100 and piece({"n": 1, "max_new_tokens": 9}, 4) == 4

@@ -103,8 +103,15 @@ def dumped_answers(pattern: str, folder: Path) -> None:
         for i in range(12)
     ]
     data = write_jsonl(folder / "sft.jsonl", rows)
-    config = make_config(**SUPERVISED, num_rollout=2, prompt_data=data, input_key="prompt", apply_chat_template=True,
-                         save_debug_rollout_data=pattern, eval_prompt_data=("held-out", data))  # fmt: skip
+    config = make_config(
+        **SUPERVISED,
+        num_rollout=2,
+        prompt_data=data,
+        input_key="prompt",
+        apply_chat_template=True,
+        save_debug_rollout_data=pattern,
+        eval_prompt_data=("held-out", data),
+    )
     tokenizer = make_tokenizer()
     source = PromptSource(config, tokenizer)
     for rollout_id in range(2):

@@ -36,7 +36,10 @@ WRONG: list[tuple[str, str]] = [
     ("flag-without-effect", "--max-staleness 0 --debug-rollout-only"),
     ("flag-without-effect", "--group-rm -custom-rm-path --rm-type math"),
     ("flags-contradict", "--bf16"),
-    ("flags-contradict", "--save-debug-rollout-data d_{rollout_id} --save-debug-train-data d_{rollout_id}"),
+    (
+        "flags-contradict",
+        "--save-debug-rollout-data d_{rollout_id} --save-debug-train-data d_{rollout_id}",
+    ),
     ("flags-contradict", "--min-lr 1 --lr 0.1 --lr-decay-style cosine"),
     ("flags-contradict", "--lr-decay-style WSD"),
     ("flags-contradict", "--run-name a/b"),
@@ -48,7 +51,10 @@ WRONG: list[tuple[str, str]] = [
     ("batch-equation", "--num-steps-per-rollout 3"),
     ("batch-equation", "-use-dynamic-batch-size -max-tokens-per-gpu --micro-batch-size 3"),
     ("parallel-layout", "--tensor-model-parallel-size 2"),
-    ("parallel-layout", "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --rollout-num-gpus 8"),
+    (
+        "parallel-layout",
+        "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --rollout-num-gpus 8",
+    ),
     ("context-length", "--rollout-max-prompt-len 64"),
     ("context-length", "--seq-length 32"),
     ("colocate-async", "--async-buffer-size 1"),
@@ -70,7 +76,7 @@ WRONG: list[tuple[str, str]] = [
     ("data-rows", "--label-key lable"),
     ("checkpoint", "--load nowhere"),
     ("folder", "--output-dir /dev/null/outputs"),
-]  # fmt: skip
+]
 #: What is wrong with a set besides: this environment may have no SGLang.
 BESIDES = {"--rollout-engine sglang --sglang-speculative-algorithm EAGLE": {"engine-missing"}}
 

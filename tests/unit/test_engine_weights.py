@@ -272,23 +272,44 @@ def test_the_parts_of_the_mismatch(models: Models) -> None:
 @pytest.mark.parametrize(
     ("family", "kind", "flags", "said"),
     [
-        ("qwen3", None, {"fake_quantisation": "linears"}, r"--fake-quantisation linears has no effect(.|\n)*no quant"),
-        ("qwen3", None, {"measure_quantisation": True}, r"--measure-quantisation has no effect(.|\n)*hf-to-int4"),
-        ("qwen3", "int4", {"fake_quantisation": "experts"}, r"experts has no effect(.|\n)*no routed experts"),
         (
-            "qwen3", "int4", {"fake_quantisation": "linears", "measure_quantisation": True},
+            "qwen3",
+            None,
+            {"fake_quantisation": "linears"},
+            r"--fake-quantisation linears has no effect(.|\n)*no quant",
+        ),
+        (
+            "qwen3",
+            None,
+            {"measure_quantisation": True},
+            r"--measure-quantisation has no effect(.|\n)*hf-to-int4",
+        ),
+        (
+            "qwen3",
+            "int4",
+            {"fake_quantisation": "experts"},
+            r"experts has no effect(.|\n)*no routed experts",
+        ),
+        (
+            "qwen3",
+            "int4",
+            {"fake_quantisation": "linears", "measure_quantisation": True},
             r"--measure-quantisation has no effect with --fake-quantisation linears",
         ),
         (
-            "qwen3", "fp8", {"fake_quantisation": "linears", "fp8_format": "e4m3", "bf16": True},
+            "qwen3",
+            "fp8",
+            {"fake_quantisation": "linears", "fp8_format": "e4m3", "bf16": True},
             r"--fake-quantisation linears and --fp8-format exclude each other",
         ),
         (
-            "qwen3", "fp8", {"fp8_format": "e4m3", "fp8_param_gather": True, "bf16": True},
+            "qwen3",
+            "fp8",
+            {"fp8_format": "e4m3", "fp8_param_gather": True, "bf16": True},
             r"--fp8-param-gather and engines of quantised weights exclude each other",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_would_do_nothing_is_refused(
     models: Models, family: str, kind: str | None, flags: dict[str, Any], said: str
 ) -> None:

@@ -110,11 +110,15 @@ class World:
         )
         engines._parts = parts = [  # type: ignore[assignment]
             SimpleNamespace(
-                name=f"engine-{n}", place=SimpleNamespace(number=n, num_nodes=1), is_first=True, slots=(n,),
-                model=policy, group=group,
+                name=f"engine-{n}",
+                place=SimpleNamespace(number=n, num_nodes=1),
+                is_first=True,
+                slots=(n,),
+                model=policy,
+                group=group,
             )
             for n in (0, 1)
-        ]  # fmt: skip
+        ]
         engines._handles = {f"engine-{n}": Handle(self, f"engine-{n}") for n in (0, 1)}  # type: ignore[assignment, misc]
         engines.routers = self.routers = Routers.__new__(Routers)
         self.routers._config = config

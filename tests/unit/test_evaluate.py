@@ -102,7 +102,8 @@ eval:
   defaults: {{n_samples_per_eval_prompt: 4, temperature: 0.5, metadata_overrides: {{level: 1}}}}
   datasets:
     - {{name: small, path: {write_rows(tmp_path / "a.jsonl", 3)}, max_response_len: 5, stop: END}}
-    - {{name: other, path: {write_rows(tmp_path / "b.jsonl", 2)}, n_samples_per_eval_prompt: 1, temperature: 0,
+    - {{name: other, path: {write_rows(tmp_path / "b.jsonl", 2)}, \
+n_samples_per_eval_prompt: 1, temperature: 0,
         min_new_tokens: 2, repetition_penalty: 1.1}}
 """
     )

@@ -72,22 +72,32 @@ KNOWN: dict[str, tuple[Callable[[Mistakes], object], str]] = {
     "misspelt flag": (lambda m: m.add("--weight-deccay", "0"), "there is no flag --weight-deccay"),
     "bad value": (lambda m: m.add("--lr", "fast"), "--lr must be a number"),
     "batch sizes": (
-        lambda m: m.add("--num-steps-per-rollout", "3"), "the batch sizes do not divide",
+        lambda m: m.add("--num-steps-per-rollout", "3"),
+        "the batch sizes do not divide",
     ),
     "precision": (lambda m: m.add("--fp16"), "--fp16 and --fp32 cannot be chosen"),
     "no effect": (lambda m: m.add("--opsm-delta", "0.3"), "--opsm-delta has no effect"),
     "range": (lambda m: m.add("--gamma", "2"), "--gamma is 2"),
     "layout": (lambda m: m.add("--tensor-model-parallel-size", "2"), "cannot be divided by 2"),
-    "not supported": (lambda m: m.add("--use-opd"), "on-policy distillation is not in this version"),
+    "not supported": (
+        lambda m: m.add("--use-opd"),
+        "on-policy distillation is not in this version",
+    ),
     "data": (lambda m: m.add("--prompt-data", "nowhere.jsonl"), "nowhere.jsonl"),
-    "evaluation": (lambda m: m.add("--eval-prompt-data", "held-out", "nothing.jsonl"), "nothing.jsonl"),
+    "evaluation": (
+        lambda m: m.add("--eval-prompt-data", "held-out", "nothing.jsonl"),
+        "nothing.jsonl",
+    ),
     "hook": (lambda m: m.add("--custom-generate-function-path", "nowhere.generate"), "nowhere"),
     "checkpoint": (lambda m: m.add("--load", "no-checkpoint"), "no-checkpoint"),
     "folder": (lambda m: m.add("--save", "/dev/null/checkpoints"), "/dev/null/checkpoints"),
-    "weights": (lambda m: (m.world.inputs / "model" / "model.safetensors").unlink(), "no weights in"),
+    "weights": (
+        lambda m: (m.world.inputs / "model" / "model.safetensors").unlink(),
+        "no weights in",
+    ),
     "context": (lambda m: m.config(max_position_embeddings=4), "the model's context of 4 tokens"),
     "ray": (lambda m: m.add("--ray-address", "127.0.0.1:9"), "no Ray cluster answers"),
-}  # fmt: skip
+}
 #: A reward is tried on the data alone, without a generate function.
 REWARD = {
     "reward": (

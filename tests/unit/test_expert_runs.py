@@ -238,8 +238,13 @@ def test_only_engines_that_leave_experts_in_place_take_runs() -> None:
     }
     assert takes_runs("ipc", [info, info])
     assert not takes_runs("broadcast", [info])
-    for change in ({"custom_weight_loader": None}, {"enable_eplb": True}, {"quantization": "fp8"},
-                   {"init_expert_location": "map.json"}, {"ep_num_redundant_experts": 4}):  # fmt: skip
+    for change in (
+        {"custom_weight_loader": None},
+        {"enable_eplb": True},
+        {"quantization": "fp8"},
+        {"init_expert_location": "map.json"},
+        {"ep_num_redundant_experts": 4},
+    ):
         assert not takes_runs("ipc", [info, {**info, **change}])
     assert takes_runs("ipc", [{**info, "quantization": "fp8"}], quantised=True)
 

@@ -143,9 +143,15 @@ def router_config(**fields: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=8,
-        add_bias_linear=False, moe_token_dispatcher_type="alltoall", **{"moe_router_topk": 4, **fields},
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=8,
+        add_bias_linear=False,
+        moe_token_dispatcher_type="alltoall",
+        **{"moe_router_topk": 4, **fields},
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,10 +181,15 @@ def test_router_equals_megatrons(fields: dict[str, Any], biased: bool) -> None:
         1, choices, router_weights(logits, choices, config, normalises=True)
     )
     theirs, chosen = topk_routing_with_score_function(
-        logits, 4, use_pre_softmax=config.moe_router_pre_softmax, num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk, scaling_factor=config.moe_router_topk_scaling_factor,
-        score_function=config.moe_router_score_function, expert_bias=bias,
-    )  # fmt: skip
+        logits,
+        4,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+        expert_bias=bias,
+    )
     torch.testing.assert_close(ours, theirs)
     assert torch.equal(ours > 0, chosen)
 

@@ -42,9 +42,12 @@ class Server:
             "architectures": own["architectures"],
         }  # fmt: skip
         self.server: dict[str, Any] = {
-            "version": "slime-embedded 1", "dtype": "bfloat16", "context_length": 64, "random_seed": 1,
+            "version": "slime-embedded 1",
+            "dtype": "bfloat16",
+            "context_length": 64,
+            "random_seed": 1,
             "enable_deterministic_inference": False,
-        }  # fmt: skip
+        }
         self.tokens: list[int] | None = None
         self.requests = 0
         self.aborted = 0

@@ -58,8 +58,14 @@ def test_log_probs_equal_transformers_and_weights_come_back(kind: str, tmp_path:
     )
 
 
-@pytest.mark.parametrize("flags", [{"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
-                                   {"recompute_activations": True}], ids=["up projection", "layers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
+        {"recompute_activations": True},
+    ],
+    ids=["up projection", "layers"],
+)
 def test_recomputation_changes_no_gradient(flags: dict[str, Any], tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
     results = []

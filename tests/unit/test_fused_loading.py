@@ -321,11 +321,19 @@ def test_layers_that_are_gathered_keep_their_pairs(
 @settings(max_examples=100)
 @given(
     shape=st.lists(st.integers(1, 5), max_size=3),
-    dtype=st.sampled_from([
-        torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32, torch.int64, torch.uint8,
-    ]),
+    dtype=st.sampled_from(
+        [
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float8_e4m3fn,
+            torch.int32,
+            torch.int64,
+            torch.uint8,
+        ]
+    ),
     turned=st.booleans(),
-)  # fmt: skip
+)
 def test_a_mark_stays_until_its_tensor_is_loaded(
     shape: list[int], dtype: torch.dtype, turned: bool
 ) -> None:

@@ -25,9 +25,13 @@ from tests.support.embedded_models import save_tiny_model
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 YARN = {
     "rope_type": "yarn",

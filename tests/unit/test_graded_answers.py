@@ -53,10 +53,10 @@ def test_choices() -> None:
 
 
 _PIECES = st.sampled_from(
-    [*"0123456789abxyzABCeiI.,;:!?+-*/^_=<>()[]{}|%$°½√±∞ '\"", "\\", r"\frac", r"\sqrt", r"\pm", "{}",
-     r"\left(", r"\right)", r"\text{", r"\overline{3}", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&",
-     r"\cup", r"\infty", r"\le", r"\in", " cm", " and ", "10^", "!!", "sin", r"\log_", "e-9", ":30 pm", "_2",
-     r"\binom", r"\{", r"\}", r"^\circ", "99999", "1,000", r"\boxed{"]
+    [*"0123456789abxyzABCeiI.,;:!?+-*/^_=<>()[]{}|%$°½√±∞ '\"", "\\", r"\frac", r"\sqrt", r"\pm",
+     "{}", r"\left(", r"\right)", r"\text{", r"\overline{3}", r"\begin{pmatrix}", r"\end{pmatrix}",
+     r"\\", "&", r"\cup", r"\infty", r"\le", r"\in", " cm", " and ", "10^", "!!", "sin", r"\log_",
+     "e-9", ":30 pm", "_2", r"\binom", r"\{", r"\}", r"^\circ", "99999", "1,000", r"\boxed{"]
 )  # fmt: skip
 
 

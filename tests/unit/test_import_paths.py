@@ -8,12 +8,14 @@ import functools
 import importlib
 import inspect
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.compat.import_paths import NO_COUNTERPART, OLD_MODULES
+from slime.compat.import_paths import MOVED, NO_COUNTERPART, OLD_MODULES
 from slime.rollout.filters import check_reward_nonzero_std
 from slime.rollout.generate import generate as own_generate
 from slime.samples.types import Sample
@@ -113,6 +115,26 @@ def test_every_path_of_the_tables_is_in_the_list() -> None:
         if f"{module}:{name}" not in listed
     ]
     assert unlisted == []
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_moved_module_has_the_names_of_the_new_place(old: str) -> None:
+    new = importlib.import_module(MOVED[old])
+    moved = importlib.import_module(old)
+    public = [name for name in vars(new) if not name.startswith("_")]
+    assert all(getattr(moved, name) is getattr(new, name) for name in public)
+    with pytest.raises(ImportError):
+        exec(f"from {old} import nothing_of_that_name", {})
+
+
+def test_a_module_below_a_moved_package_is_found() -> None:
+    endpoint = importlib.import_module("slime.rollout.agents.endpoint")
+    assert (
+        endpoint.agent_endpoint is importlib.import_module("slime.agents.endpoint").agent_endpoint
+    )
+    command = [sys.executable, "-m", "slime.engines.embedded", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--model-path" in shown.stdout
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

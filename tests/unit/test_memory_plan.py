@@ -39,9 +39,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(folder: Path, **flags: Any) -> Config:
     base: dict[str, Any] = {
-        "hf_checkpoint": str(folder), "bf16": True, "rollout_engine": "sglang", "rollout_max_context_len": 4096,
-        "use_dynamic_batch_size": True, "max_tokens_per_gpu": 8192, "rollout_batch_size": 64,
-    }  # fmt: skip
+        "hf_checkpoint": str(folder),
+        "bf16": True,
+        "rollout_engine": "sglang",
+        "rollout_max_context_len": 4096,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8192,
+        "rollout_batch_size": 64,
+    }
     return make_config(**{**base, **flags})
 
 
@@ -278,9 +283,13 @@ def test_remedies_do_what_they_say(
 ) -> None:
     """Each remedy, given as flags, leads to the plan that was promised."""
     flags: dict[str, Any] = {
-        "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "colocate": colocate, "max_tokens_per_gpu": tokens,
-        "tensor_model_parallel_size": tensor, "sglang_mem_fraction_static": fraction,
-    }  # fmt: skip
+        "actor_num_gpus_per_node": 8,
+        "rollout_num_gpus": 8,
+        "colocate": colocate,
+        "max_tokens_per_gpu": tokens,
+        "tensor_model_parallel_size": tensor,
+        "sglang_mem_fraction_static": fraction,
+    }
     plan = plan_of(folders[model], size, **flags)
     if not plan.overfull:
         return
@@ -299,8 +308,15 @@ def test_remedies_do_what_they_say(
 
 
 def test_table_and_summary(folders: dict[str, Path]) -> None:
-    plan = plan_of(folders[MOE], 141, actor_num_gpus_per_node=8, colocate=True, expert_model_parallel_size=8,
-                   expert_tensor_parallel_size=1, recompute_activations=True)  # fmt: skip
+    plan = plan_of(
+        folders[MOE],
+        141,
+        actor_num_gpus_per_node=8,
+        colocate=True,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+        recompute_activations=True,
+    )
     text = table(plan)
     assert text.splitlines()[1].split() == [
         "devices",

@@ -166,7 +166,7 @@ def test_rounded_weights_are_there_twice(chosen: str) -> None:
     assert measured.training() == (rounded if flags else plain).training()
 
 
-def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> (
+def test_the_distributed_optimizer_spreads_dense_states_over_replicas_and_those_of_experts_over_theirs() -> (  # noqa: E501
     None
 ):
     flags = {"actor_num_gpus_per_node": 8, "rollout_batch_size": 8, **TP2, **EP2}
@@ -329,9 +329,15 @@ def test_the_plan_is_not_below_what_was_measured_and_little_above(
         trainer, "_torch_version", lambda: (2, 11)
     )  # whose own attention wants keys repeated
     config = make_config(
-        hf_checkpoint="m", bf16=True, loss_type="sft_loss", rollout_batch_size=8, use_dynamic_batch_size=True,
-        max_tokens_per_gpu=tokens, rollout_max_context_len=2048, **flags,
-    )  # fmt: skip
+        hf_checkpoint="m",
+        bf16=True,
+        loss_type="sft_loss",
+        rollout_batch_size=8,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=tokens,
+        rollout_max_context_len=2048,
+        **flags,
+    )
     spec = family_of(SHAPES[shape]).model_spec(SHAPES[shape])
     [stage] = TrainerSettings.of(config, spec, on_gpu=True, flash4=flash4).stages
     planned = sum(stage.states().values()) + sum(stage.training().values())

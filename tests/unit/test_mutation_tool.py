@@ -113,10 +113,10 @@ def test_enough_is_drawn_everywhere() -> None:
 
 PROJECT = {
     "slime/__init__.py": "",
-    "slime/schedule.py": "import time\n\n\ndef first(x):\n    return x + 1\n\n\ndef second(x):\n    return x * "
-    "2\n\n\n"
+    "slime/run/schedule.py": "import time\n\n\ndef first(x):\n    return x + 1\n\n\n"
+    "def second(x):\n    return x * 2\n\n\n"
     "def third(n):\n    while n > 0:\n        time.sleep(0.01)\n        n -= 1\n    return n\n",
-    "tests/unit/test_schedule.py": "from slime import schedule\n\n\ndef test_fails_anyway():\n"
+    "tests/unit/test_schedule.py": "from slime.run import schedule\n\n\ndef test_fails_anyway():\n"
     "    assert schedule.first(1) == 3\n\n\ndef test_first():\n    assert schedule.first(1) == "
     "2\n\n\n"
     "def test_third():\n    assert schedule.third(2) == 0\n",
@@ -124,24 +124,24 @@ PROJECT = {
 TABLE = """
 [[named]]
 name = "first goes back"
-file = "slime/schedule.py"
+file = "slime/run/schedule.py"
 before = "x + 1"
 after = "x - 1"
 
 [[named]]
 name = "second is never called"
-file = "slime/schedule.py"
+file = "slime/run/schedule.py"
 before = "x * 2"
 after = "x * 3"
 
 [[named]]
 name = "third never ends"
-file = "slime/schedule.py"
+file = "slime/run/schedule.py"
 before = "n -= 1"
 after = "n -= 0"
 
 [[equivalent]]
-file = "slime/schedule.py"
+file = "slime/run/schedule.py"
 function = "third"
 before = "while n > 0:"
 after = "while (n >= 0):"
@@ -165,7 +165,7 @@ def project(tmp_path: Path) -> Path:
 def test_a_table_that_is_out_of_date_is_refused(project: Path) -> None:
     cases = read_cases(project)
     assert [mutation.line for mutation in cases.named] == [5, 9, 15] and len(cases.equivalent) == 1
-    path = project / "slime/schedule.py"
+    path = project / "slime/run/schedule.py"
     path.write_text(path.read_text().replace("x + 1", "1 + x").replace("n > 0", "n >= 1"))
     with pytest.raises(
         StaleTable, match=r"first goes back(.|\n)*has its text 0 times(.|\n)*no such mutation"
@@ -177,12 +177,12 @@ def test_the_draw_leaves_out_what_is_listed_and_does_not_move_with_the_code_arou
     project: Path,
 ) -> None:
     def drawn() -> list[tuple[str, str]]:
-        text = (project / "slime/schedule.py").read_text()
+        text = (project / "slime/run/schedule.py").read_text()
         return [mutation.lines(text) for mutation in draw(project, read_cases(project), 1)]
 
     before = drawn()
     assert before and ("while n > 0:", "while (n >= 0):") not in before
-    path = project / "slime/schedule.py"
+    path = project / "slime/run/schedule.py"
     path.write_text("import os\n\n" + path.read_text())
     assert drawn() == before
 
@@ -202,7 +202,7 @@ def outcomes(
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True
     )
-    assert (project / "slime/schedule.py").read_text() == PROJECT["slime/schedule.py"], (
+    assert (project / "slime/run/schedule.py").read_text() == PROJECT["slime/run/schedule.py"], (
         "the working tree stays as it is"
     )
     rows = json.loads((project / "results.json").read_text())
@@ -229,7 +229,7 @@ def test_what_is_noticed_and_what_is_not(project: Path) -> None:
 def test_a_test_that_hangs_notices(project: Path) -> None:
     path = project / "tests/unit/test_schedule.py"
     path.write_text(
-        "from slime import schedule\ndef test_third():\n    assert schedule.third(2) == 0\n"
+        "from slime.run import schedule\ndef test_third():\n    assert schedule.third(2) == 0\n"
     )
     found, _ = outcomes(project, "third*", 1.0, 4.0)
     assert found["third never ends"][0] == "timed out"

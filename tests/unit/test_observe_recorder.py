@@ -140,8 +140,15 @@ def test_spread_keeps_whole_groups_within_the_limit(count: int, size: int, limit
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
-    config = make_config(output_dir=str(tmp_path), run_name="r", stage="rl", rollout_batch_size=4, num_rollout=1,
-                         prompt_data="d", hf_checkpoint="m")  # fmt: skip
+    config = make_config(
+        output_dir=str(tmp_path),
+        run_name="r",
+        stage="rl",
+        rollout_batch_size=4,
+        num_rollout=1,
+        prompt_data="d",
+        hf_checkpoint="m",
+    )
     return Recorder(create_run(config).path, config, decode, max_samples=8)
 
 

@@ -511,9 +511,14 @@ def test_live_table_on_a_terminal() -> None:
     now = 4.0
     text = rendered(sink)
     for part in (
-        "demo/grpo", "step 12/60", "eta 2:43", "generating 17/64 prompts, 2,000 tokens, 4.0 s", "0.625",
-        "arithmetic 0.710 (first 0.300)", "generate 2.1 s",
-    ):  # fmt: skip
+        "demo/grpo",
+        "step 12/60",
+        "eta 2:43",
+        "generating 17/64 prompts, 2,000 tokens, 4.0 s",
+        "0.625",
+        "arithmetic 0.710 (first 0.300)",
+        "generate 2.1 s",
+    ):
         assert part in text, text
     sink.close()
     assert "generating" not in rendered(sink), "what stays on the screen has nothing under way"

@@ -24,9 +24,13 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_rollout import FakeSource, FakeTokenizer
 
 FLAGS: dict[str, Any] = {
-    "num_rollout": 1, "rollout_batch_size": 3, "n_samples_per_prompt": 2, "rollout_max_response_len": 6,
-    "rm_type": "random", "deterministic_rollout": True,
-}  # fmt: skip
+    "num_rollout": 1,
+    "rollout_batch_size": 3,
+    "n_samples_per_prompt": 2,
+    "rollout_max_response_len": 6,
+    "rm_type": "random",
+    "deterministic_rollout": True,
+}
 
 
 def old(module: str) -> Any:

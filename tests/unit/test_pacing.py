@@ -236,8 +236,10 @@ def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
     assert ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2) == {
-        "rollout/staleness/mean": 0.8, "rollout/staleness/max": 2.0, "rollout/staleness/num_too_old": 3.0,
-    }  # fmt: skip
+        "rollout/staleness/mean": 0.8,
+        "rollout/staleness/max": 2.0,
+        "rollout/staleness/num_too_old": 3.0,
+    }
     assert ages.metrics({}, trained=2) == {}
 
 

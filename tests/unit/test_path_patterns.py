@@ -65,10 +65,13 @@ def test_a_path_without_the_rollout_is_found_without_a_number(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("pattern", "folder"),
     [
-        ("dumps/{rollout_id}.pt", "dumps"), ("exports/run_{rollout_id}/model", "exports"), ("{rollout_id}.pt", "."),
-        ("/a/b{{c}}/{rollout_id:04d}", "/a/b{c}"), ("exports/newest", "exports/newest"),
+        ("dumps/{rollout_id}.pt", "dumps"),
+        ("exports/run_{rollout_id}/model", "exports"),
+        ("{rollout_id}.pt", "."),
+        ("/a/b{{c}}/{rollout_id:04d}", "/a/b{c}"),
+        ("exports/newest", "exports/newest"),
     ],
-)  # fmt: skip
+)
 def test_the_folder_that_all_share(pattern: str, folder: str) -> None:
     assert str(fixed_folder(pattern)) == folder
 
@@ -76,11 +79,16 @@ def test_the_folder_that_all_share(pattern: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        ("{step}", "no {step}"), ("{}", "no {}"), ("{rollout_id.real}", "no {rollout_id.real}"),
-        ("{rollout_id", "expected '}'"), ("a}", "Single '}'"), ("{rollout_id:04z}", "format code 'z'"),
-        ("{rollout_id:{rank}}", "no {rank}"), ("{rollout_id:c}", "a null character"),
+        ("{step}", "no {step}"),
+        ("{}", "no {}"),
+        ("{rollout_id.real}", "no {rollout_id.real}"),
+        ("{rollout_id", "expected '}'"),
+        ("a}", "Single '}'"),
+        ("{rollout_id:04z}", "format code 'z'"),
+        ("{rollout_id:{rank}}", "no {rank}"),
+        ("{rollout_id:c}", "a null character"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_filled_in_is_named(pattern: str, why: str) -> None:
     with pytest.raises(UserError, match=r"--flag .* cannot be filled in") as caught:
         check(pattern, "--flag")

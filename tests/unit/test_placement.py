@@ -215,7 +215,8 @@ import sys, time
 from pathlib import Path
 from slime.cluster.server_process import ServerProcess
 from slime.engines.launch import LaunchSpec
-process = ServerProcess("s", LaunchSpec(["sleep", "600"]), "http://127.0.0.1:1", Path({str(tmp_path / "log")!r}))
+process = ServerProcess("s", LaunchSpec(["sleep", "600"]), "http://127.0.0.1:1", \
+Path({str(tmp_path / "log")!r}))
 process.start()
 Path({str(pid_file)!r}).write_text(str(process.pid))
 time.sleep(600)

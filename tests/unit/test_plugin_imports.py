@@ -13,7 +13,8 @@ from slime.user_code.hooks import hook_files
 
 HELPER = """
 def weights(args, *, pg_loss, total_lengths, response_lengths, **kwargs):
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_logits_and_tokens_offset_with_cp
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, \
+get_logits_and_tokens_offset_with_cp
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
     return pg_loss, kwargs["loss_masks"], {}
 """

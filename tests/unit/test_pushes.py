@@ -232,14 +232,26 @@ def training(**flags: Any) -> str:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"lr": 1e-3}, {"weight_decay": 0.2}, {"adam_beta2": 0.9}, {"clip_grad": 0.5}, {"optimizer": "sgd"},
-        {"lr_decay_style": "cosine"}, {"eps_clip": 0.1}, {"advantage_estimator": "gspo"}, {"use_kl_loss": True},
-        {"num_steps_per_rollout": 2}, {"freeze_params_name_list": ["embed"]}, {"moe_aux_loss_coeff": 0.1},
-        {"moe_router_bias_update_rate": 0.1}, {"fp32": True}, {"load": "x", "no_load_optim": True},
-        {"use_kl_loss": True, "ref_load": "y"}, {"use_routing_replay": True},
+        {"lr": 1e-3},
+        {"weight_decay": 0.2},
+        {"adam_beta2": 0.9},
+        {"clip_grad": 0.5},
+        {"optimizer": "sgd"},
+        {"lr_decay_style": "cosine"},
+        {"eps_clip": 0.1},
+        {"advantage_estimator": "gspo"},
+        {"use_kl_loss": True},
+        {"num_steps_per_rollout": 2},
+        {"freeze_params_name_list": ["embed"]},
+        {"moe_aux_loss_coeff": 0.1},
+        {"moe_router_bias_update_rate": 0.1},
+        {"fp32": True},
+        {"load": "x", "no_load_optim": True},
+        {"use_kl_loss": True, "ref_load": "y"},
+        {"use_routing_replay": True},
     ],
     ids=lambda flags: next(iter(flags)),
-)  # fmt: skip
+)
 def test_what_changes_the_weights_is_told_apart(flags: dict[str, Any]) -> None:
     assert training(**flags) != training()
 
@@ -247,13 +259,18 @@ def test_what_changes_the_weights_is_told_apart(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}, {"num_rollout": 9}, {"micro_batch_size": 2},
-        {"max_tokens_per_gpu": 2048, "use_dynamic_batch_size": True}, {"recompute_activations": True},
-        {"save": "x", "save_interval": 7, "max_restarts": 3}, {"update_weights_interval": 2},
-        {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}, {"ref_load": "unused"},
+        {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2},
+        {"num_rollout": 9},
+        {"micro_batch_size": 2},
+        {"max_tokens_per_gpu": 2048, "use_dynamic_batch_size": True},
+        {"recompute_activations": True},
+        {"save": "x", "save_interval": 7, "max_restarts": 3},
+        {"update_weights_interval": 2},
+        {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
+        {"ref_load": "unused"},
     ],
     ids=lambda flags: next(iter(flags)),
-)  # fmt: skip
+)
 def test_what_divides_the_work_is_not(flags: dict[str, Any]) -> None:
     """Whoever had too little memory, or wants a longer run, keeps what was generated."""
     assert training(**flags) == training()

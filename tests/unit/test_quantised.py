@@ -36,9 +36,13 @@ def weights(draw: st.DrawFn, columns_of: int = 1) -> torch.Tensor:
             )
         )
         changed: dict[str, Any] = {
-            "zero": weight[row] * 0, "constant": weight[row] * 0 + weight[row, 0], "tiny": weight[row] * 1e-12,
-            "huge": weight[row] * 1e12, "positive": weight[row].abs(), "negative": -weight[row].abs(),
-        }  # fmt: skip
+            "zero": weight[row] * 0,
+            "constant": weight[row] * 0 + weight[row, 0],
+            "tiny": weight[row] * 1e-12,
+            "huge": weight[row] * 1e12,
+            "positive": weight[row].abs(),
+            "negative": -weight[row].abs(),
+        }
         weight[row] = changed.get(kind, weight[row])
     return weight.to(draw(st.sampled_from([torch.bfloat16, torch.float32])))
 

@@ -41,12 +41,18 @@ def groups(size: int, symmetric: bool = True) -> dict[str, Any]:
     return {"quantization_config": config}
 
 
-@pytest.mark.parametrize(("quantisation", "form"), [
-    (Quantisation("compressed-tensors", Int4(32)), "INT4 in groups of 32, symmetric"),
-    (Quantisation("fp8", Fp8()), "FP8 in blocks of 128×128"),
-    (Quantisation("fp8", Fp8((0, 0), "weight_scale")), "FP8 by tensor"),
-    (Quantisation("compressed-tensors", Fp8((0, 0), "weight_scale")), "FP8 by tensor of compressed-tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("quantisation", "form"),
+    [
+        (Quantisation("compressed-tensors", Int4(32)), "INT4 in groups of 32, symmetric"),
+        (Quantisation("fp8", Fp8()), "FP8 in blocks of 128×128"),
+        (Quantisation("fp8", Fp8((0, 0), "weight_scale")), "FP8 by tensor"),
+        (
+            Quantisation("compressed-tensors", Fp8((0, 0), "weight_scale")),
+            "FP8 by tensor of compressed-tensors",
+        ),
+    ],
+)
 def test_a_format_has_a_name_of_its_own(quantisation: Quantisation, form: str) -> None:
     assert form_of(quantisation) == form
 
@@ -71,20 +77,63 @@ def test_engines_on_gpus_of_their_own_take_what_was_measured(config: dict[str, A
     assert route is not None and route.opens
 
 
-@pytest.mark.parametrize(("config", "engine", "kind", "said"), [
-    (TENSORS, TRITON, "broadcast", r"by broadcast(.|\n)*not tried(.|\n)*by handles \(--colocate\) alone"),
-    (BLOCKS, TRITON, "disk", r"by --update-weight-transport disk(.|\n)*not tried"),
-    (BLOCKS, {"version": "0.5.15"}, "ipc", r"FP8 in blocks of 128×128, quant(.|\n)*0\.5\.15(.|\n)*other versions"),
-    (BLOCKS, {"version": "0.5.16"}, "ipc", r"fp8_gemm_backend auto(.|\n)*--sglang-fp8-gemm-backend triton"),
-    (TENSORS, {**TRITON, "fp8_gemm_runner_backend": "deep_gemm"}, "ipc", "fp8_gemm_backend deep_gemm"),
-    (groups(128), {"version": "0.5.16", "tp_size": 4}, "ipc", r"tp_size 4(.|\n)*--rollout-num-gpus-per-engine 1"),
-    ({**TENSORS, "num_experts": 8}, TRITON, "ipc", r"and experts(.|\n)*a second time(.|\n)*--block_size 128 128"),
-    (groups(32), TRITON, "ipc", r"INT4 in groups of 32, symmetric(.|\n)*not tried"),
-    (groups(128, symmetric=False), TRITON, "ipc", r"INT4 in groups of 128, asymmetric(.|\n)*not tried"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, TRITON, "ipc", "64×64"),
-    ({**BLOCKS, "kv_lora_rank": 512}, TRITON, "ipc", "latent attention"),
-    ({"quantization_config": {"quant_method": "awq"}}, TRITON, "ipc", "quant_method 'awq'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "engine", "kind", "said"),
+    [
+        (
+            TENSORS,
+            TRITON,
+            "broadcast",
+            r"by broadcast(.|\n)*not tried(.|\n)*by handles \(--colocate\) alone",
+        ),
+        (BLOCKS, TRITON, "disk", r"by --update-weight-transport disk(.|\n)*not tried"),
+        (
+            BLOCKS,
+            {"version": "0.5.15"},
+            "ipc",
+            r"FP8 in blocks of 128×128, quant(.|\n)*0\.5\.15(.|\n)*other versions",
+        ),
+        (
+            BLOCKS,
+            {"version": "0.5.16"},
+            "ipc",
+            r"fp8_gemm_backend auto(.|\n)*--sglang-fp8-gemm-backend triton",
+        ),
+        (
+            TENSORS,
+            {**TRITON, "fp8_gemm_runner_backend": "deep_gemm"},
+            "ipc",
+            "fp8_gemm_backend deep_gemm",
+        ),
+        (
+            groups(128),
+            {"version": "0.5.16", "tp_size": 4},
+            "ipc",
+            r"tp_size 4(.|\n)*--rollout-num-gpus-per-engine 1",
+        ),
+        (
+            {**TENSORS, "num_experts": 8},
+            TRITON,
+            "ipc",
+            r"and experts(.|\n)*a second time(.|\n)*--block_size 128 128",
+        ),
+        (groups(32), TRITON, "ipc", r"INT4 in groups of 32, symmetric(.|\n)*not tried"),
+        (
+            groups(128, symmetric=False),
+            TRITON,
+            "ipc",
+            r"INT4 in groups of 128, asymmetric(.|\n)*not tried",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            TRITON,
+            "ipc",
+            "64×64",
+        ),
+        ({**BLOCKS, "kv_lora_rank": 512}, TRITON, "ipc", "latent attention"),
+        ({"quantization_config": {"quant_method": "awq"}}, TRITON, "ipc", "quant_method 'awq'"),
+    ],
+)
 def test_what_nobody_tried_is_refused_by_name(
     config: dict[str, Any], engine: dict[str, Any], kind: str, said: str
 ) -> None:
@@ -102,19 +151,51 @@ def test_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         routes_of({**same, "c": {"version": "0.5.15"}}, TENSORS, "ipc")
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ({"colocate": True}, "--sglang-fp8-gemm-backend triton"),
-    ({"sglang_fp8_gemm_backend": "triton"}, r"by broadcast(.|\n)*--colocate(.|\n)*--rollout-engine embedded"),
-    ({"colocate": True, "sglang_fp8_gemm_backend": "triton", "rollout_num_gpus_per_engine": 4,
-      "actor_num_gpus_per_node": 4}, "tp_size 4"),
-    ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),
-    ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}]}, None),
-    ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}, {"num_gpus": 1}]}, "backend auto"),
-    ({"groups": [{"num_gpus": 4, "num_gpus_per_engine": 4, "overrides": {"fp8_gemm_backend": "triton"}}]}, "tp_size 4"),
-    ({"debug_rollout_only": True, "rollout_num_gpus": 1}, None),
-    ({"debug_train_only": True, "load_debug_rollout_data": "{rollout_id}.pt"}, None),
-    ({"loss_type": "sft_loss"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"colocate": True}, "--sglang-fp8-gemm-backend triton"),
+        (
+            {"sglang_fp8_gemm_backend": "triton"},
+            r"by broadcast(.|\n)*--colocate(.|\n)*--rollout-engine embedded",
+        ),
+        (
+            {
+                "colocate": True,
+                "sglang_fp8_gemm_backend": "triton",
+                "rollout_num_gpus_per_engine": 4,
+                "actor_num_gpus_per_node": 4,
+            },
+            "tp_size 4",
+        ),
+        ({"colocate": True, "sglang_fp8_gemm_backend": "triton"}, None),
+        ({"groups": [{"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}}]}, None),
+        (
+            {
+                "groups": [
+                    {"num_gpus": 1, "overrides": {"fp8_gemm_backend": "triton"}},
+                    {"num_gpus": 1},
+                ]
+            },
+            "backend auto",
+        ),
+        (
+            {
+                "groups": [
+                    {
+                        "num_gpus": 4,
+                        "num_gpus_per_engine": 4,
+                        "overrides": {"fp8_gemm_backend": "triton"},
+                    }
+                ]
+            },
+            "tp_size 4",
+        ),
+        ({"debug_rollout_only": True, "rollout_num_gpus": 1}, None),
+        ({"debug_train_only": True, "load_debug_rollout_data": "{rollout_id}.pt"}, None),
+        ({"loss_type": "sft_loss"}, None),
+    ],
+)
 def test_a_launch_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], said: str | None
 ) -> None:

@@ -174,7 +174,8 @@ from tests.support.processes import wait_until
 assert dead_daemons() == []
 assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="random"), 1)
 assert dead_daemons() == []
-[raylet] = [process for process in psutil.Process().children(recursive=True) if process.name() == "raylet"]
+[raylet] = [process for process in psutil.Process().children(recursive=True) \
+if process.name() == "raylet"]
 raylet.kill()
 wait_until(lambda: dead_daemons() == ["raylet"], "its end")
 print("seen", flush=True)
@@ -203,7 +204,8 @@ assert start_ray(make_config(num_rollout=1, rollout_batch_size=1, rm_type="rando
 ray.get(leave.remote(sys.argv[1]))
 wait_until(lambda: os.path.exists(sys.argv[1]), "the daemon runs")
 family = psutil.Process().children(recursive=True)
-ports = {each.laddr.port for child in family for each in child.net_connections("tcp") if each.status == "LISTEN"}
+ports = {each.laddr.port for child in family for each in child.net_connections("tcp") \
+if each.status == "LISTEN"}
 daemon = os.pidfd_open(int(open(sys.argv[1]).read()))
 ray.shutdown()
 poller = select.poll()

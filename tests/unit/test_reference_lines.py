@@ -83,17 +83,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", {}),
     "Qwen3-235B-A22B": (
         "Qwen/Qwen3-30B-A3B",
-        {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64,
-         "num_hidden_layers": 94},
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 94,
+        },
     ),
-    "Qwen3-4B-Instruct-2507": ("Qwen/Qwen3-4B", {"rope_theta": 5000000, "max_position_embeddings": 262144}),
+    "Qwen3-4B-Instruct-2507": (
+        "Qwen/Qwen3-4B",
+        {"rope_theta": 5000000, "max_position_embeddings": 262144},
+    ),
     "qwen3-4b-sft": ("Qwen/Qwen3-4B", {"rope_theta": 5000000, "max_position_embeddings": 262144}),
     "Qwen3-4B": ("Qwen/Qwen3-4B", {}),
     "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", {}),
     "Qwen2.5-0.5B": (
         "Qwen/Qwen2.5-7B",
-        {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
-         "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 151936},
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 24,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
     ),
     "GLM-Z1-9B": ("zai-org/GLM-4-9B-0414", {}),
     "GLM-4.7-Flash": ("zai-org/GLM-4.7-Flash", {}),
@@ -101,13 +116,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Moonlight": ("moonshotai/Moonlight-16B-A3B", {}),
     "Kimi-K2": (
         "deepseek-ai/DeepSeek-V3",
-        {"model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
-         "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
-         "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "vocab_size": 163840,
-         "rope_scaling": {"type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}},
+        {
+            "model_type": "kimi_k2",
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.827,
+            "rope_theta": 50000.0,
+            "vocab_size": 163840,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 64.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
     ),
-}  # fmt: skip
+}
 #: Server groups of a policy on its own, for lines whose YAML is not here.
 GROUPS = {"sglang": [{"name": "policy", "server_groups": [{"worker_type": "regular"}]}]}
 

@@ -240,10 +240,17 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps({"name": HOSTILE, "stages": stages}))
     segment = {"text": HOSTILE, "trained": True, "version": HOSTILE}
     record = {
-        "group": HOSTILE, "index": 0, "prompt": [{"role": HOSTILE, "content": HOSTILE}], "response": HOSTILE,
-        "label": HOSTILE, "reward": 1.0, "status": HOSTILE, "response_length": HOSTILE, "dataset": HOSTILE,
+        "group": HOSTILE,
+        "index": 0,
+        "prompt": [{"role": HOSTILE, "content": HOSTILE}],
+        "response": HOSTILE,
+        "label": HOSTILE,
+        "reward": 1.0,
+        "status": HOSTILE,
+        "response_length": HOSTILE,
+        "dataset": HOSTILE,
         "segments": [segment, {**segment, "trained": False, "version": 2}],
-    }  # fmt: skip
+    }
     write_samples(folder, [record, {**record, "reward": 0.0, "segments": None}])
     write_samples(folder, [record], "eval_000000")
     (folder / "crash" / "t").mkdir(parents=True)

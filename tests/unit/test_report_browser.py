@@ -155,9 +155,12 @@ def test_the_file_answers_as_the_server_does(tmp_path: Path) -> None:
     queries = [
         *({**order, "limit": 200} for order in orders),
         *({"search": words} for words in ("antenna", "FOGA and", "strasse", "σας", "1", "x")),
-        {"kind": "eval"}, {"step": 3, "group": 9}, {"status": "truncated"}, {"offset": 40, "limit": 7},
+        {"kind": "eval"},
+        {"step": 3, "group": 9},
+        {"status": "truncated"},
+        {"offset": 40, "limit": 7},
         {"dataset": "sums", "kind": "eval", "whole": 1},
-    ]  # fmt: skip
+    ]
 
     async def what(page: Tab, place: str, runs: Runs) -> None:
         await page.open(place)
@@ -289,20 +292,32 @@ def test_which_charts_there_are(tmp_path: Path) -> None:
     runs = {
         "still": (still | {"train/loss": [3e-9, 3e-9]}, "policy_loss", {"Gradient norm"}),
         "moving": (
-            {name: [*column[:1], 0.1] for name, column in still.items()} | {"train/loss": [0.0, 0.1]},
+            {name: [*column[:1], 0.1] for name, column in still.items()}
+            | {"train/loss": [0.0, 0.1]},
             "policy_loss",
             {"Gradient norm", "Loss", "KL within the step", "Clipped tokens", "Staleness"},
         ),
         "sft": ({"train/loss": [1.0, 0.5], "rollout/raw_reward": [0.0, 0.0]}, "sft_loss", {"Loss"}),
-        "nan": ({"train/loss": [1.0, None], "rollout/raw_reward": [None, None]}, "policy_loss", {"Loss"}),
-        "one": ({"perf/step_time": [2.0], "perf/rollout_time": [1.0]}, "policy_loss", {"Time per step"}),
+        "nan": (
+            {"train/loss": [1.0, None], "rollout/raw_reward": [None, None]},
+            "policy_loss",
+            {"Loss"},
+        ),
+        "one": (
+            {"perf/step_time": [2.0], "perf/rollout_time": [1.0]},
+            "policy_loss",
+            {"Time per step"},
+        ),
         "shade": (
-            {f"rollout/response_len/{name}": [at, at + 1] for name, at in (("mean", 5.0), ("min", 1.0), ("max", 9.0))},
+            {
+                f"rollout/response_len/{name}": [at, at + 1]
+                for name, at in (("mean", 5.0), ("min", 1.0), ("max", 9.0))
+            },
             "policy_loss",
             {"Response length"},
         ),
         "empty": ({"x": []}, "policy_loss", set()),
-    }  # fmt: skip
+    }
     for name, (values, loss, _) in runs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"g": {"loss_type": loss}}))

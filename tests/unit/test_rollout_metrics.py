@@ -29,10 +29,19 @@ def tensors(*rows: list[float]) -> list[Tensor]:
 
 def batch() -> TrainBatch:
     return TrainBatch(
-        rollout_id=0, tokens=[torch.zeros(3), torch.zeros(4)], response_lengths=[2, 3], loss_masks=tensors(*MASKS),
-        rewards=[0.0, 0.0], raw_rewards=[0.0, 0.0], sample_indices=[0, 1], group_indices=[0, 0], execution_ids=[0, 1],
-        rollout_mask_sums=[2.0, 2.0], truncated=[False, False], steps=[StepPlan([[0], [1]], 2, 4)],
-    )  # fmt: skip
+        rollout_id=0,
+        tokens=[torch.zeros(3), torch.zeros(4)],
+        response_lengths=[2, 3],
+        loss_masks=tensors(*MASKS),
+        rewards=[0.0, 0.0],
+        raw_rewards=[0.0, 0.0],
+        sample_indices=[0, 1],
+        group_indices=[0, 0],
+        execution_ids=[0, 1],
+        rollout_mask_sums=[2.0, 2.0],
+        truncated=[False, False],
+        steps=[StepPlan([[0], [1]], 2, 4)],
+    )
 
 
 def ranks(has_output: bool = True) -> Any:

@@ -425,8 +425,12 @@ def test_cost_of_a_dense_model_is_two_flops_per_weight_and_quadratic_attention()
     assert cost.linear == 2 * (3 * (attention + mlp) + output)
     assert cost.quadratic == 2 * 3 * 8
     sparse = {
-        **config, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 4, "num_experts_per_tok": 2,
-    }  # fmt: skip
+        **config,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 4,
+        "num_experts_per_tok": 2,
+    }
     moe = sequence_cost(family_of(sparse), sparse)
     router = 8 * 4
     assert cost.linear - moe.linear == 2 * 3 * (mlp - 2 * 3 * 8 * 4 - router), (

@@ -383,7 +383,7 @@ def test_a_date_that_changes_while_a_conversation_is_encoded_trains_no_prompt(
     assert "Tue" in tokenizer.decode(encoded.sequences[0].tokens)
 
 
-def test_reasoning_that_the_prompt_opens_is_closed_although_the_answer_is_written_behind_its_mark() -> (
+def test_reasoning_that_the_prompt_opens_is_closed_although_the_answer_is_written_behind_its_mark() -> (  # noqa: E501
     None
 ):
     opens = (

@@ -61,9 +61,15 @@ def parsed(place: EnginePlace = ONE_GPU, **flags: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(("flags", "nbytes"), [
-    ({}, 2), ({"fp32": True}, 4), ({"sglang_dtype": "float"}, 4), ({"fp32": True, "sglang_dtype": "half"}, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "nbytes"),
+    [
+        ({}, 2),
+        ({"fp32": True}, 4),
+        ({"sglang_dtype": "float"}, 4),
+        ({"fp32": True, "sglang_dtype": "half"}, 2),
+    ],
+)
 def test_the_memory_plan_counts_weights_as_the_server_is_told_to_hold_them(
     flags: dict[str, Any], nbytes: int
 ) -> None:
@@ -340,9 +346,12 @@ def test_every_model_has_engines_of_its_own(tmp_path: Path) -> None:
     }
     first = {"name": "first", "update_weights": False}
     config = config_of(
-        sglang_config=models_file(tmp_path, judge, {"name": "actor"}, first), rollout_num_gpus=4, hf_checkpoint="m",
-        colocate=True, offload_rollout=True,
-    )  # fmt: skip
+        sglang_config=models_file(tmp_path, judge, {"name": "actor"}, first),
+        rollout_num_gpus=4,
+        hf_checkpoint="m",
+        colocate=True,
+        offload_rollout=True,
+    )
     assert [(model.name, model.path, model.is_policy) for model in served_models(config)] == [
         ("judge", "models/judge", False), ("actor", "m", True), ("first", "m", False),
     ]  # fmt: skip

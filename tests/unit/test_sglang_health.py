@@ -134,16 +134,22 @@ SCHEDULER = f"[2026-01-01 TP0] Scheduler hit an exception: {TRACEBACK}{POINTER}\
     [
         (SCHEDULER + "[2026] SIGQUIT received. signum=None\n", POINTER),
         (f"{TRACEBACK}KeyError: 'old'\n{SCHEDULER}{TRACEBACK}RuntimeError: peer gone\n", POINTER),
-        (f"{SCHEDULER}[TP1] Scheduler hit an exception: {TRACEBACK}RuntimeError: peer gone\n", POINTER),
-        (f"{TRACEBACK}torch.OutOfMemoryError: CUDA\n{TRACEBACK}asyncio.exceptions.CancelledError\n",
-         "torch.OutOfMemoryError: CUDA"),
+        (
+            f"{SCHEDULER}[TP1] Scheduler hit an exception: {TRACEBACK}RuntimeError: peer gone\n",
+            POINTER,
+        ),
+        (
+            f"{TRACEBACK}torch.OutOfMemoryError: CUDA\n"
+            f"{TRACEBACK}asyncio.exceptions.CancelledError\n",
+            "torch.OutOfMemoryError: CUDA",
+        ),
         (f"{TRACEBACK}AssertionError\n" + 39 * "later\n", "AssertionError"),
         (f"{TRACEBACK}ValueError: survived\n" + 40 * "later\n", ""),
         (f"{TRACEBACK}", ""),
         ("fine\n", ""),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_the_line_that_tells(log: str, expected: str) -> None:
     assert exception_line(log) == expected
 

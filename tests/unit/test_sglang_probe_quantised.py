@@ -286,6 +286,10 @@ def test_a_look_at_open_layers_leaves_them_open() -> None:
 def test_the_probe_reports_the_layout_of_open_layers_where_it_is_told_to() -> None:
     model, name = Model(weights(0)), "int4.weight_packed"
     shapes = {name: list(weights(0)[name].shape)}
-    slices = [weight_probe._answer(model, {"action": "layout", "tensors": shapes, "opens": opens})["slices"][name]
-              for opens in (True, False)]  # fmt: skip
+    slices = [
+        weight_probe._answer(model, {"action": "layout", "tensors": shapes, "opens": opens})[
+            "slices"
+        ][name]
+        for opens in (True, False)
+    ]
     assert slices == [[0, 0, 48], None]

@@ -18,11 +18,21 @@ from slime.run.preflight import check_architecture, check_context
 from tests.support.prompt_fixtures import make_tokenizer
 
 _SHAPE = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 32, "head_dim": 8,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -66,7 +76,9 @@ def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
         ({"rollout_max_response_len": 1024, "rollout_max_context_len": 512}, "does not fit"),
         (
             {
-                "rollout_max_response_len": 8, "eval_max_response_len": 100, "eval_prompt_data": ("a", "b"),
+                "rollout_max_response_len": 8,
+                "eval_max_response_len": 100,
+                "eval_prompt_data": ("a", "b"),
                 "eval_interval": 1,
             },
             "--eval-max-response-len 100",
@@ -75,7 +87,7 @@ def test_those_of_an_evaluation_set_too(model: str, tmp_path: Path) -> None:
         ({"rollout_max_response_len": 32}, ""),
         ({"rollout_max_response_len": 63, "loss_type": "sft_loss"}, ""),
     ],
-)  # fmt: skip
+)
 def test_answers_longer_than_the_models_context_are_refused(
     model: str, flags: dict[str, Any], refused: str
 ) -> None:

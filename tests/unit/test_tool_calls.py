@@ -238,7 +238,10 @@ def test_a_name_that_is_half_a_character_is_text() -> None:
 
 
 def test_a_value_may_hold_the_marks_of_another_format() -> None:
-    text = "<tool_call>add<arg_key>a</arg_key>\n<arg_value>x</arg_key>[TOOL_CALLS]</arg_value></tool_call>"
+    text = (
+        "<tool_call>add<arg_key>a</arg_key>\n"
+        "<arg_value>x</arg_key>[TOOL_CALLS]</arg_value></tool_call>"
+    )
     assert FORMATS["glm45"].read(text, TOOLS, ended=True).calls == (
         Call("add", '{"a": "x</arg_key>[TOOL_CALLS]"}'),
     )
@@ -268,8 +271,8 @@ def test_every_family_has_a_format_and_templates_decide_first(tmp_path: Path) ->
     ("call", "parser"),
     [
         (
-            "tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n' + arguments + '\\n' "
-            "+ '```'",
+            "tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n' "
+            "+ arguments + '\\n' + '```'",
             "deepseekv3",
         ),
         ("name + '<｜tool▁sep｜>' + arguments", "deepseekv31"),

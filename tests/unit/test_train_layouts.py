@@ -265,9 +265,12 @@ def test_a_group_of_micro_batches_fills_the_pipeline() -> None:
 
 
 @given(
-    rows=st.integers(1, 5), size=st.integers(1, 3), width=st.integers(1, 40), before=st.integers(0, 9),
+    rows=st.integers(1, 5),
+    size=st.integers(1, 3),
+    width=st.integers(1, 40),
+    before=st.integers(0, 9),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
-)  # fmt: skip
+)
 @settings(max_examples=60)
 def test_rows_are_copied_in_wide_words_or_narrow_ones(
     rows: int, size: int, width: int, before: int, dtype: torch.dtype

@@ -31,10 +31,18 @@ def loss_and_metrics(**flags: Any) -> tuple[float, dict[str, float]]:
         return torch.tensor(values, dtype=torch.float64)
 
     inputs = LossInputs(
-        samples=[0, 1], sample_indices=[7, 8], lengths=torch.tensor(LENGTHS), masks=tensor(MASKS),
-        weights=tensor(WEIGHTS), sample_weight=0.5, total_lengths=[4, 3], advantages=tensor(ADVANTAGES),
-        old_log_probs=tensor(OLD), ref_log_probs=tensor(REF), rollout_log_probs=tensor(ENGINE),
-    )  # fmt: skip
+        samples=[0, 1],
+        sample_indices=[7, 8],
+        lengths=torch.tensor(LENGTHS),
+        masks=tensor(MASKS),
+        weights=tensor(WEIGHTS),
+        sample_weight=0.5,
+        total_lengths=[4, 3],
+        advantages=tensor(ADVANTAGES),
+        old_log_probs=tensor(OLD),
+        ref_log_probs=tensor(REF),
+        rollout_log_probs=tensor(ENGINE),
+    )
     scores = TokenScores(tensor(NEW), tensor(ENTROPY))
     loss, metrics = micro_batch_loss(scores, inputs, config, UserFunctions.load(config))
     return loss.item(), {name: value.item() for name, value in metrics.items()}

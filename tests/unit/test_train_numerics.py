@@ -125,17 +125,39 @@ def stable_then_down(step: float, decay: float, last: float) -> float:
     [
         ({"lr_decay_style": "linear", "lr_decay_iters": 15}, lambda k: linear(k, 0, 15)),
         ({"lr_decay_style": "linear"}, lambda k: linear(k, 0, 20)),
-        ({"lr_decay_style": "linear", "lr_warmup_iters": 4, "min_lr": 0.25}, lambda k: linear(k, 4, 20, 0.25)),
-        ({"lr_decay_style": "linear", "lr_warmup_fraction": 0.2}, lambda k: linear(k, 4, 20)),
-        ({"lr_decay_style": "linear", "lr_warmup_fraction": 0.2, "lr_decay_iters": 15}, lambda k: linear(k, 3, 15)),
-        ({"lr_decay_style": "linear", "lr_warmup_samples": 12, "lr_decay_samples": 60}, lambda k: linear(k, 2, 10)),
         (
-            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_wsd_decay_style": "linear", "lr_decay_iters": 16},
+            {"lr_decay_style": "linear", "lr_warmup_iters": 4, "min_lr": 0.25},
+            lambda k: linear(k, 4, 20, 0.25),
+        ),
+        ({"lr_decay_style": "linear", "lr_warmup_fraction": 0.2}, lambda k: linear(k, 4, 20)),
+        (
+            {"lr_decay_style": "linear", "lr_warmup_fraction": 0.2, "lr_decay_iters": 15},
+            lambda k: linear(k, 3, 15),
+        ),
+        (
+            {"lr_decay_style": "linear", "lr_warmup_samples": 12, "lr_decay_samples": 60},
+            lambda k: linear(k, 2, 10),
+        ),
+        (
+            {
+                "lr_decay_style": "WSD",
+                "lr_wsd_decay_iters": 5,
+                "lr_wsd_decay_style": "linear",
+                "lr_decay_iters": 16,
+            },
             lambda k: stable_then_down(k, 16, 5),
         ),
     ],
-    ids=["decay", "whole run", "warm-up and floor", "fraction of the run", "fraction of the decay", "samples", "WSD"],
-)  # fmt: skip
+    ids=[
+        "decay",
+        "whole run",
+        "warm-up and floor",
+        "fraction of the run",
+        "fraction of the decay",
+        "samples",
+        "WSD",
+    ],
+)
 def test_learning_rates_count_optimizer_steps(
     flags: dict[str, Any], expected: Callable[[int], float]
 ) -> None:
@@ -253,9 +275,12 @@ def test_yarn_blends_between_whole_dimensions_or_exact_ones(truncate: bool | Non
     trained length."""
     dim, base, factor, trained = 64, 10000.0, 8.0, 2048
     settings: dict[str, Any] = {
-        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained, "beta_fast": 24.0,
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+        "beta_fast": 24.0,
         "beta_slow": 2.0,
-    }  # fmt: skip
+    }
     if truncate is not None:
         settings["truncate"] = truncate
     found, attention = inverse_frequencies(dim, base, settings, 4 * trained)

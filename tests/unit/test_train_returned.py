@@ -31,10 +31,17 @@ def trained(
     scores = TokenScores(logits.log_softmax(-1)[:, 0], torch.ones(3), logits * 1.0)
     weights = torch.tensor(masks) * torch.tensor([0.5, 0.5, 0.5])
     inputs = LossInputs(
-        samples=[0, 1], sample_indices=[7, 8], lengths=torch.tensor(LENGTHS), masks=torch.tensor(masks),
-        weights=weights, sample_weight=0.5, total_lengths=[4, 3], advantages=torch.tensor([1.0, 1.0, -1.0]),
-        old_log_probs=scores.log_probs.detach(), rollout_log_probs=scores.log_probs.detach(),
-    )  # fmt: skip
+        samples=[0, 1],
+        sample_indices=[7, 8],
+        lengths=torch.tensor(LENGTHS),
+        masks=torch.tensor(masks),
+        weights=weights,
+        sample_weight=0.5,
+        total_lengths=[4, 3],
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        old_log_probs=scores.log_probs.detach(),
+        rollout_log_probs=scores.log_probs.detach(),
+    )
     loss, metrics = micro_batch_loss(
         scores, inputs, config, UserFunctions(None, None, None, **functions)
     )

@@ -44,10 +44,17 @@ needs_it = [
 ]
 VOCAB = 512
 _SHAPE = {
-    "vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 1024,
-}  # fmt: skip
+}
 # every expert is chosen, with its own weight: a choice between near equals would go either way
 _EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,10 +62,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},  # biases, no norms of queries and keys
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "deepseek_v3": {
-        **_EXPERTS, "n_routed_experts": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
     },
-}  # fmt: skip
+}
 TE = {"bf16": True, "transformer_impl": "transformer_engine"}
 WAYS: dict[str, dict[str, Any]] = {
     "truth": {},  # float32, local
@@ -72,9 +85,12 @@ WAYS: dict[str, dict[str, Any]] = {
 MORE_WAYS: dict[str, dict[str, Any]] = {
     "te, gradients added by autograd": {**TE, "gradient_accumulation_fusion": False},
     "te, recomputed": {
-        **TE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+        **TE,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
     },
-}  # fmt: skip
+}
 
 
 def save_model(directory: Path, family: str) -> dict[str, Tensor]:

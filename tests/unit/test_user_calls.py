@@ -292,7 +292,8 @@ async def main():
         others = [asyncio.create_task(asyncio.sleep(0, "others")) for _ in range(5)]
         pid = await call_hook(function)
         await asyncio.gather(*others)
-        print(f"{function.__name__} came back in", "the child" if pid == 0 else "the parent", flush=True)
+        print(f"{function.__name__} came back in", "the child" if pid == 0 else "the parent", \
+flush=True)
         print("its child ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 asyncio.run(main())

@@ -60,11 +60,20 @@ DO: list[Callable[..., Any]] = []
 
 def finished(index: int, **fields: Any) -> Sample:
     given = {
-        "index": index, "group_index": 0, "prompt": [{"role": "user", "content": "a"}], "tokens": [5, 6, 7, 8],
-        "response": "ab", "response_length": 2, "loss_mask": [1, 1], "rollout_log_probs": [-1.0, -0.5],
-        "weight_versions": ["1"], "token_spans": [TokenSpan(0, 2, 1)], "reward": float(index),
-        "status": SampleStatus.COMPLETED, "label": "x",
-    }  # fmt: skip
+        "index": index,
+        "group_index": 0,
+        "prompt": [{"role": "user", "content": "a"}],
+        "tokens": [5, 6, 7, 8],
+        "response": "ab",
+        "response_length": 2,
+        "loss_mask": [1, 1],
+        "rollout_log_probs": [-1.0, -0.5],
+        "weight_versions": ["1"],
+        "token_spans": [TokenSpan(0, 2, 1)],
+        "reward": float(index),
+        "status": SampleStatus.COMPLETED,
+        "label": "x",
+    }
     return Sample(**(given | fields))
 
 
@@ -146,36 +155,49 @@ def filter_with(samples: list[Sample], path: str) -> None:
 #: Kind → flag, function, and the call with two samples and the function's path.
 KINDS: dict[str, tuple[str, str, Callable[[list[Sample], str], Any]]] = {
     "reward": (
-        "--custom-rm-path", "reward",
-        lambda samples, path: asyncio.run(RewardPool(config(custom_rm_path=path)).score(samples[0])),
+        "--custom-rm-path",
+        "reward",
+        lambda samples, path: asyncio.run(
+            RewardPool(config(custom_rm_path=path)).score(samples[0])
+        ),
     ),
     "async reward": (
-        "--custom-rm-path", "reward_async",
-        lambda samples, path: asyncio.run(RewardPool(config(custom_rm_path=path)).score(samples[0])),
+        "--custom-rm-path",
+        "reward_async",
+        lambda samples, path: asyncio.run(
+            RewardPool(config(custom_rm_path=path)).score(samples[0])
+        ),
     ),
     "group reward": (
-        "--custom-rm-path", "reward",
-        lambda samples, path: asyncio.run(RewardPool(config(custom_rm_path=path, group_rm=True)).score_group(samples)),
+        "--custom-rm-path",
+        "reward",
+        lambda samples, path: asyncio.run(
+            RewardPool(config(custom_rm_path=path, group_rm=True)).score_group(samples)
+        ),
     ),
     "dynamic filter": ("--dynamic-sampling-filter-path", "dynamic_filter", filter_with),
     "sample filter": (
-        "--rollout-sample-filter-path", "of_groups",
+        "--rollout-sample-filter-path",
+        "of_groups",
         lambda samples, path: groups_with("rollout_sample_filter_path", samples, path),
     ),
     "all samples": (
-        "--rollout-all-samples-process-path", "of_groups",
+        "--rollout-all-samples-process-path",
+        "of_groups",
         lambda samples, path: groups_with("rollout_all_samples_process_path", samples, path),
     ),
     "rollout log": ("--custom-rollout-log-function-path", "rollout_log", log_with),
     "post-process": (
-        "--custom-reward-post-process-path", "post_process",
+        "--custom-reward-post-process-path",
+        "post_process",
         lambda samples, path: batches(samples, custom_reward_post_process_path=path),
     ),
     "conversion": (
-        "--custom-convert-samples-to-train-data-path", "convert",
+        "--custom-convert-samples-to-train-data-path",
+        "convert",
         lambda samples, path: batches(samples, custom_convert_samples_to_train_data_path=path),
     ),
-}  # fmt: skip
+}
 
 
 def setting(name: str, value: Any) -> Callable[[Sample], None]:
@@ -485,32 +507,46 @@ def generate_with_reward(path: str) -> None:
 
 REWARDING: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "reward": (
-        "--custom-rm-path", "rewarding",
+        "--custom-rm-path",
+        "rewarding",
         lambda path: asyncio.run(RewardPool(config(custom_rm_path=path)).score(finished(0))),
     ),
     "group reward": (
-        "--custom-rm-path", "rewarding",
-        lambda path: asyncio.run(RewardPool(config(custom_rm_path=path, group_rm=True)).score_group([finished(0)])),
+        "--custom-rm-path",
+        "rewarding",
+        lambda path: asyncio.run(
+            RewardPool(config(custom_rm_path=path, group_rm=True)).score_group([finished(0)])
+        ),
     ),
     "dict reward": (
-        "--custom-rm-path", "rewarding_dicts",
-        lambda path: asyncio.run(RewardPool(config(custom_rm_path=path, reward_key="score")).score(finished(0))),
+        "--custom-rm-path",
+        "rewarding_dicts",
+        lambda path: asyncio.run(
+            RewardPool(config(custom_rm_path=path, reward_key="score")).score(finished(0))
+        ),
     ),
     "raw rewards of the post-process": (
-        "--custom-reward-post-process-path", "post_rewarding",
+        "--custom-reward-post-process-path",
+        "post_rewarding",
         lambda path: batches([finished(0)], custom_reward_post_process_path=path),
     ),
     "rewards of the post-process": (
-        "--custom-reward-post-process-path", "post_rewarding_arrays",
+        "--custom-reward-post-process-path",
+        "post_rewarding_arrays",
         lambda path: batches([finished(0)], custom_reward_post_process_path=path),
     ),
     "conversion": (
-        "--custom-convert-samples-to-train-data-path", "converting",
+        "--custom-convert-samples-to-train-data-path",
+        "converting",
         lambda path: batches([finished(0)], custom_convert_samples_to_train_data_path=path),
     ),
-    "evaluation": ("--eval-function-path", "evaluating", lambda path: asyncio.run(evaluate_with(path))),
+    "evaluation": (
+        "--eval-function-path",
+        "evaluating",
+        lambda path: asyncio.run(evaluate_with(path)),
+    ),
     "generate": ("--custom-generate-function-path", "generating", generate_with_reward),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REWARDING)

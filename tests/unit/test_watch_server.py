@@ -197,9 +197,15 @@ def test_only_names_of_this_host_are_answered_on_loopback(tmp_path: Path) -> Non
 
     async def what(client: TestClient[Any, Any], runs: Runs) -> None:
         for host, status in {
-            "localhost:80": 200, "127.0.0.1": 200, "[::1]:5": 200, "127.0.0.2": 200,
-            "evil.example": 403, "localhost.evil.example": 403, "127.0.0.1.evil.example:80": 403, "10.0.0.1": 403,
-        }.items():  # fmt: skip
+            "localhost:80": 200,
+            "127.0.0.1": 200,
+            "[::1]:5": 200,
+            "127.0.0.2": 200,
+            "evil.example": 403,
+            "localhost.evil.example": 403,
+            "127.0.0.1.evil.example:80": 403,
+            "10.0.0.1": 403,
+        }.items():
             for path in ("/", "/main.js", "/api/runs"):
                 async with client.get(path, headers={"Host": host}) as answer:
                     assert answer.status == status, (host, path)

@@ -184,8 +184,13 @@ def test_the_spec_agrees_with_transformers_defaults() -> None:
     )
     moe = (transformers.Qwen3MoeConfig, transformers.Glm4MoeConfig, transformers.Glm4MoeLiteConfig,
            transformers.DeepseekV3Config)  # fmt: skip
-    dense = (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config,
-             transformers.Glm4Config)  # fmt: skip
+    dense = (
+        transformers.LlamaConfig,
+        transformers.MistralConfig,
+        transformers.Qwen2Config,
+        transformers.Qwen3Config,
+        transformers.Glm4Config,
+    )
     assert {cls.model_type for cls in (*moe, *dense)} == {family.name for family in FAMILIES}
     for cls in (*moe, *dense):
         full = {**cls().to_dict(), "sliding_window": None}

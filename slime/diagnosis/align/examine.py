@@ -126,7 +126,9 @@ def _notes(result: Result) -> Iterable[str]:
             "token"
         )
     if not case.is_recorded:
-        yield "the trainer's log-probs were not kept: what the reference computes stands in for them"
+        yield (
+            "the trainer's log-probs were not kept: what the reference computes stands in for them"
+        )
     elif case.far and result.parts_ways and min(case.far.values()) > case.tolerance:
         who = ", ".join(f"the {side} by {value:.3g}" for side, value in case.far.items())
         yield (

@@ -194,10 +194,12 @@ def _with_cache_scales(model: nn.Module) -> list[Any]:
     what files brought."""
     names = ("k_scale", "v_scale")
     return [
-        module for module in model.modules()
-        if _method(module) is not None and all(module._parameters.get(name) is not None for name in names)
+        module
+        for module in model.modules()
+        if _method(module) is not None
+        and all(module._parameters.get(name) is not None for name in names)
         and all(isinstance(vars(module).get(f"{name}_float"), float) for name in names)
-    ]  # fmt: skip
+    ]
 
 
 def _hold_back(method: Any) -> None:

@@ -245,7 +245,8 @@ def dtype_in(model_dtype: torch.dtype | None, name: str, own: torch.dtype) -> to
     theirs.
 
     Example:
-        >>> dtype_in(torch.bfloat16, "model.layers.3.mlp.gate.e_score_correction_bias", torch.float32)
+        >>> name = "model.layers.3.mlp.gate.e_score_correction_bias"
+        >>> dtype_in(torch.bfloat16, name, torch.float32)
         torch.float32
     """
     if (
@@ -296,7 +297,7 @@ def pack(
         ValueError: a member of a group never came, or the members have several dtypes.
 
     Example:
-        >>> [b.nbytes for b in pack([("a", torch.zeros(4)), ("b", torch.zeros(4)), ("c", torch.zeros(4))], limit=32)]
+        >>> [b.nbytes for b in pack([(name, torch.zeros(4)) for name in "abc"], limit=32)]
         [32, 16]
     """
     open_buckets: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}

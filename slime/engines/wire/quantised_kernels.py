@@ -184,6 +184,7 @@ def _int4(weight: Tensor, scheme: Int4) -> dict[str, Tensor]:
     eps = torch.finfo(torch.float32).eps
     tiny = torch.finfo(weight.dtype).tiny
     _group_kernel[grid](
-        weight, *parts.values(), rows, columns, EPS=eps, TINY=tiny, GROUP=scheme.group_size, ROWS=together
+        weight, *parts.values(), rows, columns, EPS=eps, TINY=tiny, GROUP=scheme.group_size,
+        ROWS=together
     )  # fmt: skip
     return parts

@@ -48,8 +48,8 @@ class GradingPool:
         package: what that imports first.
 
     Example:
-        >>> pool = GradingPool(num_workers=2)                                                  # doctest: +SKIP
-        >>> await pool.grade("math", r"\\boxed{2}", "2", deadline=10)                           # doctest: +SKIP
+        >>> pool = GradingPool(num_workers=2)                          # doctest: +SKIP
+        >>> await pool.grade("math", r"\\boxed{2}", "2", deadline=10)  # doctest: +SKIP
         Grade(score=1.0, failure='')
     """
 
@@ -142,7 +142,8 @@ class _Worker:
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", module, str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env, limit=_LINE_LIMIT,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env,
+            limit=_LINE_LIMIT,
         )  # fmt: skip
         worker = _Worker(process, errors)
         if await worker._read(_START_TIMEOUT) is None:

@@ -92,7 +92,8 @@ def read_task(metadata: dict[str, Any] | None, where: str) -> Task:
         UserError: there are none, or they have no arguments that go with them.
 
     Example:
-        >>> read_task({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3, "n": None}]}, "a.jsonl:1")
+        >>> read_task({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3, "n": None}]},
+        ...           "a.jsonl:1")
         [('count:numbers', {'N': 3})]
     """
     names = (metadata or {}).get("instruction_id_list")

@@ -234,8 +234,8 @@ _BASE = re.compile(
 )
 _IN_BASE = re.compile(r"([0-9A-Fa-f]+)\s*(?:\(?\s*(?:in\s+)?base\s*[- ]?\s*(\d{1,2}|[a-z]+)\s*\)?)")
 _BASES = {
-    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
-    "eleven": 11, "twelve": 12, "sixteen": 16, "hex": 16, "binary": 2, "octal": 8,
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+    "ten": 10, "eleven": 11, "twelve": 12, "sixteen": 16, "hex": 16, "binary": 2, "octal": 8,
 }  # fmt: skip
 _CLOCK = re.compile(
     r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?(?:\s*o'clock)?",
@@ -264,7 +264,8 @@ _DATE = re.compile(
 )
 _ORDINAL = re.compile(r"(\d+)(?:\^?\{?\s*\\?(?:st|nd|rd|th)\s*\}?)")
 _MULTIPLES = {
-    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "dozen": 12,
 }  # fmt: skip
 _MULTIPLE = re.compile(
     r"(.*[\d})])\s*(hundred|thousand|million|billion|trillion|dozen)\b(.*)", re.S
@@ -304,15 +305,15 @@ _TENS = {
     )
 }
 _PARTS = {
-    "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9,
-    "tenth": 10,
+    "half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
+    "eighth": 8, "ninth": 9, "tenth": 10,
 }  # fmt: skip
 _SAME_WORDS = (
-    ("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "\\emptyset", "none",
-     "no such number exists", "nosolution"),
+    ("no solution", "no solutions", "no real solution", "no real solutions", "empty set",
+     "\\emptyset", "none", "no such number exists", "nosolution"),
     ("does not exist", "dne", "doesn't exist", "limit does not exist"),
-    ("all real numbers", "all reals", "\\r", "(-\\infty,\\infty)", "real numbers", "any real number", "all real number",
-     "every real number"),
+    ("all real numbers", "all reals", "\\r", "(-\\infty,\\infty)", "real numbers",
+     "any real number", "all real number", "every real number"),
     ("undefined", "not defined"),
     ("yes", "true"), ("no", "false"),
 )  # fmt: skip
@@ -1013,10 +1014,16 @@ def _excluded(answer: Any) -> list[Any] | None:
             isinstance(item, Relation) and item.signs == (r"\ne",) for item in answer.items[:1]
         ):
             return None
-        names = {_squeezed(item.sides[0].text) for item in answer.items if isinstance(item, Relation)
-                 if hasattr(item.sides[0], "text")}  # fmt: skip
-        values = [item.sides[1] if isinstance(item, Relation) and item.signs == (r"\ne",) else item
-                  for item in answer.items]  # fmt: skip
+        names = {
+            _squeezed(item.sides[0].text)
+            for item in answer.items
+            if isinstance(item, Relation)
+            if hasattr(item.sides[0], "text")
+        }
+        values = [
+            item.sides[1] if isinstance(item, Relation) and item.signs == (r"\ne",) else item
+            for item in answer.items
+        ]
         return values if len(names) == 1 and all(_is_constant(value) for value in values) else None
     if answer.operator == r"\setminus":
         whole = answer.parts[0]

@@ -17,16 +17,18 @@ _VULGAR = re.compile("[¼½¾⅐-⅞]")
 
 _UNICODE = {
     "−": "-", "‒": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-",
-    "×": r"\times ", "✕": r"\times ", "✖": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-    "•": r"\cdot ", "∗": "*", "÷": r"\div ", "∕": "/", "⁄": "/", "／": "/",
+    "×": r"\times ", "✕": r"\times ", "✖": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": r"\div ", "∕": "/", "⁄": "/", "／": "/",
     "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]",
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ",
-    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "⩽": r"\le ", "≦": r"\le ", "≥": r"\ge ", "⩾": r"\ge ",
-    "≧": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≅": r"\approx ", "≃": r"\approx ", "∼": r"\approx ",
-    "≡": r"\equiv ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "⩽": r"\le ", "≦": r"\le ", "≥": r"\ge ",
+    "⩾": r"\ge ", "≧": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≅": r"\approx ", "≃": r"\approx ",
+    "∼": r"\approx ", "≡": r"\equiv ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+    "∅": r"\emptyset ",
     "ℝ": r"\R ", "ℤ": r"\Z ", "ℕ": r"\N ", "ℚ": r"\Q ", "ℂ": r"\C ", "∖": r"\setminus ",
-    "→": r"\to ", "⇒": r"\to ", "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ", "〉": r"\rangle ",
-    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∣": "|", "∶": ":",
+    "→": r"\to ", "⇒": r"\to ", "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ",
+    "〉": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
+    "∣": "|", "∶": ":",
     "…": r"\ldots ", "⋯": r"\ldots ", "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"',
     "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ",
     "θ": r"\theta ", "λ": r"\lambda ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ",
@@ -54,17 +56,20 @@ _TEXT = re.compile(
 _OLD_FONT = re.compile(r"\\(?:rm|bf|it|sf|tt|bfseries|itshape|mathrm|mathbf|text)\b\s*")
 _SETS = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*\{?\s*([RZNQC])\s*\}?")
 _RENAMED = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "nicefrac": "frac", "sfrac": "frac", "dbinom": "binom",
-    "tbinom": "binom", "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne",
-    "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[",
-    "rbrack": "]", "lparen": "(", "rparen": ")", "lvert": "|", "rvert": "|", "vert": "|", "mid": "|",
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "nicefrac": "frac", "sfrac": "frac",
+    "dbinom": "binom", "tbinom": "binom", "leq": "le", "leqslant": "le", "geq": "ge",
+    "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": r"\{",
+    "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "lvert": "|",
+    "rvert": "|", "vert": "|", "mid": "|",
     "degree": r"^\circ ", "degrees": r"^\circ ", "textdegree": r"^\circ ", "celsius": r"^\circ C",
-    "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "ast": "*", "star": "*", "colon": ":", "simeq": "approx",
-    "sim": "approx", "cong": "approx", "thickapprox": "approx", "approxeq": "approx", "rightarrow": "to",
-    "Rightarrow": "to", "implies": "to", "varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta",
-    "bmod": "mod", "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "imath": "i",
-    "jmath": "j", "backslash": r"\setminus ",  "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
-    "overrightarrow": "vec", "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R", "complement": "c",
+    "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "ast": "*", "star": "*", "colon": ":",
+    "simeq": "approx", "sim": "approx", "cong": "approx", "thickapprox": "approx",
+    "approxeq": "approx", "rightarrow": "to", "Rightarrow": "to", "implies": "to",
+    "varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta", "bmod": "mod", "lor": " or ",
+    "vee": " or ", "land": " and ", "wedge": " and ", "imath": "i", "jmath": "j",
+    "backslash": r"\setminus ", "smallsetminus": r"\setminus ", "textdollar": r"\$ ",
+    "overrightarrow": "vec", "pounds": "£", "euro": "€", "arcsin": "arcsin", "reals": "R",
+    "complement": "c",
 }  # fmt: skip
 #: A colon in braces, and the blank that some write between the two numbers of a ratio: 3\:2.
 _COLON = re.compile(r"\{:\}|\\(?:math(?:bin|rel|punct)|text)\{ ?: ?\}|(?<=\d)\\:(?=\d{1,2}(?!\d))")
@@ -209,8 +214,8 @@ def split_top(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[st
 
 
 _NESTING = {
-    r"\{": 1, r"\}": -1, r"\langle": 1, r"\rangle": -1, r"\lfloor": 1, r"\rfloor": -1, r"\lceil": 1, r"\rceil": -1,
-    r"\begin": 1, r"\end": -1,
+    r"\{": 1, r"\}": -1, r"\langle": 1, r"\rangle": -1, r"\lfloor": 1, r"\rfloor": -1,
+    r"\lceil": 1, r"\rceil": -1, r"\begin": 1, r"\end": -1,
 }  # fmt: skip
 
 

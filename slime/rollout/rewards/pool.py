@@ -107,8 +107,8 @@ class RewardPool:
         UserError: unknown ``--rm-type``, or a custom function that cannot be loaded or called.
 
     Example:
-        >>> pool = RewardPool(make_config(rm_type="math", ...))                                # doctest: +SKIP
-        >>> await pool.score(Sample(response="The answer is 4.", label="4"))                   # doctest: +SKIP
+        >>> pool = RewardPool(make_config(rm_type="math", ...))               # doctest: +SKIP
+        >>> await pool.score(Sample(response="The answer is 4.", label="4"))  # doctest: +SKIP
         1.0
     """
 
@@ -401,7 +401,9 @@ class RewardPool:
         for key, part in value.items():
             if key not in keys and is_number(part) and not is_finite(part):
                 tell(
-                    logger, "%s returned %s as %r beside the reward of sample %s: it is left out of " "the metrics",
+                    logger,
+                    "%s returned %s as %r beside the reward of sample %s: it is left out of the "
+                    "metrics",
                     origin, shown(part), key, sample.index, once=f"reward part {origin} {key}",
                 )  # fmt: skip
         return {
@@ -417,6 +419,7 @@ class RewardPool:
         if origin not in self._warned:
             self._warned.add(origin)
             logger.warning(
-                "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this " "is said once)",
+                "reward %s in %s: the sample scores 0 (all are counted as rollout/reward_%s, this "
+                "is said once)",
                 failure, origin, failure,
             )  # fmt: skip

@@ -261,7 +261,8 @@ _SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
 _MARKS = "*_`\"'“”‘’«»$"
 _STATEMENTS = re.compile(
     r"""(?ix)
-    答案\s*(?:是|为)?\s*:? | \b(?:answer|ans\.?|choice|option|selection|response|letter|solution|result)s?\b
+    答案\s*(?:是|为)?\s*:?
+    | \b(?:answer|ans\.?|choice|option|selection|response|letter|solution|result)s?\b
         (?:\s+(?:to|for|of|here|would|should|must|will|can|could|choose|chose|select|from|among|above|given|the|
             this|that|problem|question|q\d*|choices|options|provided|most|likely|probably|is|are|be|was|therefore|
             thus|hence|clearly|then|also|definitely|certainly|simply|indeed|correct|right|best|final|letter|option|
@@ -269,11 +270,12 @@ _STATEMENTS = re.compile(
         [\s*_`"'“‘]*(?:\bis\b|\bare\b|\bbe\b|:|=|-+>|→|⇒|[\s(*]\Z)?
     | \b(?:i|we|i'd|i'll|i'm|i\ am|we're|i\ would|i\ will|let's|you\ should)\s+
         (?:therefore\ |thus\ |would\ |will\ |shall\ |can\ )?
-        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|vote\ for|opt\ for|
-        went\ with)
+        (?:choose|chose|pick|select|go(?:ing)?\ (?:with|for)|answer(?:\ with)?|say|conclude|
+            vote\ for|opt\ for|went\ with)
         (?:\ that)?
-    | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|it\ is|it's|which\ is|
-        correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|that\ is|leav(?:es|ing)(?:\ us\ with)?)\b
+    | \b(?:choose|pick|select|chose|selecting|choosing|go\ with|must\ be|has\ to\ be|should\ be|
+        it\ is|it's|which\ is|correct\ (?:one|statement|letter)\ is|one\ is|corresponds\ to|matches|
+        that\ is|leav(?:es|ing)(?:\ us\ with)?)\b
     | \b(?:therefore|thus|hence|so)\b[,:]?
     """
 )
@@ -281,9 +283,10 @@ _GAP = re.compile(
     r"(?i)[\s:=\-–—<>→⇒*_`\"'“‘$]*(?:(?:the|option|choice|answer|letter|is|be|correct|right|best|final|definitely|"
     r"clearly|therefore|thus|indeed|probably|likely|most)\b[\s:*_`\"'“‘$=]*)*"
 )
-_NEGATION = re.compile(r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|"
-    r"eliminat\w+|"
-                       r"exclud\w+|reject\w*|rather than|instead of)\b")  # fmt: skip
+_NEGATION = re.compile(
+    r"(?i)\b(?:not|n't|isn't|cannot|can't|never|neither|nor|wrong|incorrect|false|rule\w* out|"
+    r"eliminat\w+|exclud\w+|reject\w*|rather than|instead of)\b"
+)
 _DENIED = re.compile(r"(?i)(?:n['’]t|\bnot|\bnever|\bnor)\b[\w ]{0,16}$")
 _CONTRASTED = re.compile(
     r"(?i)^[\s)*_`\]}.]*(?:is|are|was|seems|looks|would be)\s+(?:clearly |definitely |also |the )?"

@@ -65,8 +65,9 @@ def _of_head(
 @triton.jit
 def _forward(
     mixed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, n, eps,
-    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside = t < n
@@ -99,8 +100,9 @@ def _forward(
 @triton.jit
 def _backward(
     mixed_ptr, dq_ptr, dk_ptr, dv_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dmixed_ptr, dw_ptr, n, eps,
-    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, WITH_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     i, first, second = _offsets(HALF, BLOCK, INTERLEAVED)
     rest = 2 * HALF + tl.arange(0, REST)[None, :]
@@ -174,8 +176,8 @@ class SplitNormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, cos: Tensor, sin: Tensor,
-        per_group: int, eps: float, interleaved: bool,
+        ctx: Any, mixed: Tensor, query_weight: Tensor | None, key_weight: Tensor | None,
+        cos: Tensor, sin: Tensor, per_group: int, eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         mixed = mixed.contiguous()
         cos = cos.contiguous()
@@ -184,9 +186,11 @@ class SplitNormRotate(torch.autograd.Function):
         dim = width // (per_group + 2)
         half = cos.size(-1)
         shape = {
-            "GROUPS": groups, "PER_GROUP": per_group, "DIM": dim, "HALF": half, "BLOCK": triton.next_power_of_2(half),
-            "REST": triton.next_power_of_2(max(dim - 2 * half, 1)), "WITH_NORM": query_weight is not None,
-            "INTERLEAVED": interleaved, "TOKENS": _TOKENS, "num_warps": 4,
+            "GROUPS": groups, "PER_GROUP": per_group, "DIM": dim, "HALF": half,
+            "BLOCK": triton.next_power_of_2(half),
+            "REST": triton.next_power_of_2(max(dim - 2 * half, 1)),
+            "WITH_NORM": query_weight is not None, "INTERLEAVED": interleaved, "TOKENS": _TOKENS,
+            "num_warps": 4,
         }  # fmt: skip
         query = mixed.new_empty(n, groups * per_group, dim)
         key = mixed.new_empty(n, groups, dim)
@@ -220,8 +224,8 @@ class SplitNormRotate(torch.autograd.Function):
             mixed = query_weight = key_weight = grad_mixed
         if n:
             _backward[(programs, groups * slots)](
-                mixed, *grads, query_weight, key_weight, cos, sin, grad_mixed, partial, n, ctx.eps, **shape,
-                TILES=_TILES,
+                mixed, *grads, query_weight, key_weight, cos, sin, grad_mixed, partial, n, ctx.eps,
+                **shape, TILES=_TILES,
             )  # fmt: skip
         unused = (None,) * 5
         if not with_norm:

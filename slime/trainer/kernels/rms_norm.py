@@ -36,7 +36,8 @@ def _forward(
 
 @triton.jit
 def _backward(
-    g_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, n, eps, tiles, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
+    g_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, n, eps, tiles, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr
 ):  # fmt: skip
     columns = tl.arange(0, COLUMNS)[None, :]
     w = tl.load(w_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)

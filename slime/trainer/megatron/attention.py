@@ -179,8 +179,8 @@ def _flash_packed(
     ends = sequences.cu_seqlens_q
     longest = sequences.max_seqlen_q
     out = fast(
-        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
-        softmax_scale=scale, causal=True,
+        query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
+        max_seqlen_k=longest, softmax_scale=scale, causal=True,
     )  # fmt: skip
     return out[0] if isinstance(out, tuple) else out
 

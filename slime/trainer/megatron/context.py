@@ -62,7 +62,8 @@ class ContextSplit:
         """From the rows [N] of the whole micro-batch.
 
         Example (rows 2, 3, 4 over two ranks: rank 0 has rows 2 and 4, its local rows 1 and 2):
-            >>> [o.tolist() for o in ContextSplit.of(ContextGroup(0, 2), torch.tensor([2, 3, 4])).order]
+            >>> split = ContextSplit.of(ContextGroup(0, 2), torch.tensor([2, 3, 4]))
+            >>> [o.tolist() for o in split.order]
             [[0, 2], [1]]
         """
         return ContextSplit(

@@ -224,7 +224,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     Example (two rows for expert 0, none for expert 1):
         >>> weight = torch.tensor([[[2.0]], [[3.0]]])
-        >>> grouped_linear(torch.tensor([[1.0], [5.0]]), weight, torch.tensor([2, 2], dtype=torch.int32)).tolist()
+        >>> ends = torch.tensor([2, 2], dtype=torch.int32)
+        >>> grouped_linear(torch.tensor([[1.0], [5.0]]), weight, ends).tolist()
         [[2.0], [10.0]]
     """
     result = _GroupedLinear.apply(rows, weight, ends)

@@ -321,7 +321,8 @@ def branches_per_prompt(prompt: int, response: float, siblings: int, pair_cost: 
     block.
 
     Example (a long prompt is shared by all; long responses are better off alone):
-        >>> branches_per_prompt(45, 12, 8, pair_cost=1 / 900), branches_per_prompt(45, 500, 8, pair_cost=1 / 900)
+        >>> (branches_per_prompt(45, 12, 8, pair_cost=1 / 900),
+        ...  branches_per_prompt(45, 500, 8, pair_cost=1 / 900))
         (8, 1)
     """
 
@@ -361,7 +362,8 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
 
     Example:
         >>> layout = padded_layout([[3], [2]])
-        >>> [(b.batch, b.length) for b in layout.blocks], layout.gather.tolist(), layout.cells.tolist()
+        >>> ([(b.batch, b.length) for b in layout.blocks],
+        ...  layout.gather.tolist(), layout.cells.tolist())
         ([(2, 3)], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])
     """
     lengths = [sum(parts) for parts in branches]
