@@ -13,6 +13,7 @@ about the same chance.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -61,9 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 *map(str, stops),
                 *args.more.split(),
             ]
-            report.case(
-                mode, lambda mode=mode, more=more: measure(args, folder / mode, model, more)
-            )  # type: ignore[misc]
+            report.case(mode, functools.partial(measure, args, folder / mode, model, more))
     return report.finish()
 
 

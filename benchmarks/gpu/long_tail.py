@@ -16,6 +16,7 @@ be (`benchmarks.pace`): it generates --ahead rollouts more than it has --steps.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -108,8 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         for way in args.ways:
             report.case(
                 f"{way}, {args.gpus} GPUs",
-                lambda way=way: measure(args, folder / way, model, way, paces),
-            )  # type: ignore[misc]
+                functools.partial(measure, args, folder / way, model, way, paces),
+            )
     return report.finish()
 
 

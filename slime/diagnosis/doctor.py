@@ -148,7 +148,7 @@ def at_start(config: Config) -> list[Finding]:
 def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
     started = time.perf_counter()
     look = Look(check.trouble)
-    state = "left out"
+    state: State = "left out"
     try:
         _may_be_made(check, case, earlier)
         look.attempt(check.function, case, look)
@@ -179,7 +179,7 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
     seconds = time.perf_counter() - started
     return Outcome(
         check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told)
-    )  # type: ignore[arg-type]
+    )
 
 
 def _follows(finding: Finding, case: Case) -> bool:

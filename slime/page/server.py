@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -113,9 +114,8 @@ class Runs:
             for path, watch in self._watches.items():
                 if self._stop.is_set():
                     return
-                self._tried(
-                    path, lambda watch=watch: watch.index.update(watch.stages(), self._goes_on)
-                )  # type: ignore[misc]
+                update = functools.partial(watch.index.update, watch.stages(), self._goes_on)
+                self._tried(path, update)
 
     def _keep_looking(self) -> None:
         while not self._stop.is_set():

@@ -386,6 +386,16 @@ def _import_without_servers(module: str, **instead: Any) -> None:
             del sys.modules[library]
 
 
+def _cpu_rng_state(
+    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
 def _import_megatron() -> None:
     """Import megatron-core with its fuser off and its RNG tracker on the CPU generator.
 
@@ -404,12 +414,8 @@ def _import_megatron() -> None:
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
     finally:
         torch.compile = original_compile
-    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )  # type: ignore[attr-defined]
-    rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
-        new_state
-    )  # type: ignore[attr-defined]
+    vars(rng)["_get_cuda_rng_state"] = _cpu_rng_state
+    vars(rng)["_set_cuda_rng_state"] = _set_cpu_rng_state
     # its tracker expects two generators; here they are one, and saying so at every parameter helps
     # nobody
     logging.getLogger(rng.__name__).addFilter(
