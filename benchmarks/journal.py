@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from slime.rollout.journal import Journal, Kind
+from slime.rollout.journal import Journal, RecordKind
 from slime.samples.types import Sample
 
 
@@ -47,7 +47,7 @@ def measure(groups: list[list[Sample]], folder: Path) -> tuple[float, float, flo
     longest = 0.0
     for key, group in enumerate(groups):
         began = time.perf_counter()
-        journal.note(Kind.FINISHED, 0, key, group)
+        journal.note(RecordKind.FINISHED, 0, key, group)
         took = time.perf_counter() - began
         wall = wall + took
         longest = max(longest, took)

@@ -199,7 +199,7 @@ def _batch(server: Any, step: int) -> Any:
         raw_rewards=rewards,
         sample_indices=samples,
         group_indices=groups,
-        execution_ids=samples,
+        trajectory_ids=samples,
         rollout_mask_sums=[float(length) for length in lengths],
         truncated=[True] * count,
         steps=[StepPlan([samples], global_batch_size=count, num_loss_tokens=sum(lengths))],

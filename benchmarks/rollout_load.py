@@ -30,7 +30,7 @@ import psutil
 
 from slime.config import make_config
 from slime.config.config import Config
-from slime.processes.garbage import settle
+from slime.processes.garbage import freeze_gc
 from slime.prompts.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.loop import RolloutLoop
@@ -200,7 +200,7 @@ async def measure(args: argparse.Namespace) -> None:
     costs = []
     loop = RolloutLoop(config, tokenizer, Prompts(args.group_size, args.prompt_tokens), url)
     await loop.start()
-    settle(many_samples=True)
+    freeze_gc(many_samples=True)
     profile = cProfile.Profile()
     for number in range(args.rounds + 1):
         if args.profile and number == 1:

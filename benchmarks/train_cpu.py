@@ -75,7 +75,7 @@ def train_batch(samples: list[Sample], max_tokens: int) -> TrainBatch:
         raw_rewards=[0.0] * n,
         sample_indices=list(range(n)),
         group_indices=list(range(n)),
-        execution_ids=list(range(n)),
+        trajectory_ids=list(range(n)),
         rollout_mask_sums=[float(r) for r in responses],
         truncated=[False] * n,
         steps=[StepPlan(micro_batches, n, sum(responses))],

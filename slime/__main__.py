@@ -46,7 +46,7 @@ _OF_THE_DISK = {
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """A subcommand: ``function(argv)`` in ``module`` may return an exit status; ``entry`` marks a
     training loop."""
 
@@ -56,70 +56,70 @@ class Command:
     entry: str = ""
 
 
-COMMANDS: dict[str, Command] = {
-    "init": Command("slime.cli.init", "main", "copy the recipes and examples into a folder"),
-    "train": Command(
+COMMANDS: dict[str, Subcommand] = {
+    "init": Subcommand("slime.cli.init", "main", "copy the recipes and examples into a folder"),
+    "train": Subcommand(
         "slime.cli.train", "main", "generate, train, push the weights, in lock step", "train"
     ),
-    "train-async": Command(
+    "train-async": Subcommand(
         "slime.cli.train",
         "main_async",
         "the same with rollouts generated ahead of training",
         "train_async",
     ),
-    "doctor": Command(
+    "doctor": Subcommand(
         "slime.cli.doctor",
         "main",
         "look at a run's flags, machine, model and data before it starts",
     ),
-    "align": Command(
+    "align": Subcommand(
         "slime.cli.align",
         "main",
         "where trainer and engine part, when log-probs differ, and why: ranked",
     ),
-    "resume": Command(
+    "resume": Subcommand(
         "slime.cli.resume", "main", "go on with a run that was stopped, failed or lost its host"
     ),
-    "chat": Command(
+    "chat": Subcommand(
         "slime.cli.chat",
         "main",
         "talk to a model in the terminal: a run's newest, or any directory",
     ),
-    "serve": Command("slime.cli.serve", "main", "a model behind OpenAI's API"),
-    "engines": Command(
+    "serve": Subcommand("slime.cli.serve", "main", "a model behind OpenAI's API"),
+    "engines": Subcommand(
         "slime.cli.engines", "main", "the engines of a running run; let one join or leave"
     ),
-    "export": Command(
+    "export": Subcommand(
         "slime.cli.export", "main", "a model as a GGUF file, for llama.cpp and Ollama"
     ),
-    "push": Command(
+    "push": Subcommand(
         "slime.cli.push",
         "main",
         "upload a model to the hub, with a card that says how it was trained",
     ),
-    "flags": Command(
+    "flags": Subcommand(
         "slime.cli.flags",
         "main",
         "look a flag up: what it is, needs and serves, and its value in a run",
     ),
-    "reward": Command(
+    "reward": Subcommand(
         "slime.cli.reward", "main", "run a reward function on data, without training"
     ),
-    "report": Command(
+    "report": Subcommand(
         "slime.cli.report", "main", "write report.html of a run folder, or compare several"
     ),
-    "watch": Command(
+    "watch": Subcommand(
         "slime.cli.watch", "main", "runs as a live page: curves, timelines, every sample"
     ),
-    "explain": Command(
+    "explain": Subcommand(
         "slime.cli.explain",
         "main",
         "why a run ended, or goes wrong: cause and remedies, from its folder",
     ),
-    "bundle": Command(
+    "bundle": Subcommand(
         "slime.cli.bundle", "main", "pack what an issue needs of a run, without secrets and weights"
     ),
-    "convert": Command(
+    "convert": Subcommand(
         "slime.cli.convert", "main", "convert checkpoints between Hugging Face and Megatron"
     ),
 }

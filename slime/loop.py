@@ -41,7 +41,7 @@ def train(session: Session) -> None:
     while True:
         try:
             if is_lost:
-                session.begin_again()
+                session.restart_trainer()
             return train_on(session)
         except Exception as error:
             is_lost = session.may_begin_again(error)

@@ -20,7 +20,7 @@ os.environ.setdefault(
 import hypothesis
 import pytest
 
-from slime.processes.garbage import settle
+from slime.processes.garbage import freeze_gc
 from tests.support import toy
 from tests.support.processes import Driver, StartHeld, start
 from tests.support.runs import GRPO, Run, RunResult
@@ -35,7 +35,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 def pytest_collection_finish() -> None:
     """Thousands of tests stay to the end, and each look of the collector's at them takes half a
     second."""
-    settle()
+    freeze_gc()
 
 
 @pytest.fixture

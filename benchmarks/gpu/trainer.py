@@ -217,7 +217,7 @@ def run_ours(
         **dict(_setting(word) for word in args.layout),
     )
     from slime.models import family_of
-    from slime.processes.garbage import settle
+    from slime.processes.garbage import freeze_gc
     from slime.trainer.megatron import device
 
     flags = backend.config.megatron
@@ -225,7 +225,7 @@ def run_ours(
         family_of(SHAPES[shape]).model_spec(SHAPES[shape]).padded(flags.tensor_model_parallel_size)
     )
     backend.setup(spec=spec, initialise=True)
-    settle()
+    freeze_gc()
     layout_of = backend.layout
     sharing = flags.tensor_model_parallel_size * flags.context_parallel_size
     batch = make_batch(
@@ -375,7 +375,7 @@ def make_batch(
         raw_rewards=[0.0] * count,
         sample_indices=list(range(count)),
         group_indices=list(range(count)),
-        execution_ids=list(range(count)),
+        trajectory_ids=list(range(count)),
         rollout_mask_sums=[float(r) for r in responses],
         truncated=[False] * count,
         steps=[StepPlan(micro_batches, count * data_parallel, sum(responses) * data_parallel)],

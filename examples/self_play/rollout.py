@@ -25,8 +25,8 @@ MOST_TOKENS = 3
 async def generate(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One game. In training a sample for each side that has moved, siblings of one execution; in an
-    evaluation the first player's alone, whose opponent moves by chance."""
+    """One game. In training a sample for each side that has moved, siblings of one trajectory; in
+    an evaluation the first player's alone, whose opponent moves by chance."""
     stones = int(sample.prompt)
     sides = [
         Sample(index=sample.index, group_index=sample.group_index, metadata={"seat": seat})

@@ -132,7 +132,7 @@ class AgentEndpoint:
         return self._session.book.branches()
 
     def samples(self, branches: Sequence[Turn] | None = None, reward: Any = None) -> list[Sample]:
-        """The execution as samples, one for each branch.
+        """The trajectory as samples, one for each branch.
 
         Args:
             branches: those to train on; None: all. What several share is trained in the first of

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime.agents.conversation import Ask, Speech
-from slime.agents.turns import Book, DroppedReasoning, Place, Turn
+from slime.agents.turns import Book, DroppedReasoning, Turn, TurnPosition
 from slime.engines.api import EngineError
 from slime.engines.client import RequestRefused
 from slime.log import get_logger
@@ -73,7 +73,7 @@ class AgentSession:
         self.refused = ""
         self._is_over = False
         self._started = 0
-        self._full: Place | None = (
+        self._full: TurnPosition | None = (
             None  # of a request that the context had no room for, if none was answered since
         )
         self._context = (
@@ -161,7 +161,7 @@ class AgentSession:
             self.failure = error
             raise Refusal(str(error), 503, "unavailable") from error
 
-    def _params_for(self, ask: Ask, place: Place) -> dict[str, Any]:
+    def _params_for(self, ask: Ask, place: TurnPosition) -> dict[str, Any]:
         params = dict(self.params)
         if ask.max_tokens is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], ask.max_tokens)

@@ -1,4 +1,4 @@
-"""The turns of one execution as a tree, and its branches as samples.
+"""The turns of one trajectory as a tree, and its branches as samples.
 
     turn 0 ─► turn 1 ─► turn 2            branch 0: turns 0, 1, 2, all trained
                  └────► turn 3            branch 1: turns 0, 1, 3, of which 3 is trained
@@ -85,7 +85,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Place:
+class TurnPosition:
     """Where a request belongs.
 
     Attributes:
@@ -107,7 +107,7 @@ class Place:
 
 
 class Book:
-    """The turns of one execution.
+    """The turns of one trajectory.
 
     Args:
         dropped_reasoning: "branch": what a client leaves out of its history is gone, as it would be
@@ -130,7 +130,7 @@ class Book:
     # -- from messages to tokens
     # ---------------------------------------------------------------------------
 
-    def place(self, ask: Ask) -> Place:
+    def place(self, ask: Ask) -> TurnPosition:
         """Where a request belongs, and its tokens; it counts as asked.
 
         Raises:
@@ -140,7 +140,7 @@ class Book:
         self._asked[place.history] += 1
         return place
 
-    def look(self, ask: Ask) -> Place:
+    def look(self, ask: Ask) -> TurnPosition:
         """`place`, for who does not ask yet."""
         self.speech.check_tools(ask.tools)
         history, parent, count = self._longest_known(ask)
@@ -157,7 +157,7 @@ class Book:
             lead = lead[len(before) :]
             rest = rest if parent is None else self._behind(parent, rest)
         said = [message["content"] for message in rest] if parent is not None else []
-        return Place(parent, lead, before + lead, history, self._asked[history], said, count)
+        return TurnPosition(parent, lead, before + lead, history, self._asked[history], said, count)
 
     def _longest_known(self, ask: Ask) -> tuple[bytes, Turn | None, int]:
         """Digest of all messages; the last turn that they begin with, and how many of them that
@@ -227,7 +227,7 @@ class Book:
     # -- what was answered
     # ---------------------------------------------------------------------------------
 
-    def record(self, place: Place, ask: Ask, answer: Sample, reading: Reading) -> Turn:
+    def record(self, place: TurnPosition, ask: Ask, answer: Sample, reading: Reading) -> Turn:
         """Note an answer.
 
         Args:

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 
 Baseline = Callable[[Sequence[float]], list[float]]
-"""The rewards of a group's executions → what is subtracted from each of them."""
+"""The rewards of a group's trajectories → what is subtracted from each of them."""
 
 #: Added to the standard deviation, so that a group of equal rewards gets advantages of zero.
 EPSILON = 1e-6
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """The mean of the group, for each of its executions; exactly the common value when all rewards
-    are equal, so that such groups get advantages of exactly zero.
+    """The mean of the group, for each of its trajectories; exactly the common value when all
+    rewards are equal, so that such groups get advantages of exactly zero.
 
     Source: Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
@@ -29,7 +29,7 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 def normalise_rewards(
     rewards: Sequence[float],
     groups: Sequence[int],
-    executions: Sequence[int],
+    trajectories: Sequence[int],
     *,
     baseline: Baseline | None = group_mean,
     scale: bool = True,
@@ -37,41 +37,41 @@ def normalise_rewards(
     """(r − baseline) / (standard deviation of its group + 1e-6), as in GRPO (arXiv:2402.03300,
     section 4.1.2).
 
-    Statistics go by group id, whatever the sizes of the groups, and count each execution once:
-    samples that one execution fanned out into enter with their mean. The deviation is the unbiased
-    one (n − 1); a group of a single execution, and one whose executions are all equal in the mean
-    (two players whose rewards add up to 0), is only centred. Sums are exact (`math.fsum`), so the
-    order of the samples does not matter.
+    Statistics go by group id, whatever the sizes of the groups, and count each trajectory once:
+    samples that one trajectory fanned out into enter with their mean. The deviation is the unbiased
+    one (n − 1); a group of a single trajectory, and one whose trajectories are all equal in the
+    mean (two players whose rewards add up to 0), is only centred. Sums are exact (`math.fsum`), so
+    the order of the samples does not matter.
 
     Args:
         rewards: one per sample.
-        groups, executions: ids, one per sample; an execution belongs to one group.
+        groups, trajectories: ids, one per sample; a trajectory belongs to one group.
         baseline: what is subtracted; None returns the rewards as they are, not scaled either.
         scale: divide by the deviation.
     Returns:
         One number per sample, in their order.
 
-    Example (group 0 has two executions, one of which fanned out; group 1 has two):
+    Example (group 0 has two trajectories, one of which fanned out; group 1 has two):
         >>> normalise_rewards([1, 1, 0, 5, 5], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3], scale=False)
         [0.5, 0.5, -0.5, 0.0, 0.0]
     """
     if baseline is None:
         return [float(reward) for reward in rewards]
     by_group: dict[int, dict[int, list[float]]] = {}
-    for reward, group, execution in zip(rewards, groups, executions):
-        by_group.setdefault(group, {}).setdefault(execution, []).append(float(reward))
+    for reward, group, trajectory in zip(rewards, groups, trajectories):
+        by_group.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
     subtracted: dict[tuple[int, int], float] = {}
     divisor: dict[int, float] = {}
     for group, members in by_group.items():
         means = [_mean(values) for values in members.values()]
         subtracted |= {
-            (group, execution): b for execution, b in zip(members, baseline(means), strict=True)
+            (group, trajectory): b for trajectory, b in zip(members, baseline(means), strict=True)
         }
         deviation = _deviation(means) if scale and len(means) > 1 else 0.0
         divisor[group] = deviation + EPSILON if deviation else 1.0
     return [
-        (float(reward) - subtracted[group, execution]) / divisor[group]
-        for reward, group, execution in zip(rewards, groups, executions)
+        (float(reward) - subtracted[group, trajectory]) / divisor[group]
+        for reward, group, trajectory in zip(rewards, groups, trajectories)
     ]
 
 

@@ -22,20 +22,20 @@ def token_weights(
 ) -> Tensor:
     """The weight of each response token in the loss and in every averaged metric.
 
-    Default: each execution counts alike, and within it each trained token: ``mask / mask_sum /
+    Default: each trajectory counts alike, and within it each trained token: ``mask / mask_sum /
     global_batch_size``. Per token (``num_loss_tokens`` given): each trained token counts alike:
     ``mask / num_loss_tokens``.
 
     Args:
         loss_masks: [R_i] per sample of the micro-batch, 0 or 1.
-        mask_sums: trained tokens of sample i's whole execution, which may span several samples, or
-            their mean over the executions of its group; 0 counts as 1.
-        global_batch_size: executions in the optimizer step, over all ranks.
+        mask_sums: trained tokens of sample i's whole trajectory, which may span several samples, or
+            their mean over the trajectories of its group; 0 counts as 1.
+        global_batch_size: trajectories in the optimizer step, over all ranks.
         num_loss_tokens: trained tokens in the optimizer step, over all ranks.
     Returns:
         float32 [sum of R_i].
 
-    Example (a sample of 2 trained tokens and one of 1; the second one's execution trained 3 tokens
+    Example (a sample of 2 trained tokens and one of 1; the second one's trajectory trained 3 tokens
     in all):
         >>> masks = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])]
         >>> [round(w, 3) for w in token_weights(masks, [2.0, 3.0], global_batch_size=2).tolist()]

@@ -37,14 +37,14 @@ _PREFIX = "optimizer.state"
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A contiguous block of a row-major tensor: first index and extent along each axis."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
-def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+def boxes(shape: Sequence[int], start: int, end: int) -> list[TensorSlice]:
     """The flat run [start, end) of a row-major tensor as boxes, in the order of its elements; 2 n -
     1 at most.
 
@@ -55,14 +55,14 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     if start >= end:
         return []
     if len(shape) < 2:
-        return [Box((start,) * len(shape), (end - start,) * len(shape))]
+        return [TensorSlice((start,) * len(shape), (end - start,) * len(shape))]
     row_size = math.prod(shape[1:])
-    found: list[Box] = []
+    found: list[TensorSlice] = []
 
     def part_of_a_row(first: int, last: int) -> None:
         row = first // row_size
         inside = boxes(shape[1:], first - row * row_size, last - row * row_size)
-        found.extend(Box((row, *box.offset), (1, *box.size)) for box in inside)
+        found.extend(TensorSlice((row, *box.offset), (1, *box.size)) for box in inside)
 
     if start % row_size:
         stop = min(end, (start // row_size + 1) * row_size)
@@ -70,7 +70,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
         start = stop
     rows = (end - start) // row_size
     if rows > 0:
-        found.append(Box((start // row_size, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+        found.append(TensorSlice((start // row_size, *(0 for _ in shape[1:])), (rows, *shape[1:])))
         start += rows * row_size
     if start < end:
         part_of_a_row(start, end)
@@ -308,20 +308,20 @@ def restore(optimizer: Any, saved: StateDict, settings_of_checkpoint: bool = Fal
 
 
 @dataclass(frozen=True)
-class _Place:
+class _BlockPlace:
     """A block of a parameter that is one block of a tensor in the checkpoint."""
 
-    box: Box
+    box: TensorSlice
     sharded: Any
 
 
-def _places(model_state: StateDict) -> dict[int, list[_Place]]:
+def _places(model_state: StateDict) -> dict[int, list[_BlockPlace]]:
     """Parameter (by id) → its blocks; gated layers keep gate and up projection apart in the
     checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    places: dict[int, list[_Place]] = {}
+    places: dict[int, list[_BlockPlace]] = {}
     for entry in nested_values(model_state):
         if isinstance(entry, ShardedTensor):
             pieces = [entry]
@@ -333,12 +333,12 @@ def _places(model_state: StateDict) -> dict[int, list[_Place]]:
             ]
         else:
             continue
-        found = [_Place(_box_within(piece.data, entry.data), piece) for piece in pieces]
+        found = [_BlockPlace(_box_within(piece.data, entry.data), piece) for piece in pieces]
         places.setdefault(id(entry.data), []).extend(found)
     return places
 
 
-def _box_within(piece: Tensor, whole: Tensor) -> Box:
+def _box_within(piece: Tensor, whole: Tensor) -> TensorSlice:
     """Where a view lies in the tensor that it is a block of."""
     assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), (
         "a sharded copy, not a view"
@@ -349,10 +349,12 @@ def _box_within(piece: Tensor, whole: Tensor) -> Box:
     for stride in whole.stride():
         offset.append(distance // stride)
         distance %= stride
-    return Box(tuple(offset), tuple(piece.shape))
+    return TensorSlice(tuple(offset), tuple(piece.shape))
 
 
-def _sharded(name: str, flat: Tensor, held: FlatRun, place: _Place, instance: int) -> Iterator[Any]:
+def _sharded(
+    name: str, flat: Tensor, held: FlatRun, place: _BlockPlace, instance: int
+) -> Iterator[Any]:
     """What a held run has in one place, box by box."""
     sharded = place.sharded
     axes = sharded.prepend_axis_num
@@ -386,14 +388,14 @@ def _sharded(name: str, flat: Tensor, held: FlatRun, place: _Place, instance: in
         )
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
+def _overlap(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     offset = tuple(map(max, one.offset, other.offset))
     ends = (
         min(a + m, b + n)
         for a, m, b, n in zip(one.offset, one.size, other.offset, other.size, strict=True)
     )
     size = tuple(end - first for end, first in zip(ends, offset, strict=True))
-    return Box(offset, size) if all(extent > 0 for extent in size) else None
+    return TensorSlice(offset, size) if all(extent > 0 for extent in size) else None
 
 
 def _instance(part: Any) -> int:

@@ -14,7 +14,7 @@ from slime.checkpoints.safetensors_stream import Table, read_table
 from slime.engines.wire.buckets import SCALE_NAMES
 from slime.errors import UserError
 from slime.models import ModelFamily, ModelSpec
-from slime.models.ignore_list import Matrix, examine, matrices, stored_tensors
+from slime.models.ignore_list import WeightMatrix, examine, matrices, stored_tensors
 from slime.models.quantised import Quantisation
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -83,8 +83,8 @@ def counted(reader: HfReader, spec: ModelSpec) -> str:
 
 
 def _half_quantised(
-    quantised: tuple[Matrix, ...],
-    ignored: tuple[Matrix, ...],
+    quantised: tuple[WeightMatrix, ...],
+    ignored: tuple[WeightMatrix, ...],
     present: Table,
     quantisation: Quantisation,
 ) -> Iterator[str]:

@@ -33,7 +33,7 @@ from slime.errors import UserError
 from slime.files import write_atomically
 from slime.log import get_logger
 from slime.models import family_of, read_hf_config
-from slime.models.ignore_list import Matrix, examine, idle_among, matrices
+from slime.models.ignore_list import WeightMatrix, examine, idle_among, matrices
 from slime.models.quantised import NIBBLES, Quantisation
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ class Converted:
 
 def plain_weights(
     source: Path, model_name: str | None = None
-) -> tuple[dict[str, Table], list[Matrix]]:
+) -> tuple[dict[str, Table], list[WeightMatrix]]:
     """Tables of the files of a directory, and its two-dimensional weights.
 
     Raises:
@@ -149,7 +149,7 @@ def quantise_directory(
         file: [convert(name, *table[name]) for name in sorted(table)]
         for file, table in tables.items()
     }
-    job = _Job(
+    job = _QuantiseJob(
         source,
         _files_of(tables),
         target,
@@ -190,7 +190,9 @@ def dequantise_directory(
             f"{work.module}.weight": dequantise(work.module, stored, quantisation.scheme, dtype)
         }
 
-    job = _Job(source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)})
+    job = _QuantiseJob(
+        source, _files_of(tables), target, plan, compute, {"dequantised": dtype_name(dtype)}
+    )
     return job.run({"quantization_config": None}, dtype_name(dtype), model_name)
 
 
@@ -259,7 +261,7 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _QuantiseJob:
     """
     Attributes:
         file_of: name in the source → its file.

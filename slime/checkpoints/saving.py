@@ -117,7 +117,7 @@ class CheckpointWriter:
         planned = ShardedWrite(
             state.everything(iteration, save_optimizer=save_optimizer, save_rng=save_rng)
         )
-        job = _Job(final, iteration, planned, pickled(extra_state or {}), keep, self._group)
+        job = _RankSave(final, iteration, planned, pickled(extra_state or {}), keep, self._group)
         if not self.in_background:
             job.run()
             return final
@@ -159,7 +159,7 @@ class CheckpointWriter:
         finally:
             self._memory.release()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _RankSave) -> None:
         try:
             job.run()
         except (
@@ -169,7 +169,7 @@ class CheckpointWriter:
 
 
 @dataclass
-class _Job:
+class _RankSave:
     """One save of one rank, planned and ready to be written."""
 
     final: Path

@@ -111,7 +111,7 @@ def _lines(spec: FlagSpec, config: Config | None) -> list[str]:
         "default": default_text(spec),
         "range": range_text(spec),
         "status": status_text(spec).replace("`", ""),
-        "read by": "; ".join(_READERS[part] for part in spec.meta.serves),
+        "read by": "; ".join(_READERS[part] for part in spec.meta.read_by),
         "of": spec.origin,
     }
     if config is not None:

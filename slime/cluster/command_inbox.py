@@ -43,7 +43,7 @@ FOLDER = "engines"
 
 
 @dataclass(frozen=True)
-class Order:
+class EngineCommand:
     """What somebody wants of a run.
 
     Attributes:
@@ -56,7 +56,7 @@ class Order:
     url: str = ""
 
 
-class OrderDesk:
+class CommandInbox:
     """The driver's side.
 
     Args:
@@ -72,7 +72,7 @@ class OrderDesk:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.close()  # what a former life of the run left
 
-    def take(self) -> list[Order]:
+    def take(self) -> list[EngineCommand]:
         """The orders that are not answered yet; never raises what comes of others' files."""
         try:
             changed = self._folder.stat().st_mtime_ns
@@ -90,7 +90,7 @@ class OrderDesk:
         self._seen = changed if settled and not orders else None
         return orders
 
-    def answer(self, order: Order, words: Mapping[str, Any]) -> None:
+    def answer(self, order: EngineCommand, words: Mapping[str, Any]) -> None:
         self._answered.add(order.id)
         try:
             write_atomically(self._folder / f"{order.id}.answer.json", orjson.dumps(words))
@@ -105,7 +105,7 @@ class OrderDesk:
                 if _OURS.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> Order | None:
+    def _read(self, path: Path) -> EngineCommand | None:
         found = _ORDER.fullmatch(path.name)
         if found is None or found.group(1) in self._answered:
             return None
@@ -118,7 +118,7 @@ class OrderDesk:
             )
         except OSError:  # taken back, or not for us to read
             return None
-        return Order(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))
+        return EngineCommand(found.group(1), str(words.get("verb", "")), str(words.get("url", "")))
 
 
 def give_order(

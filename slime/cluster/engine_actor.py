@@ -13,7 +13,7 @@ import ray
 
 from slime.cluster.placement import EnginePart
 from slime.cluster.server_process import ServerDied, ServerProcess
-from slime.cluster.waiting import Process, Worker, this_process
+from slime.cluster.waiting import NamedActor, Process, this_process
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.api import EngineError
@@ -37,7 +37,7 @@ class DisaggregatedWorkers(NamedTuple):
     decode: list[str]
 
 
-class Obituary(NamedTuple):
+class ServerExit(NamedTuple):
     """How a server process ended ("was killed (SIGKILL)"), the last lines of its log, the URL that
     it had, the exception that its log names, if any, and its pid."""
 
@@ -177,11 +177,13 @@ class EngineActor:
             except EngineError:
                 if not self._process.ends_within(_DYING_SECONDS):
                     raise
-            obituary = self.kill(self._process.how_it_ended())
+            server_exit = self.kill(self._process.how_it_ended())
             if is_last:
-                raise_obituary(self.name, obituary, [], what="putting engines behind the router")
+                raise_server_exit(
+                    self.name, server_exit, [], what="putting engines behind the router"
+                )
             logger.warning(
-                "%s %s and is started again", with_pid(self.name, obituary.pid), obituary.how
+                "%s %s and is started again", with_pid(self.name, server_exit.pid), server_exit.how
             )
         raise AssertionError("unreachable")
 
@@ -224,24 +226,26 @@ class EngineActor:
             else f"; on out of memory {' or '.join(engine_of(self.config).if_out_of_memory)}"
         )
 
-    def obituary(self) -> Obituary | None:
+    def server_exit(self) -> ServerExit | None:
         """None while the server process lives."""
         assert self._process is not None, "start comes first"
         if self._process.is_alive():
             return None
         return self._obituary(self._process.how_it_ended())
 
-    def kill(self, how: str) -> Obituary:
+    def kill(self, how: str) -> ServerExit:
         """End what is left of the server, children included, so that another can `start`."""
         assert self._process is not None, "start comes first"
         self._process.stop(grace=0)
         self._give_ports_back()
         return self._obituary(how)
 
-    def _obituary(self, how: str) -> Obituary:
+    def _obituary(self, how: str) -> ServerExit:
         assert self._process is not None
         process = self._process
-        return Obituary(how, process.log_tail(), process.url, process.exception_line(), process.pid)
+        return ServerExit(
+            how, process.log_tail(), process.url, process.exception_line(), process.pid
+        )
 
     def stop(self) -> None:
         if self._process is not None:
@@ -286,7 +290,7 @@ class EngineHandle:
         )  # Ray makes the methods remote; its types do not say so
         given = config, name, run_path, num_threads, hosts, run_keys, part
         self._actor = actor.options(max_restarts=0, **options).remote(*given)
-        self.worker = Worker(name, self._actor.process.remote())
+        self.worker = NamedActor(name, self._actor.process.remote())
 
     def memory(self) -> ray.ObjectRef:
         """To be: see `EngineActor.memory`."""
@@ -325,12 +329,12 @@ class EngineHandle:
         """To be: see `EngineActor.bootstrap_port`."""
         return self._actor.bootstrap_port.remote()
 
-    def obituary(self) -> ray.ObjectRef:
-        """To be: an `Obituary`, or None while the server lives."""
-        return self._actor.obituary.remote()
+    def server_exit(self) -> ray.ObjectRef:
+        """To be: an `ServerExit`, or None while the server lives."""
+        return self._actor.server_exit.remote()
 
     def kill(self, how: str) -> ray.ObjectRef:
-        """To be: the `Obituary` of a server that has to go, and whose end is to be called
+        """To be: the `ServerExit` of a server that has to go, and whose end is to be called
         ``how``."""
         return self._actor.kill.remote(how)
 
@@ -347,8 +351,8 @@ def with_pid(name: str, pid: int | None) -> str:
     return name if pid is None else f"{name} (pid {pid})"
 
 
-def raise_obituary(
-    name: str, obituary: Obituary, remedies: Sequence[str], *, what: str = ""
+def raise_server_exit(
+    name: str, server_exit: ServerExit, remedies: Sequence[str], *, what: str = ""
 ) -> NoReturn:
     """The end of the run, as a server of it has ended.
 
@@ -358,8 +362,8 @@ def raise_obituary(
         RunFailed: always.
     """
     raise RunFailed(
-        f"{what}{': ' if what else ''}{with_pid(name, obituary.pid)} {obituary.how}",
-        why=obituary.why,
+        f"{what}{': ' if what else ''}{with_pid(name, server_exit.pid)} {server_exit.how}",
+        why=server_exit.why,
         fix="  ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
     )
 

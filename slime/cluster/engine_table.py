@@ -43,12 +43,12 @@ class State(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DOWN = "down"
-    UP = "up"
-    RETURNING = "returning"
+    STARTED = "started"
+    REJOINING = "returning"
 
 
 @dataclass
-class Engine:
+class EngineEntry:
     """One engine; over several nodes it has a part on each.
 
     Attributes:
@@ -95,16 +95,16 @@ class Engine:
     @property
     def runs(self) -> bool:
         """It may be asked for memory and pushed to."""
-        return self.state in (State.SERVING, State.RETURNING)
+        return self.state in (State.SERVING, State.REJOINING)
 
     @property
     def died_too_often(self) -> bool:
         return self.deaths > MOST_RESTARTS
 
 
-def external_engine(number: int, url: str) -> Engine:
+def external_engine(number: int, url: str) -> EngineEntry:
     """One that somebody else has started, not yet launched."""
-    return Engine(number, (url,), can_restart=False, is_external=True)
+    return EngineEntry(number, (url,), can_restart=False, is_external=True)
 
 
 class EngineTable:
@@ -116,7 +116,7 @@ class EngineTable:
     """
 
     def __init__(
-        self, engines: Iterable[Engine], clock: Callable[[], float] = time.monotonic
+        self, engines: Iterable[EngineEntry], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.engines = {engine.number: engine for engine in engines}
         self._clock = clock
@@ -128,12 +128,12 @@ class EngineTable:
     # ------------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> list[Engine]:
+    def policy(self) -> list[EngineEntry]:
         """Those that pushes go to: the policy's that run."""
         return [engine for engine in self.engines.values() if engine.is_policy and engine.runs]
 
     @property
-    def others(self) -> list[Engine]:
+    def others(self) -> list[EngineEntry]:
         """Of other models; they run as long as the run does."""
         return [engine for engine in self.engines.values() if not engine.is_policy and engine.runs]
 
@@ -142,15 +142,15 @@ class EngineTable:
         """URLs of the policy's that run, and of the others'."""
         return [[engine.url for engine in engines] for engines in (self.policy, self.others)]
 
-    def those(self, state: State) -> list[Engine]:
+    def those(self, state: State) -> list[EngineEntry]:
         return [engine for engine in self.engines.values() if engine.state is state]
 
     @property
-    def away(self) -> list[Engine]:
+    def away(self) -> list[EngineEntry]:
         """Those that died and have not been taken in again."""
         return [engine for engine in self.engines.values() if engine.reason and not engine.runs]
 
-    def find(self, part: str) -> Engine | None:
+    def find(self, part: str) -> EngineEntry | None:
         """Whose part it is; None for what is no engine, the router."""
         return next((engine for engine in self.engines.values() if part in engine.parts), None)
 
@@ -168,9 +168,9 @@ class EngineTable:
         engine = self._in(number, State.STARTING)
         engine.state, engine.urls = State.SERVING, tuple(urls)
 
-    def lost(self, number: int, reason: str) -> Engine:
+    def lost(self, number: int, reason: str) -> EngineEntry:
         """It died, or is as good as dead."""
-        engine = self._in(number, State.SERVING, State.RETURNING)
+        engine = self._in(number, State.SERVING, State.REJOINING)
         engine.state, engine.urls, engine.released, engine.paused = State.DOWN, (), set(), False
         engine.reason, engine.since = reason, self._clock()
         engine.deaths += 1
@@ -190,16 +190,16 @@ class EngineTable:
 
     def came_up(self, number: int, urls: Sequence[str]) -> None:
         engine = self._in(number, State.STARTING)
-        engine.state, engine.urls, engine.starting = State.UP, tuple(urls), {}
+        engine.state, engine.urls, engine.starting = State.STARTED, tuple(urls), {}
 
-    def joined(self, url: str, ranks: int) -> Engine:
+    def joined(self, url: str, ranks: int) -> EngineEntry:
         """Somebody else has started it. It gets weights with the next push, and requests after
         it."""
         self._next_number = max(self._next_number, max(self.engines, default=-1) + 1)
         engine = external_engine(self._next_number, url)
         self._next_number += 1  # that of an engine that has left is not given again: slots go by it
         engine.ranks = ranks
-        engine.state = State.UP
+        engine.state = State.STARTED
         engine.urls = (url,)
         engine.reason, engine.since = "joined", self._clock()
         self.engines[engine.number] = engine
@@ -207,26 +207,26 @@ class EngineTable:
 
     def left(self, number: int) -> None:
         """Nobody talks to it any more, and it is forgotten."""
-        self._in(number, State.SERVING, State.RETURNING, State.UP)
+        self._in(number, State.SERVING, State.REJOINING, State.STARTED)
         del self.engines[number]
 
-    def taken_in(self) -> None:
+    def rejoin(self) -> None:
         """All that are up: from now on pushes and memory are their business too, requests not
         yet."""
-        for engine in self.those(State.UP):
-            engine.state = State.RETURNING
+        for engine in self.those(State.STARTED):
+            engine.state = State.REJOINING
 
     def admitted(self, number: int) -> float:
         """It has the current weights and gets requests; returns the seconds since it died, or
         joined."""
-        engine = self._in(number, State.RETURNING)
+        engine = self._in(number, State.REJOINING)
         engine.state = State.SERVING
         seconds = self._clock() - engine.since
         if not engine.is_external:
             self._seconds_away.append(seconds)
         return seconds
 
-    def proved(self) -> None:
+    def reset_death_counts(self) -> None:
         """A rollout was completed with those that run."""
         for engine in self.policy:
             engine.deaths = 0
@@ -241,7 +241,7 @@ class EngineTable:
     # ----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def to_release(engines: Iterable[Engine], tags: Sequence[str]) -> dict[str, list[str]]:
+    def to_release(engines: Iterable[EngineEntry], tags: Sequence[str]) -> dict[str, list[str]]:
         """By URL: what of ``tags`` each of them still has. Who has nothing of it is not to be
         asked, nor are external ones, whose memory is nobody's here."""
         own = [engine for engine in engines if not engine.is_external]
@@ -249,7 +249,7 @@ class EngineTable:
         return {url: held for url, held in todo.items() if held}
 
     @staticmethod
-    def to_resume(engines: Iterable[Engine], tags: Sequence[str]) -> dict[str, list[str]]:
+    def to_resume(engines: Iterable[EngineEntry], tags: Sequence[str]) -> dict[str, list[str]]:
         """By URL: what of ``tags`` each of them has given up."""
         todo = {engine.url: [tag for tag in tags if tag in engine.released] for engine in engines}
         return {url: lacking for url, lacking in todo.items() if lacking}
@@ -280,11 +280,11 @@ class EngineTable:
     # -- inside
     # ----------------------------------------------------------------------------------------------
 
-    def _in(self, number: int, *states: State) -> Engine:
+    def _in(self, number: int, *states: State) -> EngineEntry:
         engine = self.engines[number]
         assert engine.state in states, f"engine {number} is {engine.state.value}"
         return engine
 
-    def _at(self, url: str) -> Engine:
+    def _at(self, url: str) -> EngineEntry:
         [engine] = [engine for engine in self.engines.values() if engine.runs and engine.url == url]
         return engine

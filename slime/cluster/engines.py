@@ -22,21 +22,28 @@ from urllib.parse import urlsplit
 
 import ray
 
-from slime.cluster.command_inbox import OrderDesk
-from slime.cluster.engine_actor import EngineHandle, Obituary, raise_obituary, with_pid
+from slime.cluster.command_inbox import CommandInbox
+from slime.cluster.engine_actor import EngineHandle, ServerExit, raise_server_exit, with_pid
 from slime.cluster.engine_fit import named
 from slime.cluster.engine_memory import EnginesMemory
-from slime.cluster.engine_table import MOST_RESTARTS, Engine, State
+from slime.cluster.engine_table import MOST_RESTARTS, EngineEntry, State
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.placement import PAIR, EnginePart, Slots, engine_parts, parts_by_number, table_of
+from slime.cluster.placement import (
+    PAIR,
+    EnginePart,
+    GpuSlots,
+    engine_parts,
+    parts_by_number,
+    table_of,
+)
 from slime.cluster.routers import Routers
 from slime.cluster.waiting import (
     ActorDied,
+    ActorLost,
     DeadlinePassed,
-    Lost,
+    NamedActor,
     StopRequested,
     Watch,
-    Worker,
     all_answered,
     wait_for,
     waiting_for,
@@ -87,7 +94,7 @@ class Engines:
         self,
         config: Config,
         plan: PlacementPlan,
-        slots: Slots,
+        slots: GpuSlots,
         run_path: Path,
         num_threads: int,
         start_seconds: float,
@@ -121,7 +128,7 @@ class Engines:
         self.table = table_of(self._parts, urls)
         turns = config.cluster.colocate and (slots.on_gpu or engine_of(config).releases_without_gpu)
         self.external = ExternalEngines(
-            config, self.table, self, OrderDesk(run_path), shares_gpus=turns
+            config, self.table, self, CommandInbox(run_path), shares_gpus=turns
         )
         self._ended, self._memory = set[str](), EnginesMemory(self._handles.values())
         self._tolerant = config.fault_tolerance.use_fault_tolerance
@@ -135,7 +142,7 @@ class Engines:
     # -- launch
     # ----------------------------------------------------------------------------------------------
 
-    def begin_start(self) -> dict[Worker, ray.ObjectRef]:
+    def begin_start(self) -> dict[NamedActor, ray.ObjectRef]:
         """Start all engines at once; the answers go to `put_routers_in_front`.
 
         Raises:
@@ -144,10 +151,10 @@ class Engines:
         self.external.check_named()
         return self._begin_start(self._parts)
 
-    def _begin_start(self, parts: Sequence[EnginePart]) -> dict[Worker, ray.ObjectRef]:
+    def _begin_start(self, parts: Sequence[EnginePart]) -> dict[NamedActor, ray.ObjectRef]:
         model_path = str(self.config.checkpoint.hf_checkpoint)
         meeting: dict[int, ray.ObjectRef] = {}
-        asked: dict[Worker, ray.ObjectRef] = {}
+        asked: dict[NamedActor, ray.ObjectRef] = {}
         for part in parts:
             number = part.place.number
             handle = self._handles[part.name]
@@ -194,7 +201,7 @@ class Engines:
         have changed."""
         return self.fleet_of(self.table.policy)
 
-    def fleet_of(self, engines: Sequence[Engine]) -> EngineFleet:
+    def fleet_of(self, engines: Sequence[EngineEntry]) -> EngineFleet:
         """The same for the policy's or the others, all of them that run."""
         return self._fleets.of([engine.url for engine in engines])
 
@@ -208,9 +215,9 @@ class Engines:
     def watch(self) -> Watch:
         """Hears soon of a server process that has ended."""
         handles = [*self._handles.values(), *self.routers.handles.values()]
-        return Watch({handle.worker: handle.obituary for handle in handles}, self.heard)
+        return Watch({handle.worker: handle.server_exit for handle in handles}, self.on_server_exit)
 
-    def heard(self, name: str, obituary: Obituary | None, what: str = "") -> None:
+    def on_server_exit(self, name: str, server_exit: ServerExit | None, what: str = "") -> None:
         """A server has ended, or None: it lives.
 
         Args:
@@ -219,40 +226,42 @@ class Engines:
             RunFailed: it is not restarted: without --use-fault-tolerance, an engine of another
                 model or of a pair, or who has died too often.
         """
-        if obituary is None or name in self._ended:
+        if server_exit is None or name in self._ended:
             return
         engine = self.table.find(name)
         if engine is None and self._tolerant:
-            if self.routers.is_news(name, obituary):
-                self._start_router_again(name, obituary.how)
+            if self.routers.is_news(name, server_exit):
+                self._start_router_again(name, server_exit.how)
             return
         if not self._tolerant or engine is None or not engine.can_restart:
             remedies = [] if self._tolerant else ["--use-fault-tolerance"]
             if engine is not None:
-                remedies += engine_of(self.config).remedies(obituary.exception)
-            raise_obituary(name, obituary, remedies, what=what)
-        elif self.table.is_news(name, obituary.url):
+                remedies += engine_of(self.config).remedies(server_exit.exception)
+            raise_server_exit(name, server_exit, remedies, what=what)
+        elif self.table.is_news(name, server_exit.url):
             self._lost(
                 engine,
-                f"{obituary.how}: {obituary.exception}" if obituary.exception else obituary.how,
+                f"{server_exit.how}: {server_exit.exception}"
+                if server_exit.exception
+                else server_exit.how,
             )
 
-    def ask(self, what: str = "") -> None:
-        """Hear now, instead of sooner or later, who has died. Raises as `heard`."""
+    def poll_for_deaths(self, what: str = "") -> None:
+        """Hear now, instead of sooner or later, who has died. Raises as `on_server_exit`."""
         self._hear_of_engines(what)
         self._hear(self.routers.handles.values(), what)
 
     def _hear_of_engines(self, what: str = "") -> None:
-        self.external.ask(what)
+        self.external.poll_for_deaths(what)
         running = [
             engine for engine in (*self.table.policy, *self.table.others) if not engine.is_external
         ]
         self._hear([self._handles[part] for engine in running for part in engine.parts], what)
 
     def _hear(self, handles: Iterable[EngineHandle], what: str) -> None:
-        asked = {handle.worker: handle.obituary() for handle in handles}
-        for worker, obituary in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
-            self.heard(worker.name, obituary, what)
+        asked = {handle.worker: handle.server_exit() for handle in handles}
+        for worker, server_exit in zip(asked, wait_for(asked, "asking the engines", _ASK_SECONDS)):
+            self.on_server_exit(worker.name, server_exit, what)
 
     def _start_router_again(self, name: str, how: str) -> None:
         refused = self.routers.start_again(name, how, self._serving)
@@ -267,7 +276,7 @@ class Engines:
         self._hear_of_engines()
         return {engine.name: engine.url for engine in self.table.those(State.SERVING)}
 
-    def _lost(self, engine: Engine, how: str) -> None:
+    def _lost(self, engine: EngineEntry, how: str) -> None:
         """It is dead or hangs: end what is left of it, send no request there, and have it start
         again."""
         if engine.is_external:
@@ -284,25 +293,25 @@ class Engines:
             EngineError
         ) as error:  # the router goes on sending requests there, which fail and are sent again
             logger.warning("%s is still behind the router: %s", engine.name, error)
-        obituary: Obituary = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
+        server_exit: ServerExit = wait_for(killed, "ending a dead engine", _AT_HAND_SECONDS)[0]
         if engine.died_too_often:
             times = (
                 f"died {engine.deaths} times without a completed rollout between; the last time "
                 f"it {how}"
             )
-            raise_obituary(
+            raise_server_exit(
                 engine.name,
-                obituary._replace(how=times),
-                engine_of(self.config).remedies(obituary.exception),
+                server_exit._replace(how=times),
+                engine_of(self.config).remedies(server_exit.exception),
             )
         logger.warning(
             "%s %s; it is started again; engines that go on meanwhile: %d",
-            with_pid(engine.name, obituary.pid), how, len(self.table.policy),
+            with_pid(engine.name, server_exit.pid), how, len(self.table.policy),
         )  # fmt: skip
         if self.restarts_at_once:
             self.start_again()
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: EngineEntry) -> None:
         """One of the run's own, for good: its end is no death."""
         self._ended.update(engine.parts)
         handles = [self._handles[part] for part in engine.parts]
@@ -345,7 +354,7 @@ class Engines:
     def _hear_of_death(self, what: str, lost: int, patience: float) -> None:
         end = time.monotonic() + patience
         while self.table.num_lost == lost:
-            self.ask(what)
+            self.poll_for_deaths(what)
             if time.monotonic() >= end:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -360,7 +369,7 @@ class Engines:
                     return work()
             except UserError as error:
                 if self.table.num_lost == lost and not (
-                    isinstance(error, Lost) and error.names
+                    isinstance(error, ActorLost) and error.names
                 ):  # trainers are gone
                     self._lose_silent()
                 if self.table.num_lost == lost:
@@ -383,7 +392,7 @@ class Engines:
         }
         self._lose_hanging(silent, seconds)
 
-    def go_on(self) -> None:
+    def continue_generation(self) -> None:
         """Have them generate again, whatever a push has left them in."""
         if self.table.policy:
             with contextlib.suppress(EngineError):  # who does not is noticed as one that hangs
@@ -399,7 +408,7 @@ class Engines:
 
     def kill_hanging(self) -> None:
         """To be called now and then while the engines generate: those that hang are lost, routers
-        too. Raises as `heard`."""
+        too. Raises as `on_server_exit`."""
         for name, how in self.routers.hanging().items():
             self._start_router_again(name, how)
         if self._health is not None and self.table.policy:
@@ -407,11 +416,11 @@ class Engines:
 
     def end_rollout(self) -> None:
         """To be called before the engines give memory up: those that died or hang are left out, and
-        no health check is under way any more. Raises as `heard`."""
+        no health check is under way any more. Raises as `on_server_exit`."""
         if self._health is None:
             return
         started = time.perf_counter()
-        self.ask()
+        self.poll_for_deaths()
         if self.table.policy:
             self._lose_hanging(self._health.end(self.fleet), self._health.timeout)
         self._checking_seconds += time.perf_counter() - started
@@ -462,7 +471,7 @@ class Engines:
         self.look()
         with waiting_for(what := "restarting engines") as wait_a_moment:
             while starting := self.table.those(State.STARTING):
-                if not for_all and self.table.those(State.UP):
+                if not for_all and self.table.those(State.STARTED):
                     return
                 if self._should_stop():
                     raise StopRequested(what)
@@ -477,11 +486,11 @@ class Engines:
     def admit(self) -> None:
         """Those taken in have the current weights: requests go there again. Who is refused by the
         router is lost."""
-        if self.table.those(State.RETURNING):
+        if self.table.those(State.REJOINING):
             self._hear(
                 self.routers.handles.values(), ""
             )  # where it is gone, there is another one now
-        for engine in self.table.those(State.RETURNING):
+        for engine in self.table.those(State.REJOINING):
             try:
                 self.routers.put_behind(engine.url)
             except EngineError as error:
@@ -493,10 +502,10 @@ class Engines:
                 "%s %s %.1f s as %s: it %s", engine.name, how, seconds, engine.url, engine.reason
             )
 
-    def proved(self) -> None:
+    def reset_death_counts(self) -> None:
         """A rollout was completed with those that run."""
-        self.table.proved()
-        self.routers.proved()
+        self.table.reset_death_counts()
+        self.routers.reset_death_counts()
 
     def metrics(self) -> dict[str, float]:
         """Host memory of the engines; with --use-fault-tolerance restarts that were completed since

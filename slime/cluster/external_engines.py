@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from slime.cluster import engine_fit
-from slime.cluster.command_inbox import Order, OrderDesk
+from slime.cluster.command_inbox import CommandInbox, EngineCommand
 from slime.cluster.engine_fit import named
-from slime.cluster.engine_table import Engine, EngineTable, State
-from slime.cluster.liveness import SignsOfLife
+from slime.cluster.engine_table import EngineEntry, EngineTable, State
+from slime.cluster.liveness import LivenessProbe
 from slime.cluster.routers import Routers
-from slime.cluster.waiting import Lost
+from slime.cluster.waiting import ActorLost
 from slime.config.addresses import engine_url
 from slime.config.config import Config
 from slime.engines import keys
@@ -43,7 +43,7 @@ _TRY_AGAIN_SECONDS = 10.0
 _COMMAND = "slime engines"
 
 
-class Company(Protocol):
+class EngineOps(Protocol):
     """What is asked of `slime.cluster.engines.Engines`."""
 
     @property
@@ -53,7 +53,7 @@ class Company(Protocol):
     def drop_fleets(self) -> None:
         """Close connections to engines that are not those of the table."""
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: EngineEntry) -> None:
         """One of the run's own, for good."""
 
     def admit(self) -> None:
@@ -75,8 +75,8 @@ class ExternalEngines:
         self,
         config: Config,
         table: EngineTable,
-        company: Company,
-        desk: OrderDesk | None,
+        company: EngineOps,
+        desk: CommandInbox | None,
         *,
         shares_gpus: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +88,7 @@ class ExternalEngines:
         self._desk = desk
         self._shares_gpus = shares_gpus
         self._tolerant = config.fault_tolerance.use_fault_tolerance
-        self._signs = SignsOfLife(clock)
+        self._signs = LivenessProbe(clock)
         self._num_talks = 0
         self._clock, self._to_take_out, self._next_try = clock, set[str](), 0.0
 
@@ -149,7 +149,7 @@ class ExternalEngines:
             }  # they have joined again
             self._to_take_out = {url for url in self._to_take_out if not self._leave_router(url)}
 
-    def ask(self, what: str = "") -> None:
+    def poll_for_deaths(self, what: str = "") -> None:
         """Hear now who has gone. Raises as `look`.
 
         Args:
@@ -160,7 +160,7 @@ class ExternalEngines:
         )
 
     @contextlib.contextmanager
-    def nobody_moves(self) -> Iterator[None]:
+    def freeze_membership(self) -> Iterator[None]:
         """Within, all are talked to."""
         self._num_talks += 1
         try:
@@ -176,9 +176,9 @@ class ExternalEngines:
         try:
             yield
         except UserError as error:
-            if isinstance(error, Lost) and error.names:
+            if isinstance(error, ActorLost) and error.names:
                 raise  # trainers are gone: that explains the push
-            newcomers = [engine for engine in self._external() if engine.state is State.RETURNING]
+            newcomers = [engine for engine in self._external() if engine.state is State.REJOINING]
             if self._table.num_lost == lost:  # else somebody has died of it
                 for engine in newcomers:
                     self.lost(engine, f"did not get its first weights: {error.what}")
@@ -213,7 +213,7 @@ class ExternalEngines:
         said = self._check(url, self._somebody(), warnings.append)
         self._table.joined(url, said.num_ranks)
         if self._config.debug.debug_rollout_only:
-            self._table.taken_in()
+            self._table.rejoin()
             self._company.admit()
             return "\n".join(
                 [
@@ -304,7 +304,7 @@ class ExternalEngines:
             done if left else f"{done}; some of its requests may be lost, and are then sent again"
         )
 
-    def _find(self, wanted: str) -> Engine:
+    def _find(self, wanted: str) -> EngineEntry:
         named = next(
             (engine for engine in self._table.engines.values() if wanted in engine.parts), None
         )
@@ -363,7 +363,7 @@ class ExternalEngines:
     # -- death
     # ----------------------------------------------------------------------------------------------
 
-    def lost(self, engine: Engine, how: str, what: str = "") -> None:
+    def lost(self, engine: EngineEntry, how: str, what: str = "") -> None:
         """It does not answer any more, or was refused: it is taken out and forgotten.
 
         Args:
@@ -405,7 +405,7 @@ class ExternalEngines:
     # -- orders
     # ----------------------------------------------------------------------------------------------
 
-    def _obey(self, order: Order) -> dict[str, Any]:
+    def _obey(self, order: EngineCommand) -> dict[str, Any]:
         verbs = {"add": self.add, "remove": self.remove}
         try:
             if order.verb == "list":
@@ -434,15 +434,15 @@ class ExternalEngines:
                 }
             }
 
-    def _external(self) -> list[Engine]:
+    def _external(self) -> list[EngineEntry]:
         return [engine for engine in self._table.engines.values() if engine.is_external]
 
 
-def state_of(engine: Engine) -> str:
+def state_of(engine: EngineEntry) -> str:
     """In a word."""
     return (
         "joining"
-        if engine.is_external and engine.state in (State.UP, State.RETURNING)
+        if engine.is_external and engine.state in (State.STARTED, State.REJOINING)
         else engine.state.value
     )
 
@@ -462,7 +462,7 @@ async def _counts(urls: Sequence[str]) -> list[str]:
     return list(await asyncio.gather(*map(of, urls)))
 
 
-def _row(engine: Engine, requests: str) -> dict[str, Any]:
+def _row(engine: EngineEntry, requests: str) -> dict[str, Any]:
     kind = "external" if engine.is_external else "own" if engine.is_policy else "another model's"
     name = "" if engine.is_external else engine.name
     url = next(iter(engine.urls), "")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 
-from slime.cluster.engine_table import ALL_MEMORY, CACHE, WEIGHTS, Engine, EngineTable
+from slime.cluster.engine_table import ALL_MEMORY, CACHE, WEIGHTS, EngineEntry, EngineTable
 from slime.engines.api import EngineError
 from slime.engines.fleet import Body, EngineFleet, answers
 from slime.log import get_logger
@@ -38,7 +38,7 @@ _IDLE_SECONDS = (
 )
 
 
-class Turn(Enum):
+class MemoryHolder(Enum):
     """Who has the GPUs' memory."""
 
     NOBODY = (
@@ -49,7 +49,7 @@ class Turn(Enum):
     ENGINES = "engines"
 
 
-class GpuTurns:
+class GpuMemoryOwner:
     """Moves memory between trainer and engines. Each verb does nothing when things are so already,
     and can be called again when it has failed because an engine died: the others may have done what
     was asked, or not.
@@ -80,58 +80,58 @@ class GpuTurns:
         self._offload_train = offload_train
         self._offload_rollout = offload_rollout
         self.taken = offload_train or offload_rollout
-        self.turn = Turn.NOBODY
+        self.turn = MemoryHolder.NOBODY
         self._metrics: dict[str, float] = {}
 
     def before_trainer(self) -> None:
         """At the launch: the engines make room for a trainer that is yet to be set up."""
         self._release()
-        self.turn = Turn.TRAINER
+        self.turn = MemoryHolder.TRAINER
 
-    def to_trainer(self) -> None:
+    def onload_trainer(self) -> None:
         """The engines give up everything, then the trainer takes its memory back."""
-        if self.turn is Turn.TRAINER:
+        if self.turn is MemoryHolder.TRAINER:
             return
-        self.turn = Turn.NOBODY
+        self.turn = MemoryHolder.NOBODY
         self._release()
         self._wake()
-        self.turn = Turn.TRAINER
+        self.turn = MemoryHolder.TRAINER
 
-    def to_push(self) -> None:
+    def onload_weights(self) -> None:
         """Both sides have their weights, and nothing that can be done without."""
-        if not self.taken or self.turn is Turn.PUSH:
+        if not self.taken or self.turn is MemoryHolder.PUSH:
             return
-        assert self.turn is not Turn.ENGINES, (
+        assert self.turn is not MemoryHolder.ENGINES, (
             "the trainer pushes what it has trained, before the engines generate"
         )
-        self.turn = Turn.NOBODY
+        self.turn = MemoryHolder.NOBODY
         self._sleep(keep_weights=True)
         self._resume([WEIGHTS])
-        self.turn = Turn.PUSH
+        self.turn = MemoryHolder.PUSH
 
-    def to_engines(self) -> bool:
+    def onload_engines(self) -> bool:
         """The trainer frees everything, then the engines take what they lack; true when they lacked
         something."""
-        if self.turn is Turn.ENGINES:
+        if self.turn is MemoryHolder.ENGINES:
             return False
-        self.turn = Turn.NOBODY
+        self.turn = MemoryHolder.NOBODY
         self._sleep(keep_weights=False)
         self._resume(ALL_MEMORY)
-        self.turn = Turn.ENGINES
+        self.turn = MemoryHolder.ENGINES
         return self._offload_rollout
 
     @contextmanager
-    def to_nobody(self) -> Iterator[None]:
+    def offload_all(self) -> Iterator[None]:
         """Within, nobody has memory, so that dead engines can start again, and be known before the
         end of the block; afterwards the trainer has it."""
         self._release()
-        if self.turn is not Turn.ENGINES:  # in which the trainer sleeps
+        if self.turn is not MemoryHolder.ENGINES:  # in which the trainer sleeps
             self._sleep(keep_weights=False)
-        self.turn = Turn.NOBODY
+        self.turn = MemoryHolder.NOBODY
         yield
         self._release()  # of those that have just started
         self._wake()
-        self.turn = Turn.TRAINER
+        self.turn = MemoryHolder.TRAINER
 
     def metrics(self) -> dict[str, float]:
         """Seconds spent since the last call, and memory as the trainer saw it: ``perf/…``."""
@@ -187,7 +187,7 @@ class EngineMemory:
     def __init__(
         self,
         table: EngineTable,
-        fleet_of: Callable[[Sequence[Engine]], EngineFleet],
+        fleet_of: Callable[[Sequence[EngineEntry]], EngineFleet],
         explained: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._table = table
@@ -238,7 +238,7 @@ class EngineMemory:
     def _move(
         self,
         path: str,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineEntry],
         todo: Mapping[str, list[str]],
         note: Callable[[str, list[str]], None],
     ) -> None:
@@ -249,7 +249,7 @@ class EngineMemory:
     def _ask(
         self,
         path: str,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineEntry],
         bodies: Mapping[str, Body],
         note: Callable[[str], None] = lambda url: None,
     ) -> None:

@@ -50,7 +50,7 @@ class Generating:
         return bool(ray.wait([self.ref], timeout=seconds)[0])
 
 
-class Clock:
+class LapTimer:
     """Seconds since the last lap, by name."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Clock:
         self._last = now
 
 
-def there(part: T | None) -> T:
+def require_launched(part: T | None) -> T:
     """A part of a cluster that has been launched."""
     assert part is not None, "launch comes first"
     return part

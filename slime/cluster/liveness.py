@@ -15,7 +15,7 @@ _ANSWER_SECONDS = 5.0
 _MISSES = 2
 
 
-class SignsOfLife:
+class LivenessProbe:
     """Asks servers now and then whether they are there. Who is slow to answer lives: only when
     nobody takes the question has a server ended, or its host."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.engine_table import Engine, EngineTable, external_engine
+from slime.cluster.engine_table import EngineEntry, EngineTable, external_engine
 from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EnginePlace, ServedModel, ServerGroup
@@ -19,7 +19,7 @@ from slime.placement import PlacementPlan
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuSlot:
     """Where one slot is: its bundle in the placement group, node address and id, and GPU.
 
     ``memory``: bytes of the node's smallest GPU, None where its driver does not tell.
@@ -33,11 +33,11 @@ class Place:
 
 
 @dataclass
-class Slots:
+class GpuSlots:
     """A reserved placement group; ``places[slot]``, ordered by node and GPU."""
 
     group: PlacementGroup
-    places: list[Place]
+    places: list[GpuSlot]
     on_gpu: bool
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class EnginePart:
         return self.place.node_rank == 0
 
 
-def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[EnginePart]:
+def engine_parts(config: Config, plan: PlacementPlan, slots: GpuSlots) -> list[EnginePart]:
     """All engines of a run; parts of one engine follow each other, its first node first.
 
     Raises:
@@ -112,7 +112,7 @@ def engine_parts(config: Config, plan: PlacementPlan, slots: Slots) -> list[Engi
 
 
 def _parts_of(
-    model: ServedModel, group: ServerGroup, first_number: int, first_slot: int, slots: Slots
+    model: ServedModel, group: ServerGroup, first_number: int, first_slot: int, slots: GpuSlots
 ) -> list[EnginePart]:
     parts = []
     for index in range(group.num_engines):
@@ -166,10 +166,10 @@ def table_of(parts: Sequence[EnginePart], external: Sequence[str]) -> EngineTabl
     )
 
 
-def _engine(parts: Sequence[EnginePart]) -> Engine:
+def _engine(parts: Sequence[EnginePart]) -> EngineEntry:
     first = parts[0]
     can_restart = first.model.is_policy and first.group.worker_type not in PAIR
     names = tuple(part.name for part in parts)
-    return Engine(
+    return EngineEntry(
         first.place.number, names, is_policy=first.model.is_policy, can_restart=can_restart
     )

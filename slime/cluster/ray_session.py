@@ -25,9 +25,9 @@ from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.placement import Place, Slots
+from slime.cluster.placement import GpuSlot, GpuSlots
 from slime.cluster.slow_waits import QUIET_SECONDS, stopped_parts
-from slime.cluster.waiting import DeadlinePassed, StopRequested, Worker, wait_for
+from slime.cluster.waiting import DeadlinePassed, NamedActor, StopRequested, wait_for
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
@@ -136,7 +136,7 @@ def start_ray(
             ray.init(
                 # without it Ray joins whatever cluster was started on this host last
                 address="local",
-                job_config=_Job(),
+                job_config=_RayJob(),
                 num_cpus=max(num_local_slots, os.cpu_count() or 1),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -236,7 +236,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
         with _as_a_guest():
             ray.init(
                 address=address,
-                job_config=_Job(),
+                job_config=_RayJob(),
                 runtime_env=environment,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
@@ -313,7 +313,7 @@ def _replaced(owner: Any, **ours: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class _Job(JobConfig):
+class _RayJob(JobConfig):
     """A job whose working directory Ray does not put first on its workers' import path, where a
     user's ``random.py`` would replace Python's own. `slime.user_code.loading` puts it last."""
 
@@ -446,16 +446,16 @@ def _environment(joined: bool) -> dict[str, str]:
 
 
 @ray.remote(num_cpus=0.01)
-def _where_am_i(bundle: int) -> Place:
+def _where_am_i(bundle: int) -> GpuSlot:
     gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
     node = ray.get_runtime_context().get_node_id()
     memory = seen_gpu_memory() if gpus else None
-    return Place(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
+    return GpuSlot(bundle, ray.util.get_node_ip_address(), node, ",".join(gpus), memory)
 
 
 def reserve(
     plan: PlacementPlan, timeout: float, should_stop: Callable[[], bool] = lambda: False
-) -> Slots:
+) -> GpuSlots:
     """Reserve the plan's slots, waiting at most ``timeout`` seconds.
 
     Raises:
@@ -480,7 +480,7 @@ def reserve(
         if on_gpu:
             options = [_on_bundle(group, slot, on_gpu) for slot in range(plan.total)]
             places = {
-                Worker(f"slot {i}"): _where_am_i.options(**own).remote(i)
+                NamedActor(f"slot {i}"): _where_am_i.options(**own).remote(i)
                 for i, own in enumerate(options)
             }
             found = wait_for(places, "asking where the slots are", timeout, should_stop)
@@ -500,7 +500,7 @@ def reserve(
         raise
     ordered = sorted(found, key=lambda place: (_ip_key(place.ip), place.node, place.gpu))
     logger.info("placement: %s, ready after %.1f s", plan.formula, time.monotonic() - started)
-    return Slots(group, ordered, on_gpu)
+    return GpuSlots(group, ordered, on_gpu)
 
 
 def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], bool]) -> None:
@@ -522,11 +522,11 @@ def _wait_for(group: PlacementGroup, timeout: float, should_stop: Callable[[], b
             )  # fmt: skip
 
 
-def _places(group: PlacementGroup) -> list[Place]:
+def _places(group: PlacementGroup) -> list[GpuSlot]:
     """Of slots without a GPU, whose number only a process on the slot could tell."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return [Place(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]
+    return [GpuSlot(bundle, addresses[node], node, "") for bundle, node in sorted(nodes.items())]
 
 
 def _on_bundle(group: PlacementGroup, index: int, on_gpu: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import ray
 
 from slime.checkpoints.directory import own_iterations
-from slime.cluster.waiting import Process, Watch, Worker, this_process, wait_for
+from slime.cluster.waiting import NamedActor, Process, Watch, this_process, wait_for
 from slime.config.config import Config
 from slime.engines import keys
 from slime.engines.keys import RunKeys
@@ -25,12 +25,12 @@ from slime.log import get_logger, log_to_file_only, untold
 from slime.observe.run_folder import RunFolder
 from slime.processes.children import end_children
 from slime.processes.footprint import Footprint
-from slime.processes.garbage import settle
+from slime.processes.garbage import freeze_gc
 from slime.processes.host import past_proxies
 from slime.prompts.prepare import CheckedRows, remember, remembered
 from slime.prompts.source import load_source, make_source, save_source, source_again
 from slime.samples.batch import TrainBatch, TrainedTokens, TrainLayout
-from slime.samples.types import Group, Versions
+from slime.samples.types import Group, VersionWindow
 
 logger = get_logger(__name__)
 
@@ -133,11 +133,11 @@ class RolloutActor:
         self.loop.record_failure = self.recorder.record_failure
         self.loop.lost = _leave
         await self.loop.start()
-        settle(many_samples=True)
+        freeze_gc(many_samples=True)
         return untold()
 
     async def generate(
-        self, rollout_id: int, layout: TrainLayout, versions: Versions
+        self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult | None:
         """One rollout, converted, packed and put into the object store, one shard per data-parallel
         rank; None for one that was given up.
@@ -161,7 +161,7 @@ class RolloutActor:
             await asyncio.wait([task])
 
     async def _generate(
-        self, rollout_id: int, layout: TrainLayout, versions: Versions
+        self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult:
         from slime.samples.convert import to_train_batches
 
@@ -190,7 +190,7 @@ class RolloutActor:
         return RolloutResult(rollout_id, shards, metrics, dict(sampled_by), untold())
 
     async def load_dump(
-        self, rollout_id: int, layout: TrainLayout, versions: Versions
+        self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> RolloutResult:
         """The samples of ``--load-debug-rollout-data`` instead of generated ones."""
         from slime.rollout.debug_data import load_rollout
@@ -360,7 +360,7 @@ class RolloutHandle:
         )
         self._loads_dump = bool(config.debug.load_debug_rollout_data)
         self._answer_seconds = config.cluster.distributed_timeout_minutes * 60.0
-        self.worker = Worker("rollout", self._actor.process.remote())
+        self.worker = NamedActor("rollout", self._actor.process.remote())
         self.counters: dict[str, float] = {}
         self.waits = ""
         self.shows_evaluation = False
@@ -383,7 +383,7 @@ class RolloutHandle:
         )
 
     def begin_rollout(
-        self, rollout_id: int, layout: TrainLayout, versions: Versions
+        self, rollout_id: int, layout: TrainLayout, versions: VersionWindow
     ) -> ray.ObjectRef:
         """To be: a `RolloutResult`; generated, or read with --load-debug-rollout-data."""
         begin = self._actor.load_dump if self._loads_dump else self._actor.generate

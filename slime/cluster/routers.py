@@ -15,8 +15,8 @@ import ray
 from slime.cluster.engine_actor import (
     DisaggregatedWorkers,
     EngineHandle,
-    Obituary,
-    raise_obituary,
+    ServerExit,
+    raise_server_exit,
     with_pid,
 )
 from slime.cluster.engine_table import MOST_RESTARTS
@@ -161,10 +161,10 @@ class Routers:
     def can_restart(self) -> bool:
         return self._health is not None
 
-    def is_news(self, name: str, obituary: Obituary) -> bool:
+    def is_news(self, name: str, server_exit: ServerExit) -> bool:
         """Whether the end of a router is that of its present process, not of a former one, heard
         late."""
-        return name not in self._last_pid or obituary.pid != self._last_pid[name]
+        return name not in self._last_pid or server_exit.pid != self._last_pid[name]
 
     def start_again(
         self, name: str, how: str, serving: Callable[[], Mapping[str, str]]
@@ -185,17 +185,17 @@ class Routers:
         router = self.handles[model]
         url = self.urls[model]
         began = time.monotonic()
-        [obituary] = wait_for(
+        [server_exit] = wait_for(
             {router.worker: router.kill(how)}, "ending a dead router", _AT_HAND_SECONDS
         )
-        self._last_pid[name] = obituary.pid
+        self._last_pid[name] = server_exit.pid
         self._deaths[name] += 1
         if self._deaths[name] > MOST_RESTARTS:
             times = (
                 f"died {self._deaths[name]} times without a completed rollout between; the last "
                 f"time it {how}"
             )
-            raise_obituary(name, obituary._replace(how=times), [])
+            raise_server_exit(name, server_exit._replace(how=times), [])
         url_of = serving()
         late = [] if self._is_given_workers(model, url_of) else self._behind(model, url_of)
         asked = {router.worker: self._begin(model, {} if late else url_of, urlsplit(url).port)}
@@ -206,7 +206,7 @@ class Routers:
             self._health.begin()  # what the former process was asked is not answered any more
         logger.warning(
             "%s %s; it was started again within %.1f s at its old address, %s",
-            with_pid(name, obituary.pid), how, time.monotonic() - began, url,
+            with_pid(name, server_exit.pid), how, time.monotonic() - began, url,
         )  # fmt: skip
         return refused
 
@@ -248,7 +248,7 @@ class Routers:
             for url in silent
         }
 
-    def proved(self) -> None:
+    def reset_death_counts(self) -> None:
         """A rollout was completed."""
         self._deaths.clear()
 

@@ -14,21 +14,21 @@ import ray
 from slime.checkpoints.load_plan import going_on
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_memory import EngineMemory, GpuTurns
-from slime.cluster.launch import Clock, Generating, Launch, connect, there
-from slime.cluster.placement import Slots
+from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner
+from slime.cluster.launch import Generating, LapTimer, Launch, connect, require_launched
+from slime.cluster.placement import GpuSlots
 from slime.cluster.ray_session import reserve, start_ray
 from slime.cluster.rollout_actor import RolloutHandle, RolloutResult
 from slime.cluster.slow_waits import stopped_parts
 from slime.cluster.trainer_group import Trainers, TrainerStart, threads_per_process
 from slime.cluster.waiting import (
+    ActorLost,
     ConnectionBroken,
-    Lost,
-    NobodyAnswers,
-    StartNews,
+    NamedActor,
+    NoEngineLeft,
+    StartupProgress,
     StopRequested,
     Watch,
-    Worker,
     raise_failed,
     wait_for,
     who_does_not_answer,
@@ -42,7 +42,7 @@ from slime.log import get_logger
 from slime.memory.check import check_memory_of_cluster
 from slime.placement import PlacementPlan, has_evaluation
 from slime.samples.batch import TrainLayout
-from slime.samples.types import ANY_VERSION, Versions
+from slime.samples.types import ANY_VERSION, VersionWindow
 from slime.weights.canary import Canary
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class Cluster:
         is_sft = config.algorithm.loss_type == "sft_loss"  # its engines, if any, evaluate
         self.take_turns = is_sft or config.sync.async_buffer_size == 0  # each may use all CPU cores
         self._started_ray = False
-        self._slots: Slots | None = None
+        self._slots: GpuSlots | None = None
         self._rollout: RolloutHandle | None = None
         self._trainers: Trainers | None = None
         self._lacks_trainers = False  # they are lost, and not started again yet
         self._engines: Engines | None = None
-        self._turns: GpuTurns | None = None
+        self._turns: GpuMemoryOwner | None = None
         self._weights: WeightPush | None = None  # where there are engines
         self._canary: Canary | None = None
         self._generating: dict[int, Generating] = {}
@@ -117,7 +117,7 @@ class Cluster:
                 start.
         """
         config = self.config
-        clock = Clock()
+        clock = LapTimer()
         self._started_ray = start_ray(config, self.plan.total, self._should_stop)
         clock.lap("ray")
         slots = self._slots = reserve(
@@ -129,9 +129,9 @@ class Cluster:
         rollout = self._rollout = RolloutHandle(config, self.run_path)
         data = {rollout.worker: rollout.begin_setup()}
         coming_up = dict(data)
-        news = StartNews(coming_up, self.run_path / "logs")
+        news = StartupProgress(coming_up, self.run_path / "logs")
 
-        def wait(asked: Mapping[Worker, ray.ObjectRef], what: str) -> list[Any]:
+        def wait(asked: Mapping[NamedActor, ray.ObjectRef], what: str) -> list[Any]:
             """For these; but whoever fails first ends it."""
 
             def look() -> None:
@@ -185,7 +185,9 @@ class Cluster:
         """Set the data to where the checkpoint says; without one to where the launch began."""
         if start.saved_for is not None or is_again:
             state = start.extra_state.get("source", self._source_at_launch)
-            there(self._rollout).load_source(config, start.saved_for, state, is_again=is_again)
+            require_launched(self._rollout).load_source(
+                config, start.saved_for, state, is_again=is_again
+            )
 
     def _introduce(self, version: int) -> None:
         """Trainer and engines to each other, and both to the driver.
@@ -204,7 +206,7 @@ class Cluster:
                 with engines.explained("asking the engines what they serve"):
                     self._canary = Canary(self.config, engines.fleet)
             if tolerant:
-                engines.ask()  # who has died while the trainers came up
+                engines.poll_for_deaths()  # who has died while the trainers came up
             self._weights = WeightPush(
                 engines, trainers, self._turns, self._canary, tolerant=tolerant
             )
@@ -221,19 +223,21 @@ class Cluster:
         Returns: the rollout to go on with, and what its checkpoint has besides the weights.
         """
         config = going_on(self.config)
-        slots = there(self._slots)
-        there(self._trainers).close(0.0)
+        slots = require_launched(self._slots)
+        require_launched(self._trainers).close(0.0)
         remove_stale()
         self._watches = [self._engines.watch()] if self._engines is not None else []
         if half_pushed := self._weights is not None and self._weights.is_pushing:
-            there(self._engines).go_on()  # or what is under way would wait for ever
+            require_launched(
+                self._engines
+            ).continue_generation()  # or what is under way would wait for ever
         pushed = version if half_pushed else None
         takes_turns = self._turns is not None and self._turns.taken
         if takes_turns:
             self._end_rollouts(pushed)
-        trainers = there(self._make_trainers(slots, config))
+        trainers = require_launched(self._make_trainers(slots, config))
         if takes_turns:
-            there(self._turns).before_trainer()
+            require_launched(self._turns).before_trainer()
         setting_up = trainers.begin_setup(self._should_stop)
         if not takes_turns:
             self._end_rollouts(pushed)
@@ -252,16 +256,16 @@ class Cluster:
             for generating in list(self._generating.values()):
                 try:
                     self.collect(generating)
-                except NobodyAnswers:
-                    there(self._rollout).give_up(
+                except NoEngineLeft:
+                    require_launched(self._rollout).give_up(
                         self._generating.pop(generating.rollout_id).rollout_id
                     )
                 if pushed is not None:
-                    there(self._rollout).forget_newer(generating.rollout_id, pushed)
+                    require_launched(self._rollout).forget_newer(generating.rollout_id, pushed)
         finally:
             self._lacks_trainers = False
 
-    def _make_engines(self, slots: Slots) -> Engines | None:
+    def _make_engines(self, slots: GpuSlots) -> Engines | None:
         if not self.plan.has_engines:
             return None
         threads = threads_per_process(self.plan.num_engines, self.take_turns)
@@ -270,7 +274,7 @@ class Cluster:
         )
         return self._engines
 
-    def _make_trainers(self, slots: Slots, config: Config) -> Trainers | None:
+    def _make_trainers(self, slots: GpuSlots, config: Config) -> Trainers | None:
         """And whose turn it is, where engines share the GPUs."""
         if not self.plan.num_train:
             return None
@@ -291,7 +295,7 @@ class Cluster:
             train = shares and flags.offload_train
             rollout = shares and flags.offload_rollout
             sides = memory.release, memory.resume, trainers.sleep, trainers.wake
-            self._turns = GpuTurns(*sides, offload_train=train, offload_rollout=rollout)
+            self._turns = GpuMemoryOwner(*sides, offload_train=train, offload_rollout=rollout)
             self._engines.restarts_at_once = not self._turns.taken
         return trainers
 
@@ -327,13 +331,15 @@ class Cluster:
     def has_trainers(self) -> bool:
         return self._trainers is not None
 
-    def start_generating(self, rollout_id: int, versions: Versions = ANY_VERSION) -> Generating:
+    def start_generating(
+        self, rollout_id: int, versions: VersionWindow = ANY_VERSION
+    ) -> Generating:
         """Begin a rollout with samples of these weights; collect it with `collect`."""
         if self._weights is not None:
             self._weights.wake_engines()
         layout = self._trainers.layout if self._trainers is not None else TrainLayout()
         begun = Generating(
-            rollout_id, there(self._rollout).begin_rollout(rollout_id, layout, versions)
+            rollout_id, require_launched(self._rollout).begin_rollout(rollout_id, layout, versions)
         )
         self._generating[rollout_id] = begun
         return begun
@@ -343,12 +349,12 @@ class Cluster:
         result: RolloutResult = self._wait_rollout(generating.ref, "generating", self._should_stop)
         self._generating.pop(generating.rollout_id, None)
         if self._engines is not None:
-            self._engines.proved()
+            self._engines.reset_death_counts()
         return result
 
     def train(self, batch: RolloutResult) -> dict[str, float]:
         """Train on a rollout; afterwards its prompts count as consumed."""
-        rollout = there(self._rollout)
+        rollout = require_launched(self._rollout)
         if self._trainers is None:
             return rollout.mark_consumed(batch.rollout_id)
         with self._trainers_turn(), self._forgotten_on_failure(batch):
@@ -364,7 +370,7 @@ class Cluster:
         except Exception as error:
             if not isinstance(error, StopRequested) and not self.lost_trainers(error):
                 with contextlib.suppress(UserError):  # the error at hand is the one to tell
-                    there(self._rollout).forget(batch.rollout_id)
+                    require_launched(self._rollout).forget(batch.rollout_id)
             raise
 
     def turns(self) -> dict[str, float]:
@@ -392,8 +398,8 @@ class Cluster:
         """With the weights that the engines hold now; None when there is nothing to evaluate."""
         if self._engines is None or not has_evaluation(self.config):
             return None
-        there(self._weights).wake_engines()
-        return Generating(rollout_id, there(self._rollout).begin_evaluation(rollout_id))
+        require_launched(self._weights).wake_engines()
+        return Generating(rollout_id, require_launched(self._rollout).begin_evaluation(rollout_id))
 
     def collect_evaluation(self, evaluating: Generating) -> dict[str, float]:
         """Wait for an evaluation: metrics ``eval/…``. One that has ended is there, also after a
@@ -409,7 +415,7 @@ class Cluster:
         reached, what was ``pushed`` (see `Saving.save`), and the rollout's metrics, which are
         logged later."""
         state = {
-            "source": there(self._rollout).save_source(rollout_id),
+            "source": require_launched(self._rollout).save_source(rollout_id),
             "rollout_id": rollout_id,
             **pushed,
         }
@@ -422,7 +428,7 @@ class Cluster:
         """Whether it tells that trainer ranks died, do not answer, or lost each other."""
         ranks = self._trainers.names if self._trainers is not None else set()
         return isinstance(error, ConnectionBroken) or (
-            isinstance(error, Lost) and bool(ranks & set(error.names))
+            isinstance(error, ActorLost) and bool(ranks & set(error.names))
         )
 
     def export(self, directory: Path) -> None:
@@ -464,7 +470,7 @@ class Cluster:
     def _trainers_turn(self) -> contextlib.AbstractContextManager[None]:
         """The trainers have their memory from now on; in the context, errors are explained."""
         if self._weights is not None:
-            self._weights.to_trainer()
+            self._weights.onload_trainer()
         return self._explained()
 
     def _care_for(self, engines: Engines) -> None:
@@ -472,9 +478,9 @@ class Cluster:
         engines.kill_hanging()
         if self._lacks_trainers:  # without a push no engine comes back
             if not engines.table.those(State.SERVING):
-                raise NobodyAnswers
+                raise NoEngineLeft
         elif self._trainers is None:  # the weights that engines start with are right
-            there(self._weights).take_in()
+            require_launched(self._weights).take_in()
             engines.admit()
         elif not engines.table.policy:
             metrics = self.update_weights()
@@ -496,7 +502,7 @@ class Cluster:
             if self._progress is not None:
                 self._progress.look()
 
-        rollout = there(self._rollout)
+        rollout = require_launched(self._rollout)
         limit = self.config.rollout.rollout_timeout
         rollout.shows_evaluation = what == "evaluating"
         signs = (lambda: rollout.counters), (lambda: rollout.waits)
@@ -511,7 +517,7 @@ class Cluster:
         if self._engines is not None:
             self._engines.look()
             if (
-                self._generating and self._weights is not None and self._weights.lets_generate
+                self._generating and self._weights is not None and self._weights.can_generate
             ):  # beside the trainer
                 self._engines.kill_hanging()
         if self._should_stop() and stopped_parts():

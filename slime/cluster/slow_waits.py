@@ -36,7 +36,7 @@ _STACKS_SECONDS = 240.0
 
 
 class Waited(Protocol):
-    """An actor that is waited for (`slime.cluster.waiting.Worker`)."""
+    """An actor that is waited for (`slime.cluster.waiting.NamedActor`)."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +46,7 @@ class Waited(Protocol):
         """Process id and host; None while they are not known."""
 
 
-class Silence:
+class SlowWaitLogger:
     """Of one wait.
 
     Args:

@@ -43,7 +43,7 @@ _TAKES_UP_SECONDS = 3.0
 _SIGNAL = signal.SIGRTMIN + 3
 
 
-class Watchman:
+class StoppedProcessMonitor:
     """Begun in the main thread; in another one it only speaks.
 
     Args:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.cluster.launch import Launch
-from slime.cluster.placement import Slots
+from slime.cluster.placement import GpuSlots
 from slime.cluster.waiting import (
     POLL_SECONDS,
+    NamedActor,
     Process,
     Watch,
-    Worker,
     all_answered,
     raise_failed,
     this_process,
@@ -30,7 +30,7 @@ from slime.engines.kinds import engine_of
 from slime.errors import UserError
 from slime.log import get_logger, log_to_file_only
 from slime.placement import PlacementPlan
-from slime.processes.garbage import paused, settle
+from slime.processes.garbage import freeze_gc, paused
 from slime.processes.host import reserve_port
 from slime.redact import secrets_in
 from slime.samples.batch import TrainedTokens, TrainLayout
@@ -128,7 +128,7 @@ class TrainerActor:
         info = RankInfo(self.rank, self.world_size, local_rank, master_addr, master_port)
         self.backend = MegatronBackend(self.config, info)
         start = self.backend.setup()
-        settle()
+        freeze_gc()
         backend = self.backend
         return TrainerStart(
             start,
@@ -242,7 +242,7 @@ class Trainers:
         self,
         config: Config,
         plan: PlacementPlan,
-        slots: Slots,
+        slots: GpuSlots,
         run_path: Path,
         num_threads: int,
         on_wait: Callable[[], None] = lambda: None,
@@ -255,7 +255,7 @@ class Trainers:
         self.layout = TrainLayout()
         self.nodes = [place.node for place in slots.places[: plan.num_train]]
         self._reporting_rank = 0
-        self._actors: dict[Worker, Any] = {}
+        self._actors: dict[NamedActor, Any] = {}
         limit = config.cluster.distributed_timeout_minutes * 60.0
         # collectives inside have the process group's time-out; this outer one only catches what
         # that cannot see
@@ -269,7 +269,7 @@ class Trainers:
     # -- coming up
     # ---------------------------------------------------------------------------------------------
 
-    def begin_setup(self, should_stop: Callable[[], bool]) -> dict[Worker, ray.ObjectRef]:
+    def begin_setup(self, should_stop: Callable[[], bool]) -> dict[NamedActor, ray.ObjectRef]:
         """Start all ranks and begin to set them up; the answers go to `agreed_start`. Rank 0 is
         waited for, which says where the others find it."""
         share = _COLOCATED_SHARE if self.config.cluster.colocate else 1.0
@@ -282,7 +282,7 @@ class Trainers:
             actor = remote.options(name=None, max_restarts=0, **options).remote(
                 self.config, rank, len(self.nodes), self._run_path, self._num_threads
             )
-            self._actors[Worker(f"trainer-{rank}", actor.process.remote())] = actor
+            self._actors[NamedActor(f"trainer-{rank}", actor.process.remote())] = actor
         first, actor = next(iter(self._actors.items()))
         [(address, port)] = wait_for(
             {first: actor.address.remote()}, "starting", _START_SECONDS, should_stop
@@ -383,7 +383,7 @@ class Trainers:
     def finish_saving(self) -> None:
         self._ask(lambda actor: actor.finish_saving.remote(), "finishing the checkpoint")
 
-    def ping(self) -> dict[Worker, ray.ObjectRef]:
+    def ping(self) -> dict[NamedActor, ray.ObjectRef]:
         """To be: where each rank lives, as soon as it has nothing else to do."""
         return {worker: actor.process.remote() for worker, actor in self._actors.items()}
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slime.cluster import open_waits
-from slime.cluster.slow_waits import Silence, own_actors, pid_here, stopped_parts
+from slime.cluster.slow_waits import SlowWaitLogger, own_actors, pid_here, stopped_parts
 from slime.errors import RunFailed, UserError
 from slime.log import get_logger
 from slime.processes import stacks
@@ -32,7 +32,7 @@ class StopRequested(Exception):
     """The run was asked to stop (SIGTERM) while it waited; what was under way is abandoned."""
 
 
-class Lost(RunFailed):
+class ActorLost(RunFailed):
     """Actors are gone, or as good as that.
 
     Attributes:
@@ -41,24 +41,24 @@ class Lost(RunFailed):
 
     names: tuple[str, ...] = ()
 
-    def of(self, *workers: Worker) -> Lost:
+    def of(self, *workers: NamedActor) -> ActorLost:
         self.names = tuple(worker.name for worker in workers)
         return self
 
 
-class DeadlinePassed(Lost):
+class DeadlinePassed(ActorLost):
     """An actor did not answer in time."""
 
 
-class ActorDied(Lost):
+class ActorDied(ActorLost):
     """An actor's process ended."""
 
 
-class ConnectionBroken(Lost):
+class ConnectionBroken(ActorLost):
     """Actors that work together lost each other, and none of them has said why."""
 
 
-class NobodyAnswers(Exception):
+class NoEngineLeft(Exception):
     """No engine is left that what is being generated could wait for, nor anybody who could bring
     one back."""
 
@@ -78,7 +78,7 @@ def this_process() -> Process:
     return Process(os.getpid(), ray.util.get_node_ip_address())
 
 
-class Worker:
+class NamedActor:
     """An actor as messages name it: "trainer-0 (pid 4711 on 10.0.0.3)", as soon as its process has
     said so.
 
@@ -113,7 +113,7 @@ class Worker:
 
 
 #: What was asked of whom, the answers to come.
-Asked = Mapping[Worker, ray.ObjectRef]
+Asked = Mapping[NamedActor, ray.ObjectRef]
 
 
 def wait_for(
@@ -146,7 +146,7 @@ def wait_for(
     end = time.monotonic() + timeout
     worker_of = {ref: worker for worker, ref in asked.items()}
     pending = list(worker_of)
-    silence = Silence(what)
+    silence = SlowWaitLogger(what)
     with open_waits.waiting(what) as wait:
         while pending:
             if should_stop():
@@ -177,7 +177,7 @@ def wait_for(
 def waiting_for(what: str) -> Iterator[Callable[[Asked], None]]:
     """A wait whose end the caller knows: what it is given waits a moment, for one answer at most,
     and lines say who is waited for while nothing is heard, as in `wait_for`."""
-    silence = Silence(what)
+    silence = SlowWaitLogger(what)
     with open_waits.waiting(what) as wait:
 
         def a_moment(asked: Asked) -> None:
@@ -227,12 +227,12 @@ class Watch:
 
     def __init__(
         self,
-        questions: Mapping[Worker, Callable[[], ray.ObjectRef]],
+        questions: Mapping[NamedActor, Callable[[], ray.ObjectRef]],
         judge: Callable[[str, Any], None] = lambda name, answer: None,
     ) -> None:
         self._questions = questions
         self._judge = judge
-        self._asked: dict[Worker, ray.ObjectRef] = {}
+        self._asked: dict[NamedActor, ray.ObjectRef] = {}
 
     def look(self) -> None:
         """Deal with the answers that have come, ask those actors again; never waits.
@@ -255,7 +255,7 @@ class Watch:
             self._asked[worker] = ask()
 
 
-class StartNews:
+class StartupProgress:
     """Names, at growing intervals, those that are still coming up, with the last line of their log:
     an engine loads, compiles and captures graphs for minutes, and a silent wait looks like a hang.
 
@@ -304,7 +304,9 @@ class StartNews:
         return f"; {path}: {lines[-1][:160]}" if lines else ""
 
 
-def _deadline_passed(silent: list[Worker], what: str, timeout: float, since: float) -> Lost:
+def _deadline_passed(
+    silent: list[NamedActor], what: str, timeout: float, since: float
+) -> ActorLost:
     """Everybody is asked for the stacks: who is waited for may wait for another one, which may be
     stopped."""
     process = next((worker.process for worker in silent if worker.process is not None), None)
@@ -338,7 +340,7 @@ def _raise_cause(
     error: Exception,
     pending: list[ray.ObjectRef],
     what: str,
-    worker_of: Mapping[ray.ObjectRef, Worker],
+    worker_of: Mapping[ray.ObjectRef, NamedActor],
 ) -> None:
     """Raise the `UserError` of another actor, should there be one, else ``error``.
 
@@ -379,7 +381,7 @@ def _is_broken_connection(error: Exception) -> bool:
     )
 
 
-def _made_by_the_dead(what: str, worker: Worker) -> ActorDied:
+def _made_by_the_dead(what: str, worker: NamedActor) -> ActorDied:
     """What an actor was given lies with the process that made it: samples with the rollout
     actor."""
     return ActorDied(
@@ -391,7 +393,7 @@ def _made_by_the_dead(what: str, worker: Worker) -> ActorDied:
     )
 
 
-def _fetch(ref: ray.ObjectRef, what: str, worker: Worker) -> Any:
+def _fetch(ref: ray.ObjectRef, what: str, worker: NamedActor) -> Any:
     """`ray.get` of a finished ref, with the actor's own exception instead of Ray's wrapper."""
     try:
         return ray.get(ref)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from slime.cluster.engine_table import State
 from slime.cluster.engines import Engines
-from slime.cluster.gpu_memory import GpuTurns, Turn
+from slime.cluster.gpu_memory import GpuMemoryOwner, MemoryHolder
 from slime.cluster.trainer_group import Trainers
 from slime.weights.canary import Canary
 
@@ -34,7 +34,7 @@ class WeightPush:
         self,
         engines: Engines,
         trainers: Trainers | None,
-        turns: GpuTurns | None,
+        turns: GpuMemoryOwner | None,
         canary: Canary | None,
         *,
         tolerant: bool,
@@ -49,7 +49,7 @@ class WeightPush:
         self.is_pushing = False
 
     @property
-    def lets_generate(self) -> bool:
+    def can_generate(self) -> bool:
         """Engines generate beside the trainer, and are not being pushed to."""
         return not self.is_pushing and (self._turns is None or not self._turns.taken)
 
@@ -62,7 +62,7 @@ class WeightPush:
         """
         if self._trainers is None:
             return
-        with self._engines.external.nobody_moves():
+        with self._engines.external.freeze_membership():
             self._connect(self._trainers, version)
 
     def _connect(self, trainers: Trainers, version: int | None) -> None:
@@ -82,9 +82,9 @@ class WeightPush:
         if self._trainers is None:
             return {}
         self.is_pushing = True
-        with engines.external.nobody_moves():
+        with engines.external.freeze_membership():
             metrics = engines.again_without_dead(self._push_once, "a weight push")
-            if engines.table.those(State.RETURNING):
+            if engines.table.those(State.REJOINING):
                 engines.again_without_dead(
                     self._to_engines, "taking memory back"
                 )  # requests may come from now on
@@ -98,10 +98,14 @@ class WeightPush:
         trainers = self._trainers
         assert trainers is not None
         if self._tolerant:
-            engines.ask()
+            engines.poll_for_deaths()
         self.take_in()
-        if self._tolerant and self._turns is not None and self._turns.turn is not Turn.TRAINER:
-            self._turns.to_trainer()  # an engine died of the push
+        if (
+            self._tolerant
+            and self._turns is not None
+            and self._turns.turn is not MemoryHolder.TRAINER
+        ):
+            self._turns.onload_trainer()  # an engine died of the push
         with engines.external.newcomers_are_blamed():
             if self._connected != [engine.url for engine in engines.table.policy]:
                 self.connect()
@@ -110,7 +114,7 @@ class WeightPush:
     def _push_to_all(self, trainers: Trainers) -> dict[str, float]:
         canary = self._canary
         if self._turns is not None:
-            self._turns.to_push()
+            self._turns.onload_weights()
         if canary is None:
             return trainers.update_weights([])[0]
         metrics, canary.expected = trainers.update_weights(canary.tokens)
@@ -141,34 +145,34 @@ class WeightPush:
         if not engines.table.away:
             return
         if not engines.table.policy and self._turns is not None and self._turns.taken:
-            with self._turns.to_nobody():
+            with self._turns.offload_all():
                 engines.start_again()
                 engines.wait_for_restarts(for_all=True)
-                engines.table.taken_in()
+                engines.table.rejoin()
             return
         if not engines.table.policy:
             engines.wait_for_restarts(for_all=False)
         engines.look()
-        engines.table.taken_in()
+        engines.table.rejoin()
 
     def wake_engines(self) -> None:
         """Before they are asked anything. Those that were asleep must still compute what the
         trainer computed."""
         engines = self._engines
         if self._tolerant:
-            engines.ask()
+            engines.poll_for_deaths()
             if not engines.table.policy:
                 return  # whoever waits for the rollout brings them back
         if engines.again_without_dead(self._to_engines, "taking memory back"):
             self._check_canary("taking its memory back")
 
     def _to_engines(self) -> bool:
-        took = self._turns is not None and self._turns.to_engines()
+        took = self._turns is not None and self._turns.onload_engines()
         self._engines.restarts_at_once = True
         self._engines.start_again()  # what died while the trainer had the GPUs
         return took
 
-    def to_trainer(self) -> None:
+    def onload_trainer(self) -> None:
         """The trainer takes its memory back, where engines had it. Those that are starting come up
         first, since they measure how much there is for them; what dies from now on starts when the
         trainer sleeps again."""
@@ -179,5 +183,5 @@ class WeightPush:
         engines.restarts_at_once = False
         engines.end_rollout()
         engines.wait_for_restarts(for_all=True)
-        engines.table.taken_in()
-        engines.again_without_dead(turns.to_trainer, "giving memory up")
+        engines.table.rejoin()
+        engines.again_without_dead(turns.onload_trainer, "giving memory up")

@@ -23,9 +23,9 @@ from slime.user_code.loading import check_signature, load_function, named
 Tasks = set[asyncio.Task[Any]]
 
 
-class GenerateState:
-    """``GenerateState(args)``: one object per run, for all functions of plugins, which may set
-    attributes on it.
+class PluginGenerateState:
+    """``PluginGenerateState(args)``: one object per run, for all functions of plugins, which may
+    set attributes on it.
 
     Without a run, as in a plugin's own unit tests, it is made of ``args``
     (`slime.compat.without_run`).
@@ -49,7 +49,7 @@ class GenerateState:
         if not own.is_in_run():
             return _lone_state(args)
         loop = current_loop()
-        known: GenerateState | None = vars(loop).get("plugin_state")
+        known: PluginGenerateState | None = vars(loop).get("plugin_state")
         if known is None:
             known = vars(loop)["plugin_state"] = super().__new__(cls)
             known.reset()
@@ -127,8 +127,9 @@ async def generate_and_rm_group(
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
-    """End the requests of this rollout and the tasks of `GenerateState.submit_generate_tasks`;
-    until `GenerateState.reset` groups come back as they are.
+    """End the requests of this rollout and the tasks of
+    `PluginGenerateState.submit_generate_tasks`; until `PluginGenerateState.reset` groups come back
+    as they are.
 
     Returns:
         With ``--partial-rollout`` the groups under way, with ``metadata["start_rollout_id"]``; else
@@ -136,7 +137,7 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
     Raises:
         EngineError: engines do not stop within the deadline.
     """
-    state = GenerateState(args)
+    state = PluginGenerateState(args)
     done = await _stop_engines(state.pendings, asyncio.get_running_loop())
     state.pendings = set()
     state.aborted = True

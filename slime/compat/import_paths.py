@@ -2,7 +2,7 @@
 
     from slime.utils.types import Sample                      is  slime.samples.types.Sample
     from slime.rollout.sglang_rollout import GenerateState    is
-    slime.compat.generating.GenerateState
+    slime.compat.generating.PluginGenerateState
 
 What such a plugin reads is what it was written for: where a hook of a run imports an old path
 (`slime.user_code.overrides.old_plugin`), responses

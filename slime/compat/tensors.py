@@ -217,10 +217,10 @@ def build_dp_schedule(
     rollout_indices: list[int],
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """`slime.samples.packing.plan_steps`: of each data-parallel rank the positions of its samples,
-    and its micro-batches, which point into them; micro-batches per rank and executions of each
+    and its micro-batches, which point into them; micro-batches per rank and trajectories of each
     step.
 
-    No sample is left out: executions that do not fill a step are spread over the others.
+    No sample is left out: trajectories that do not fill a step are spread over the others.
     """
     stages = train_parallel_config.get("vpp_size") or 1
     multiple = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1

@@ -19,7 +19,7 @@ from typing import Any
 from slime import paths as path_patterns
 from slime.config import checks_train
 from slime.config.addresses import engine_url
-from slime.config.draft import Draft, Given
+from slime.config.draft import Draft, UserFlags
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import GENERATES, FlagSpec, option_of
@@ -33,7 +33,7 @@ from slime.processes.host import num_gpus
 _MISSING = "in this version"
 
 
-def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
+def refuse_unsupported(given: UserFlags, specs: Mapping[str, FlagSpec]) -> None:
     """Stop where values ask for what this version does not do.
 
     Raises:
@@ -44,7 +44,7 @@ def refuse_unsupported(given: Given, specs: Mapping[str, FlagSpec]) -> None:
 
 
 def unsupported(
-    given: Given, specs: Mapping[str, FlagSpec]
+    given: UserFlags, specs: Mapping[str, FlagSpec]
 ) -> Iterator[tuple[list[str], UserError]]:
     """Yield (flags by dest, error) for each thing that flags ask for and that this version does not
     do. Flags that ask for the same thing are told together, and those that describe a model of a
@@ -482,7 +482,7 @@ def _check_signal(draft: Draft) -> None:
     own = any(draft[dest] for dest in _OWN_SIGNAL) or not draft["rewards_normalization"]
     by_equation = draft.is_given("rollout_batch_size") and draft.is_given("global_batch_size")
     asked = draft.is_given("n_samples_per_prompt") or by_equation
-    if FACTS[estimator].compares_group and draft["n_samples_per_prompt"] == 1 and asked and not own:
+    if FACTS[estimator].group_relative and draft["n_samples_per_prompt"] == 1 and asked and not own:
         raise UserError(
             f"--advantage-estimator {estimator} learns nothing from one sample per prompt",
             why="a reward counts relative to those of the other samples of its prompt, so every "

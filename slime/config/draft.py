@@ -11,7 +11,7 @@ from slime.config.flag import FlagSpec
 
 
 @dataclass
-class Given:
+class UserFlags:
     """What the user set, by dest.
 
     Attributes:
@@ -28,15 +28,15 @@ class Given:
         self.values[dest] = value
         self.origins[dest] = origin
 
-    def update(self, other: Given) -> None:
+    def update(self, other: UserFlags) -> None:
         """``other`` wins."""
         self.values.update(other.values)
         self.origins.update(other.origins)
         self.extra.update(other.extra)
 
-    def without(self, dest: str) -> Given:
+    def without(self, dest: str) -> UserFlags:
         """The same had the user left ``dest`` out."""
-        return Given(
+        return UserFlags(
             {name: value for name, value in self.values.items() if name != dest},
             {name: origin for name, origin in self.origins.items() if name != dest},
             self.extra,
@@ -60,14 +60,16 @@ class Draft:
 
     values: dict[str, Any]
     origins: dict[str, str]
-    given: Given
+    given: UserFlags
     specs: Mapping[str, FlagSpec]
     entry: str
     is_run: bool = False
     warnings: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(given: Given, specs: Mapping[str, FlagSpec], entry: str, is_run: bool = False) -> Draft:
+    def of(
+        given: UserFlags, specs: Mapping[str, FlagSpec], entry: str, is_run: bool = False
+    ) -> Draft:
         """Constant defaults of our flags, and the given values over them."""
         values = {dest: spec.default for dest, spec in specs.items() if not spec.sections}
         origins = dict.fromkeys(values, "default")

@@ -25,7 +25,7 @@ _PER_ENGINE = "it is chosen for each engine"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineFlags:
     """What the flags must know of an engine, before anything of it is imported; the rest is
     `slime.engines.kinds`.
 
@@ -43,8 +43,8 @@ class EngineOptions:
 
 #: By the name of ``--rollout-engine``.
 ENGINE_OPTIONS = {
-    "embedded": EngineOptions(),
-    "sglang": EngineOptions("sglang", spans_nodes=True, splits_prefill=True),
+    "embedded": EngineFlags(),
+    "sglang": EngineFlags("sglang", spans_nodes=True, splits_prefill=True),
 }
 
 _PORTS = "ports are reserved for each engine"
@@ -253,7 +253,7 @@ def with_prefix(
             refused=reason,
             is_reserved=bool(reason),
             instead=SGLANG_INSTEAD.get(arg.name, {}) if prefix == "sglang" else {},
-            serves=("engine",) if prefix == "sglang" else ("router",),
+            read_by=("engine",) if prefix == "sglang" else ("router",),
         )
         specs[dest] = FlagSpec(
             dest=dest,

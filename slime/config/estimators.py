@@ -19,31 +19,31 @@ class EstimatorFacts:
     """Which flags act on an estimator, and what it asks for. Every fact has to be told.
 
     Attributes:
-        compares_group: a reward counts relative to those of the other samples of its prompt.
-        divides_by_deviation: centred rewards are divided by the standard deviation of their group.
-        takes_own_log_probs: with one optimizer step per rollout the training pass's log-probs may
+        group_relative: a reward counts relative to those of the other samples of its prompt.
+        std_normalized: centred rewards are divided by the standard deviation of their group.
+        reuses_train_logprobs: with one optimizer step per rollout the training pass's log-probs may
             serve as the old policy's, which saves a pass.
         takes_token_kl: ``--kl-coef`` acts: the KL to the reference is a part of each token's
             reward.
         discounts: ``--gamma`` acts.
         needs_whitening: advantages have to be normalised over the batch
             (``--normalize-advantages``).
-        clips_twice: ``--eps-clip-c`` acts.
+        dual_clip: ``--eps-clip-c`` acts.
         clips_weight: ``--eps-clip`` bounds the importance weight instead of the loss; as published
             from above alone.
         averages_group: each group counts alike and within it each trained token, instead of each
-            execution alike and within it each of its tokens. ``--calculate-per-token-loss``
+            trajectory alike and within it each of its tokens. ``--calculate-per-token-loss``
             overrides both.
     """
 
     name: EstimatorName
-    compares_group: bool
-    divides_by_deviation: bool
-    takes_own_log_probs: bool
+    group_relative: bool
+    std_normalized: bool
+    reuses_train_logprobs: bool
     takes_token_kl: bool
     discounts: bool
     needs_whitening: bool
-    clips_twice: bool
+    dual_clip: bool
     clips_weight: bool
     averages_group: bool
 
@@ -53,61 +53,61 @@ FACTS: dict[str, EstimatorFacts] = {
     for facts in (
         EstimatorFacts(
             name="grpo",
-            compares_group=True,
-            divides_by_deviation=True,
-            takes_own_log_probs=True,
+            group_relative=True,
+            std_normalized=True,
+            reuses_train_logprobs=True,
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
-            clips_twice=True,
+            dual_clip=True,
             clips_weight=False,
             averages_group=False,
         ),
         EstimatorFacts(
             name="gspo",
-            compares_group=True,
-            divides_by_deviation=True,
-            takes_own_log_probs=False,
+            group_relative=True,
+            std_normalized=True,
+            reuses_train_logprobs=False,
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
-            clips_twice=True,
+            dual_clip=True,
             clips_weight=False,
             averages_group=False,
         ),
         EstimatorFacts(
             name="cispo",
-            compares_group=True,
-            divides_by_deviation=True,
-            takes_own_log_probs=True,
+            group_relative=True,
+            std_normalized=True,
+            reuses_train_logprobs=True,
             takes_token_kl=False,
             discounts=False,
             needs_whitening=False,
-            clips_twice=False,
+            dual_clip=False,
             clips_weight=True,
             averages_group=True,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus",
-            compares_group=False,
-            divides_by_deviation=False,
-            takes_own_log_probs=True,
+            group_relative=False,
+            std_normalized=False,
+            reuses_train_logprobs=True,
             takes_token_kl=True,
             discounts=True,
             needs_whitening=True,
-            clips_twice=True,
+            dual_clip=True,
             clips_weight=False,
             averages_group=False,
         ),
         EstimatorFacts(
             name="reinforce_plus_plus_baseline",
-            compares_group=True,
-            divides_by_deviation=False,
-            takes_own_log_probs=True,
+            group_relative=True,
+            std_normalized=False,
+            reuses_train_logprobs=True,
             takes_token_kl=True,
             discounts=False,
             needs_whitening=True,
-            clips_twice=True,
+            dual_clip=True,
             clips_weight=False,
             averages_group=False,
         ),

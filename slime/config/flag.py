@@ -121,7 +121,7 @@ WEIGHT = finite(0, "the weight of a loss")
 
 
 @dataclass(frozen=True)
-class Setting:
+class Condition:
     """A flag has one of ``values``, or any true value where none is named; ``negated``: it has
     not."""
 
@@ -147,7 +147,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """A flag acts when one of ``settings`` holds. Else it is refused, because it would be ignored.
 
     Attributes:
@@ -156,16 +156,16 @@ class Need:
             own may read it.
     """
 
-    settings: tuple[Setting, ...]
+    settings: tuple[Condition, ...]
     why: str = ""
     warns: bool = False
 
-    def __or__(self, other: Need) -> Need:
-        return Need(
+    def __or__(self, other: Requirement) -> Requirement:
+        return Requirement(
             (*self.settings, *other.settings), self.why or other.why, self.warns or other.warns
         )
 
-    def __and__(self, other: Need) -> tuple[Need, ...]:
+    def __and__(self, other: Requirement) -> tuple[Requirement, ...]:
         return (self, other)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
@@ -191,14 +191,14 @@ class Need:
         return f"pass {absent} too, or leave {option} out" if absent else f"leave {option} out"
 
 
-def on(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
+def on(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requirement:
     """Acts only where ``dest`` has one of ``values``, or is set at all."""
-    return Need((Setting(dest, values),), why, warns)
+    return Requirement((Condition(dest, values),), why, warns)
 
 
-def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Need:
+def unless(dest: str, *values: Any, why: str = "", warns: bool = False) -> Requirement:
     """Does nothing where ``dest`` has one of ``values``, or is set at all."""
-    return Need((Setting(dest, values, negated=True),), why, warns)
+    return Requirement((Condition(dest, values, negated=True),), why, warns)
 
 
 NO_MTP = "training of multi-token-prediction layers is not in this version"
@@ -256,8 +256,8 @@ class FlagMeta:
     append: bool = False
     derived: str = ""
     range: Interval | None = None
-    needs: tuple[Need, ...] = ()
-    serves: tuple[Part, ...] = ()
+    needs: tuple[Requirement, ...] = ()
+    read_by: tuple[Part, ...] = ()
     refused: str = ""
     refused_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
     instead: Mapping[Any, tuple[Any, str]] = dataclasses.field(default_factory=dict)
@@ -268,12 +268,12 @@ class FlagMeta:
 NO_META = FlagMeta()
 
 
-def flag(default: Any, *, needs: Need | tuple[Need, ...] = (), serves: Part | tuple[Part, ...] = (),
-         **meta: Any) -> Any:  # fmt: skip
+def flag(default: Any, *, needs: Requirement | tuple[Requirement, ...] = (),
+         read_by: Part | tuple[Part, ...] = (), **meta: Any) -> Any:  # fmt: skip
     """A dataclass field that is a flag with a constant default; see `FlagMeta` for the keywords."""
-    needed = (needs,) if isinstance(needs, Need) else needs
-    readers = (serves,) if isinstance(serves, str) else serves
-    metadata = {_KEY: FlagMeta(needs=needed, serves=readers, **meta)}
+    needed = (needs,) if isinstance(needs, Requirement) else needs
+    readers = (read_by,) if isinstance(read_by, str) else read_by
+    metadata = {_KEY: FlagMeta(needs=needed, read_by=readers, **meta)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -357,7 +357,7 @@ def specs_of(group: str, cls: Any) -> list[FlagSpec]:
                 (meta.name or field.name).replace("-", "_"), group, field.name, kind,
                 field.default if factory is dataclasses.MISSING else factory(),
                 many=many, optional=optional, choices=choices, help=docs.get(field.name, ""),
-                meta=meta if meta.serves else dataclasses.replace(meta, serves=cls.SERVES),
+                meta=meta if meta.read_by else dataclasses.replace(meta, read_by=cls.SERVES),
             )
         )  # fmt: skip
     return specs

@@ -44,7 +44,7 @@ class AlgorithmConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("training",)
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
-        "policy_loss", serves=("driver", "collection", "samples", "training")
+        "policy_loss", read_by=("driver", "collection", "samples", "training")
     )
     """policy_loss for RL, sft_loss for supervised fine-tuning, custom_loss for a function of your
     own."""
@@ -52,7 +52,7 @@ class AlgorithmConfig:
     """Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type
     custom_loss."""
     advantage_estimator: EstimatorName = flag(
-        "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, serves=("samples", "training")
+        "grpo", refused_values={"ppo": NO_CRITIC}, needs=SAMPLES, read_by=("samples", "training")
     )
     """How rewards become advantages."""
     disable_compute_advantages_and_returns: bool = flag(
@@ -80,7 +80,7 @@ class AlgorithmConfig:
             _CUSTOM_MAY_READ,
             unless(
                 "advantage_estimator",
-                *those_where("clips_twice", False),
+                *those_where("dual_clip", False),
                 why="it clips the importance weight, not the loss",
             ),
         ),
@@ -145,24 +145,24 @@ class AlgorithmConfig:
             SAMPLES,
             on(
                 "advantage_estimator",
-                *those_where("divides_by_deviation"),
+                *those_where("std_normalized"),
                 why="the other estimators do not divide by it",
             ),
             _OWN_REWARDS,
             _OWN_COLUMNS,
         ),
-        serves="config",
+        read_by="config",
     )
     """Do not divide by the group's standard deviation (Dr. GRPO)."""
     grpo_std_normalization: bool = derived(
-        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", serves="samples"
+        "not disable_grpo_std_normalization, and n_samples_per_prompt > 1", read_by="samples"
     )
     """The opposite of --disable-grpo-std-normalization, as hooks read it."""
     disable_rewards_normalization: bool = flag(
-        False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), serves="config"
+        False, needs=(SAMPLES, _OWN_REWARDS, _OWN_COLUMNS), read_by="config"
     )
     """Use raw rewards, without the group mean."""
-    rewards_normalization: bool = derived("not disable_rewards_normalization", serves="samples")
+    rewards_normalization: bool = derived("not disable_rewards_normalization", read_by="samples")
     """The opposite of --disable-rewards-normalization, as hooks read it."""
     use_rollout_entropy: bool = flag(
         False,

@@ -50,29 +50,29 @@ class MegatronConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("training",)
 
-    tensor_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
+    tensor_model_parallel_size: int = flag(1, range=SOME, read_by="trainer")
     """GPUs over which each layer's matrices are split."""
-    pipeline_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
+    pipeline_model_parallel_size: int = flag(1, range=SOME, read_by="trainer")
     """Pipeline stages."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, range=SOME, serves="trainer")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, range=SOME, read_by="trainer")
     """Layers per virtual pipeline stage (interleaved schedule)."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, range=SOME, serves="trainer")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, range=SOME, read_by="trainer")
     """Virtual stages per pipeline rank; an alternative to the flag above."""
-    context_parallel_size: int = flag(1, range=SOME, serves="trainer")
+    context_parallel_size: int = flag(1, range=SOME, read_by="trainer")
     """GPUs over which each sequence is split."""
-    expert_model_parallel_size: int = flag(1, range=SOME, serves="trainer")
+    expert_model_parallel_size: int = flag(1, range=SOME, read_by="trainer")
     """GPUs over which experts are spread."""
-    expert_tensor_parallel_size: int | None = flag(None, range=SOME, serves="trainer")
+    expert_tensor_parallel_size: int | None = flag(None, range=SOME, read_by="trainer")
     """GPUs over which each expert's matrices are split; unset: the tensor-parallel size."""
-    sequence_parallel: bool = flag(False, serves="trainer")
+    sequence_parallel: bool = flag(False, read_by="trainer")
     """Split activations of norms and dropout along the sequence; needs tensor parallelism."""
-    bf16: bool = derived("true unless fp16 or fp32", serves="trainer")
+    bf16: bool = derived("true unless fp16 or fp32", read_by="trainer")
     """Train in bfloat16 with float32 master weights."""
-    fp16: bool = flag(False, serves=("trainer", "training", "engine"))
+    fp16: bool = flag(False, read_by=("trainer", "training", "engine"))
     """Train in float16 with loss scaling."""
-    fp32: bool = flag(False, serves=("trainer", "push", "engine"))
+    fp32: bool = flag(False, read_by=("trainer", "push", "engine"))
     """Train in float32."""
-    recompute_activations: bool = flag(False, serves="config")
+    recompute_activations: bool = flag(False, read_by="config")
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     recompute_granularity: Literal["full", "selective"] | None = derived(
         "full with recompute_activations"
@@ -91,7 +91,7 @@ class MegatronConfig:
         ...,
     ] = flag((), needs=on("recompute_granularity", "selective"))
     """Modules recomputed with selective granularity."""
-    optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer", serves="trainer")
+    optimizer_name: Literal["adam", "sgd"] = flag("adam", name="optimizer", read_by="trainer")
     """Optimizer."""
     lr: float = flag(1e-6, range=finite(0))
     """Learning rate."""
@@ -147,26 +147,26 @@ class MegatronConfig:
     """Largest global gradient norm; 0: no clipping."""
     check_for_nan_in_loss_and_grad: bool = flag(True)
     """Stop on NaN or Inf; off: the step is skipped and counted."""
-    use_distributed_optimizer: bool = flag(True, serves="trainer")
+    use_distributed_optimizer: bool = flag(True, read_by="trainer")
     """Shard optimizer states over data-parallel ranks."""
-    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED, serves="trainer")
+    use_precision_aware_optimizer: bool = flag(False, needs=_SHARDED, read_by="trainer")
     """Optimizer states in lower precision (needs Transformer Engine)."""
-    optimizer_cpu_offload: bool = flag(False, serves="trainer")
+    optimizer_cpu_offload: bool = flag(False, read_by="trainer")
     """Run the optimizer step on the CPU, with its states in host memory."""
-    offload_optimizer_states: bool = flag(False, serves="trainer")
+    offload_optimizer_states: bool = flag(False, read_by="trainer")
     """Optimizer states live in host memory while the engines hold the GPU."""
     overlap_grad_reduce: bool = flag(False)
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False, needs=(on("overlap_grad_reduce"), *_SHARDED))
     """Overlap gathering of parameters with the forward pass."""
     accumulate_allreduce_grads_in_fp32: bool = derived(
-        "true unless fp32 is the training precision anyway", serves="trainer"
+        "true unless fp32 is the training precision anyway", read_by="trainer"
     )
     """Accumulate and reduce gradients in float32."""
     use_checkpoint_opt_param_scheduler: bool = flag(False, needs=on("load"))
     """On resume, take the settings of schedule and optimizer (learning rate, betas, …) from the
     checkpoint."""
-    override_opt_param_scheduler: bool = flag(False, serves=("config", "training"))
+    override_opt_param_scheduler: bool = flag(False, read_by=("config", "training"))
     """On resume, take the schedule's settings from the flags; they are unless the checkpoint is
     asked for."""
     padded_vocab_size: int | None = flag(

@@ -22,7 +22,7 @@ class QuantisedConfig:
     backward passes; the gradients go to the plain weights as if nothing had been rounded (straight
     through). experts: the routed experts; linears: all layers that engines hold quantised. The
     format is that of --hf-checkpoint."""
-    measure_quantisation: bool = flag(False, needs=(SAMPLES, _TRAINS), serves="training")
+    measure_quantisation: bool = flag(False, needs=(SAMPLES, _TRAINS), read_by="training")
     """Score each rollout once more with the engines' quantised weights: how much of the difference
     between trainer and engine the format makes, and what is left without it
     (train/quantisation_logprob_abs_diff)."""

@@ -53,11 +53,11 @@ class DataConfig:
     """Column of the prompt: text, chat messages, or token ids."""
     label_key: str | None = flag(None)
     """Column of the expected answer, handed to the reward function as sample.label."""
-    label_type: Literal["text", "raw"] = flag("text", serves=("collection", "generation"))
+    label_type: Literal["text", "raw"] = flag("text", read_by=("collection", "generation"))
     """text: a label that is a number or a boolean becomes the text that the data has (5.10 is
     "5.10"; lists and dicts stay), so that it compares with a response; raw: Python numbers; also
     where a hook is written for import paths of earlier versions."""
-    metadata_key: str = flag("metadata", serves=("collection", "generation"))
+    metadata_key: str = flag("metadata", read_by=("collection", "generation"))
     """Column of a dict that becomes sample.metadata."""
     tool_key: str = flag("tools")
     """Column of the tool schemas for the chat template."""
@@ -65,12 +65,12 @@ class DataConfig:
         None, refused="vision-language models are not in this version"
     )
     """Columns of images and other media, as JSON."""
-    apply_chat_template: bool = flag(False, serves=("collection", "generation"))
+    apply_chat_template: bool = flag(False, read_by=("collection", "generation"))
     """Render chat messages with the chat template; else text begins with the BOS that the tokenizer
     puts before it."""
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, serves=("collection", "generation"))
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, read_by=("collection", "generation"))
     """Keyword arguments of the chat template, as JSON."""
-    num_epoch: int | None = flag(None, range=SOME, serves=("driver", "collection"))
+    num_epoch: int | None = flag(None, range=SOME, read_by=("driver", "collection"))
     """Passes over the data; sets num_rollout when that is unset."""
     rollout_shuffle: bool = derived(
         "on; off with streaming_data, data_source_path or rollout_function_path, and for a resume "
@@ -93,7 +93,7 @@ class DataConfig:
     rollout_global_dataset: bool = flag(True, off="disable-rollout-global-dataset")
     """Draw prompts from --prompt-data; off: the rollout function brings its own."""
     rollout_max_prompt_len: int | None = derived(
-        "rollout_max_context_len − 1 when that is set", range=SOME, serves=("driver", "collection")
+        "rollout_max_context_len − 1 when that is set", range=SOME, read_by=("driver", "collection")
     )
     """Prompts longer than this many tokens are left out."""
 
@@ -105,7 +105,7 @@ class RolloutConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("generation",)
 
     num_rollout: int | None = flag(
-        None, range=NONE_OR_SOME, serves=("driver", "samples", "training")
+        None, range=NONE_OR_SOME, read_by=("driver", "samples", "training")
     )
     """Rollouts (steps of the loop) in the whole run; 0 only evaluates. Required unless --num-epoch
     is given."""
@@ -113,7 +113,7 @@ class RolloutConfig:
         "global_batch_size × num_steps_per_rollout ÷ n_samples_per_prompt when the first is set, "
         "else 32",
         range=SOME,
-        serves="collection",
+        read_by="collection",
     )
     """Prompts per rollout."""
     n_samples_per_prompt: int = derived(
@@ -123,16 +123,16 @@ class RolloutConfig:
         "advantages, reward"
         " normalisation, conversion, rollout or data source)",
         range=SOME,
-        serves="collection",
+        read_by="collection",
     )
     """Samples per prompt: the size of a group."""
-    start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, serves=("driver", "trainer"))
+    start_rollout_id: int | None = flag(None, range=NONE_OR_SOME, read_by=("driver", "trainer"))
     """First rollout id; unset: taken from the checkpoint, 0 for a fresh start."""
     rollout_temperature: float = flag(
         1.0,
         range=finite(0, "log-probs are divided by it", above=True),
         needs=GENERATES,
-        serves=("generation", "training"),
+        read_by=("generation", "training"),
     )
     """Sampling temperature, > 0; log-probs are of the tempered distribution."""
     rollout_top_p: float = flag(1.0, range=PROBABILITY, needs=GENERATES)
@@ -146,13 +146,13 @@ class RolloutConfig:
     rollout_max_context_len: int | None = flag(
         None,
         range=at_least(2, "a prompt token and a response token"),
-        serves=("driver", "collection", "generation", "push", "engine"),
+        read_by=("driver", "collection", "generation", "push", "engine"),
     )
     """Most tokens of prompt plus response."""
     rollout_max_response_len: int = derived(
         "rollout_max_context_len or seq_length minus 1 when set, else 1024",
         range=SOME,
-        serves=("driver", "generation"),
+        read_by=("driver", "generation"),
     )
     """Most new tokens per sample."""
     rollout_request_tokens: int | None = derived(
@@ -173,30 +173,30 @@ class RolloutConfig:
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = flag((), range=NONE_OR_SOME, needs=GENERATES)
     """Token ids that end a response."""
-    rollout_seed: int = flag(42, range=SEED, serves=("collection", "generation", "engine"))
+    rollout_seed: int = flag(42, range=SEED, read_by=("collection", "generation", "engine"))
     """Seed of the prompt order and, in deterministic mode, of sampling."""
-    rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, serves="driver")
+    rollout_timeout: float = flag(14400.0, range=POSITIVE, needs=GENERATES, read_by="driver")
     """Seconds after which the generation of one rollout batch, or one evaluation, is given up."""
     deterministic: bool = flag(
-        False, name="deterministic-rollout", needs=GENERATES, serves=("generation", "engine")
+        False, name="deterministic-rollout", needs=GENERATES, read_by=("generation", "engine")
     )
     """Seed every request by its sample, so that tokens do not depend on how requests are batched
     together."""
     over_sampling_batch_size: int = derived(
-        "rollout_batch_size", range=SOME, needs=SAMPLES, serves="collection"
+        "rollout_batch_size", range=SOME, needs=SAMPLES, read_by="collection"
     )
     """Prompts drawn at a time while a dynamic filter drops groups; at least rollout_batch_size."""
-    dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
+    dynamic_sampling_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, samples) -> bool that decides whether a finished group is kept."""
-    partial_rollout: bool = flag(False, needs=SAMPLES, serves="collection")
+    partial_rollout: bool = flag(False, needs=SAMPLES, read_by="collection")
     """Keep samples that were under way when the batch was full, and finish them in the next
     rollout."""
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, needs=on("partial_rollout"), serves="collection"
+        False, needs=on("partial_rollout"), read_by="collection"
     )
     """Do not train on tokens that an earlier policy sampled."""
     rollout_max_failed_fraction: float = flag(
-        0.1, range=FRACTION, needs=GENERATES, serves="collection"
+        0.1, range=FRACTION, needs=GENERATES, read_by="collection"
     )
     """Fraction of a rollout's prompts that may fail for good (others replace them) before the run
     stops; see docs/hooks.md."""
@@ -204,7 +204,7 @@ class RolloutConfig:
     """Seconds without any sign of progress after which functions of yours that hang are given up,
     each with its sample; where none does, the rollout stops and reports who waits for whom."""
     rollout_function_path: str | None = flag(
-        None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH), serves="collection"
+        None, needs=SAMPLES | on("rollout_function_path", _SFT_PATH), read_by="collection"
     )
     """Function (args, rollout_id, data_source, evaluation) that replaces the whole rollout loop."""
     custom_generate_function_path: str | None = flag(None, needs=GENERATES)
@@ -217,18 +217,18 @@ class RolloutConfig:
     """Port of the same; 0: a free one."""
     rollout_sample_hook_path: tuple[str, ...] = flag((), append=True, needs=GENERATES)
     """Function (args, sample) run on each generated sample before its reward; may be repeated."""
-    buffer_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
+    buffer_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, rollout_id, buffer, num_samples) that picks groups out of the buffer."""
-    rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES, serves="collection")
+    rollout_sample_filter_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, groups) run at the end of a rollout; sets sample.remove_sample."""
-    rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES, serves="collection")
+    rollout_all_samples_process_path: str | None = flag(None, needs=SAMPLES, read_by="collection")
     """Function (args, all_groups, data_source) run at the end of a rollout, filtered groups
     included."""
-    custom_rollout_log_function_path: str | None = flag(None, serves="collection")
+    custom_rollout_log_function_path: str | None = flag(None, read_by="collection")
     """Function that logs a rollout; returns true to skip the default log."""
     custom_eval_rollout_log_function_path: str | None = flag(None, needs=EVALUATES)
     """Function that logs an evaluation; returns true to skip the default log."""
-    rollout_data_postprocess_path: str | None = flag(None, serves="training")
+    rollout_data_postprocess_path: str | None = flag(None, read_by="training")
     """Function (args, rollout_id, rollout_data) run in the trainer after the advantages are
     known."""
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] | None = flag(
@@ -236,7 +236,7 @@ class RolloutConfig:
         needs=on(
             "loss_type", "sft_loss", why="only supervised conversations have such masks", warns=True
         ),
-        serves="collection",
+        read_by="collection",
     )
     """The reference system's rule for the loss mask of conversations. Masks always come from the
     chat template; where the named rule would train on other text, the first turn that differs is
@@ -244,7 +244,7 @@ class RolloutConfig:
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
         "object-store",
         instead={"nixl": ("object-store", "ways of transport differ in speed alone")},
-        serves="config",
+        read_by="config",
     )
     """How training data gets from rollout to trainer."""
     rollout_buffer_url: str | None = flag(None, refused=_NO_AGENTS)
@@ -282,7 +282,7 @@ class RewardConfig:
         | on("eval_config", why="built-in rewards judge one sample at a time"),
     )
     """Call the reward function once per group, with the list of its samples."""
-    reward_key: str | None = flag(None, needs=GENERATES, serves=("generation", "samples"))
+    reward_key: str | None = flag(None, needs=GENERATES, read_by=("generation", "samples"))
     """Key of the number to train on, when rewards are dicts; the means of their other numbers are
     metrics."""
     eval_reward_key: str | None = derived("reward_key", needs=EVALUATION_SETTING)
@@ -311,10 +311,10 @@ class RewardConfig:
             "custom_convert_samples_to_train_data_path",
             why="the conversion is yours, its rewards included",
         ),
-        serves="samples",
+        read_by="samples",
     )
     """Function (args, samples) -> (raw_rewards, rewards) that replaces group normalisation."""
-    custom_convert_samples_to_train_data_path: str | None = flag(None, serves="samples")
+    custom_convert_samples_to_train_data_path: str | None = flag(None, read_by="samples")
     """Function (args, samples) -> dict that replaces the conversion to training data."""
 
 
@@ -401,14 +401,14 @@ class EngineConfig:
     rollout_external_engine_addrs: tuple[str, ...] = flag((), needs=ENGINES)
     """HOST:PORT of engines that somebody else has started, which get every push and requests but
     are never started or ended here; beside those of --rollout-num-gpus, or instead of them."""
-    sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, serves="generation")
+    sglang_server_concurrency: int = flag(512, range=SOME, needs=GENERATES, read_by="generation")
     """Most requests in flight per engine."""
     sglang_router_ip: str | None = flag(None, refused=_OWN_ROUTER)
     """Address of the router, as hooks read it."""
     sglang_router_port: int | None = flag(None, refused=_OWN_ROUTER)
     """Port of the router, as hooks read it."""
     sglang_router_request_timeout_secs: int = flag(
-        14400, range=SOME, needs=GENERATES, serves=("generation", "router")
+        14400, range=SOME, needs=GENERATES, read_by=("generation", "router")
     )
     """Seconds after which the router gives a request up."""
     sglang_config: str | None = flag(None, needs=ENGINES)

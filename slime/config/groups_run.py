@@ -37,10 +37,10 @@ class ClusterConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
-    actor_num_nodes: int = flag(1, range=SOME, serves="trainer")
+    actor_num_nodes: int = flag(1, range=SOME, read_by="trainer")
     """Nodes of the trainer."""
     actor_num_gpus_per_node: int = derived(
-        "GPUs of this host (at most 8), 1 without a GPU", range=SOME, serves="trainer"
+        "GPUs of this host (at most 8), 1 without a GPU", range=SOME, read_by="trainer"
     )
     """GPUs of the trainer on each of its nodes."""
     rollout_num_gpus: int = derived(
@@ -48,55 +48,55 @@ class ClusterConfig:
         "one engine",
         range=NONE_OR_SOME,
         needs=ENGINES,
-        serves=("generation", "engine"),
+        read_by=("generation", "engine"),
     )
     """GPUs of all engines together that the run starts. 0: none."""
-    rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES, serves="engine")
+    rollout_num_gpus_per_engine: int = flag(1, range=SOME, needs=ENGINES, read_by="engine")
     """GPUs of one engine (its tensor-parallel times pipeline-parallel size)."""
     num_gpus_per_node: int = derived("GPUs of this host (at most 8), 1 without a GPU", range=SOME)
     """GPUs of a node, as what the other flags ask of nodes is checked against it; processes go
     where Ray finds GPUs. An SGLang engine of more reaches over several nodes; an embedded one
     cannot."""
-    colocate: bool = flag(False, needs=ENGINES, serves=("trainer", "push", "engine"))
+    colocate: bool = flag(False, needs=ENGINES, read_by=("trainer", "push", "engine"))
     """Trainer and engines share the same GPUs and take turns."""
     offload: bool = flag(
         False,
         needs=on("colocate", why="trainer and engines have GPUs of their own"),
-        serves="config",
+        read_by="config",
     )
     """Short for --offload-train --offload-rollout."""
     offload_train: bool = derived(
         "colocate",
         needs=on("colocate", why="trainer and engines have GPUs of their own"),
-        serves="trainer",
+        read_by="trainer",
     )
     """Free the trainer's GPU memory while the engines generate."""
     offload_rollout: bool = derived(
         "colocate",
         needs=on("colocate", why="trainer and engines have GPUs of their own"),
-        serves="engine",
+        read_by="engine",
     )
     """Free the engines' GPU memory while the trainer trains."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
-        "auto", serves=("config", "trainer")
+        "auto", read_by=("config", "trainer")
     )
     """torch.distributed backend of the trainer's process groups; auto: nccl where the trainer has
     GPUs, else gloo."""
     distributed_timeout_minutes: float = derived(
         "NCCL_TIMEOUT / 60 when that variable is set, else 10",
         range=POSITIVE,
-        serves=("driver", "samples", "trainer", "push", "engine"),
+        read_by=("driver", "samples", "trainer", "push", "engine"),
     )
     """Time-out of every process group but that of checkpoints, and of every step of a launch
     (docs/deadlines.md)."""
-    train_env_vars: dict[str, Any] = flag({}, serves="trainer")
+    train_env_vars: dict[str, Any] = flag({}, read_by="trainer")
     """Environment variables of the trainer's processes, as JSON."""
     listen_on_network: bool = flag(
         False,
         needs=unless(
             "ray_address", why="the processes of a cluster listen on the addresses of its nodes"
         ),
-        serves=("driver", "generation"),
+        read_by=("driver", "generation"),
     )
     """Of a run that starts its own Ray: engines, router and Ray listen on the host's network
     address, for agents in containers or on other hosts, instead of on loopback alone
@@ -126,7 +126,7 @@ class ClusterConfig:
         ),
     )
     """End the trainer's processes during rollout and start them again from a checkpoint."""
-    train_backend: Literal["megatron"] = flag("megatron", serves="config")
+    train_backend: Literal["megatron"] = flag("megatron", read_by="config")
     """Training backend."""
 
 
@@ -137,7 +137,7 @@ class FaultToleranceConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("engine",)
 
     use_fault_tolerance: bool = flag(
-        False, needs=GENERATES, serves=("generation", "push", "engine")
+        False, needs=GENERATES, read_by=("generation", "push", "engine")
     )
     """Engines that die or hang are started again and come back with the next weight push; others
     take over their requests. Without it the death of an engine ends the run."""
@@ -147,7 +147,7 @@ class FaultToleranceConfig:
     """Seconds between two health checks of an engine while it generates, with
     --use-fault-tolerance."""
     rollout_health_check_timeout: float = flag(
-        30.0, range=POSITIVE, needs=on("use_fault_tolerance"), serves=("push", "engine")
+        30.0, range=POSITIVE, needs=on("use_fault_tolerance"), read_by=("push", "engine")
     )
     """Seconds without a good answer to a health check after which an engine counts as hung, and is
     killed."""
@@ -156,12 +156,14 @@ class FaultToleranceConfig:
     )
     """Seconds before the first health check of each rollout, for engines that compile on first
     use."""
-    max_restarts: int = flag(0, range=finite(0), needs=on("save"), serves="training")
+    max_restarts: int = flag(0, range=finite(0), needs=on("save"), read_by="training")
     """Times that trainer ranks which died, or answer no more, are started again from the newest
     checkpoint, while the engines stay; the steps since then are done again. Without it that ends
     the run."""
     journal: bool = derived(
-        "on with save, where something is trained", needs=(on("save"), SAMPLES), serves="collection"
+        "on with save, where something is trained",
+        needs=(on("save"), SAMPLES),
+        read_by="collection",
     )
     """Keep what is generated in the run folder until checkpoints have passed it, so that a run that
     goes on after a crash generates nothing twice."""
@@ -177,11 +179,11 @@ class ObserveConfig:
     """Directory of run folders; `tensorboard --logdir` reads it."""
     run_name: str = derived("<model>-<YYYYMMDD-HHMMSS>")
     """Name of the run folder inside --output-dir."""
-    stage: str | None = flag(None, serves=("driver", "samples"))
+    stage: str | None = flag(None, read_by=("driver", "samples"))
     """Name of this stage, when several runs (SFT, then RL) share one run folder and its
     metrics.jsonl."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = derived(
-        "DEBUG when SLIME_DEBUG=1, else INFO", serves=("driver", "samples", "trainer", "engine")
+        "DEBUG when SLIME_DEBUG=1, else INFO", read_by=("driver", "samples", "trainer", "engine")
     )
     """Verbosity of the logs."""
     trace: bool = flag(True)
@@ -216,13 +218,13 @@ class ObserveConfig:
         False, refused="all metrics share one axis, the rollouts trained on"
     )
     """Use the count of optimizer steps as the x axis of rollout and eval metrics too."""
-    log_multi_turn: bool = flag(False, needs=GENERATES, serves="collection")
+    log_multi_turn: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log the number of turns and their lengths."""
-    log_passrate: bool = flag(False, needs=GENERATES, serves="collection")
+    log_passrate: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log pass@k of the training samples."""
-    log_reward_category: str | None = flag(None, needs=GENERATES, serves="collection")
+    log_reward_category: str | None = flag(None, needs=GENERATES, read_by="collection")
     """Key of the reward dict whose values are counted per category."""
-    log_correct_samples: bool = flag(False, needs=GENERATES, serves="collection")
+    log_correct_samples: bool = flag(False, needs=GENERATES, read_by="collection")
     """Log the lengths of correct samples separately."""
 
 
@@ -232,14 +234,14 @@ class DebugConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("driver",)
 
-    config: str | None = flag(None, serves="config")
+    config: str | None = flag(None, read_by="config")
     """YAML file that sets flags by name (with dashes or underscores); flags on the command line
     win."""
-    custom_config_path: str | None = flag(None, serves="config")
+    custom_config_path: str | None = flag(None, read_by="config")
     """YAML file of names that are set on `args` for hooks; names that are flags set the flag."""
     dry_run: bool = flag(False)
     """Resolve, plan placement and memory, print, and start nothing."""
-    debug_rollout_only: bool = flag(False, serves=("driver", "engine"))
+    debug_rollout_only: bool = flag(False, read_by=("driver", "engine"))
     """Start the engines only, no trainer."""
     debug_train_only: bool = derived("true when load_debug_rollout_data is set")
     """Start the trainer only, no engines."""
@@ -250,19 +252,19 @@ class DebugConfig:
             why="samples that were loaded are not written again",
             warns=True,
         ),
-        serves=("collection", "generation"),
+        read_by=("collection", "generation"),
     )
     """Write every rollout's samples to this path: {rollout_id}, with a format where wanted
     ({rollout_id:04d}), is the rollout, eval_ and its number for an evaluation; {run} is the run
     folder."""
-    load_debug_rollout_data: str | None = flag(None, serves=("driver", "collection", "samples"))
+    load_debug_rollout_data: str | None = flag(None, read_by=("driver", "collection", "samples"))
     """Train on samples written by --save-debug-rollout-data, whose pattern this is, instead of
     generating; implies --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         range=Interval(0, 1, above=True, what="a fraction"),
         needs=on("load_debug_rollout_data"),
-        serves="samples",
+        read_by="samples",
     )
     """Fraction of the loaded samples to keep."""
     load_forge_rollout_data: str | None = flag(
@@ -270,12 +272,12 @@ class DebugConfig:
     )
     """Replay dumps while the engines stay live."""
     save_debug_train_data: str | None = derived(
-        "<dump_details>/train_data/{rollout_id}.pt with --dump-details", serves="training"
+        "<dump_details>/train_data/{rollout_id}.pt with --dump-details", read_by="training"
     )
     """Write every rollout's training tensors to this path, with {rollout_id} as in
     --save-debug-rollout-data. One file holds those of all ranks: {rank}, which scripts may have in
     it, is 0."""
-    dump_details: str | None = flag(None, serves=("config", "samples"))
+    dump_details: str | None = flag(None, read_by=("config", "samples"))
     """Directory for the samples and training tensors of all rollouts, and the tokenizer."""
     memory_snapshot_dir: str = flag(".", refused=_NO_PROFILER)
     """Directory of GPU memory snapshots."""
@@ -296,28 +298,28 @@ class DebugConfig:
         ("train_overall",), append=True, refused=_NO_PROFILER
     )
     """What the profiler covers."""
-    check_weight_update_equal: bool = flag(False, needs=GENERATES, serves="push")
+    check_weight_update_equal: bool = flag(False, needs=GENERATES, read_by="push")
     """Verify every weight on the engines after the first sync."""
-    check_canary: bool = flag(True, serves="push")
+    check_canary: bool = flag(True, read_by="push")
     """Compare trainer's and engines' log-probs of a few fixed tokens after every weight push and
     wake."""
-    ci_test: bool = flag(False, serves="training")
+    ci_test: bool = flag(False, read_by="training")
     """Check what the reference system's CI asserts of a step, and stop where it does not hold: the
     KL to the old policy is 0 in the first step of a rollout, that to the reference in the first
     step of the run, and trainer and engine agree to
     --ci-train-rollout-logprob-abs-diff-threshold."""
-    ci_disable_kl_checker: bool = flag(False, needs=on("ci_test"), serves="training")
+    ci_disable_kl_checker: bool = flag(False, needs=on("ci_test"), read_by="training")
     """Leave the checks of the KL out of --ci-test."""
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, range=finite(0), needs=on("ci_test"), serves="training"
+        0.1, range=finite(0), needs=on("ci_test"), read_by="training"
     )
     """Largest mean difference between the log-probs of trainer and engine that --ci-test
     accepts."""
-    ci_save_grad_norm: str | None = flag(None, serves="training")
+    ci_save_grad_norm: str | None = flag(None, read_by="training")
     """Write the gradient norm of each step to this path, which may have {role}, {rollout_id} and
     {step_id} in it."""
     ci_load_grad_norm: str | None = flag(
-        None, needs=unless("ci_save_grad_norm", why="the norm is written"), serves="training"
+        None, needs=unless("ci_save_grad_norm", why="the norm is written"), read_by="training"
     )
     """Compare the gradient norm of each step with the one that --ci-save-grad-norm wrote to this
     path, to 1 % or 0.01, and stop where it differs."""

@@ -38,14 +38,14 @@ class TrainConfig:
 
     SERVES: ClassVar[tuple[Part, ...]] = ("training",)
 
-    seed: int = flag(1234, range=SEED, serves="trainer")
+    seed: int = flag(1234, range=SEED, read_by="trainer")
     """Seed of the trainer."""
     global_batch_size: int = derived(
         "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout",
         range=SOME,
-        serves=("samples", "training"),
+        read_by=("samples", "training"),
     )
-    """Samples (executions) per optimizer step, over all data-parallel ranks."""
+    """Samples (trajectories) per optimizer step, over all data-parallel ranks."""
     num_steps_per_rollout: int = derived(
         "rollout_batch_size × n_samples_per_prompt ÷ global_batch_size", range=SOME
     )
@@ -56,10 +56,12 @@ class TrainConfig:
         needs=unless(
             "use_dynamic_batch_size", why="micro-batches are packed by tokens", warns=True
         ),
-        serves="samples",
+        read_by="samples",
     )
     """Samples per micro-batch; given, it turns packing by tokens off."""
-    use_dynamic_batch_size: bool = derived("on, unless micro_batch_size is given", serves="samples")
+    use_dynamic_batch_size: bool = derived(
+        "on, unless micro_batch_size is given", read_by="samples"
+    )
     """Pack micro-batches by tokens, up to --max-tokens-per-gpu. The loss and the gradient are those
     of unpacked micro-batches, in less time."""
     max_tokens_per_gpu: int | None = derived(
@@ -67,7 +69,7 @@ class TrainConfig:
         "4096 on a CPU",
         range=SOME,
         needs=on("use_dynamic_batch_size"),
-        serves="samples",
+        read_by="samples",
     )
     """Most tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets
     a micro-batch of its own."""
@@ -81,17 +83,17 @@ class TrainConfig:
         None, refused="one packing serves all passes over a batch; use --max-tokens-per-gpu"
     )
     """The same for passes that only compute log-probs."""
-    balance_data: bool = derived("balance_by_flops", serves="samples")
+    balance_data: bool = derived("balance_by_flops", read_by="samples")
     """Spread samples over data-parallel ranks so that each has the same work."""
-    balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), serves="samples")
+    balance_by_flops: bool = flag(False, needs=on("use_dynamic_batch_size"), read_by="samples")
     """Balance by floating-point operations instead of tokens."""
-    data_pad_size_multiplier: int = flag(128, range=SOME, serves="trainer")
+    data_pad_size_multiplier: int = flag(128, range=SOME, read_by="trainer")
     """Packed micro-batches are padded to a multiple of this many tokens times the tensor-parallel
     size."""
     log_probs_chunk_size: int = flag(
         -1,
         range=Interval(1, or_minus_one=True, what="-1 leaves the choice to the program"),
-        serves="trainer",
+        read_by="trainer",
     )
     """Rows of logits computed at a time for log-probs; -1: chosen from the vocabulary size."""
     recompute_loss_function: bool = flag(
@@ -103,32 +105,32 @@ class TrainConfig:
     seq_length: int | None = flag(
         None,
         range=at_least(2, "a prompt token and a response token"),
-        serves=("driver", "collection", "generation", "samples"),
+        read_by=("driver", "collection", "generation", "samples"),
     )
     """Hard cap of prompt plus response: generation is limited to it, longer samples are refused."""
-    only_train_params_name_list: tuple[str, ...] = flag((), serves="trainer")
+    only_train_params_name_list: tuple[str, ...] = flag((), read_by="trainer")
     """Regular expressions (re.search) of the parameters to train; all others are frozen."""
-    freeze_params_name_list: tuple[str, ...] = flag((), serves="trainer")
+    freeze_params_name_list: tuple[str, ...] = flag((), read_by="trainer")
     """Regular expressions (re.search) of the parameters to freeze."""
     keep_old_actor: bool = flag(False, refused=_NO_OLD_ACTOR)
     """Take the old policy from a lagged copy of the weights."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = flag(
-        "auto", serves="trainer"
+        "auto", read_by="trainer"
     )
     """Layer implementation; auto is local. transformer_engine needs it installed (2.9 to 2.11)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
-        "auto", serves="trainer"
+        "auto", read_by="trainer"
     )
     """Attention kernel, with or without Transformer Engine; one that is not there is refused by
     name. On GPUs auto is flash-attn-4 where it is installed (SGLang brings it) and knows the GPU,
     else, like flash, torch's packed kernel."""
-    custom_model_provider_path: str | None = flag(None, serves="trainer")
+    custom_model_provider_path: str | None = flag(None, read_by="trainer")
     """Function (pre_process, post_process, vp_stage) -> GPTModel that builds the model."""
-    spec: tuple[str, ...] = flag((), serves="trainer")
+    spec: tuple[str, ...] = flag((), read_by="trainer")
     """Module and name of a function (args, config, vp_stage) that returns megatron-core's layer
     specification of a pipeline stage: --spec my_package.layers my_spec. The reference system's
     modules for families that are built in stand for their tables."""
-    custom_megatron_init_path: str | None = flag(None, serves="trainer")
+    custom_megatron_init_path: str | None = flag(None, read_by="trainer")
     """Function (args) run after Megatron is initialised."""
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, needs=SAMPLES)
     """Function (args, model, store_prefix) run before each forward-only pass."""
@@ -138,7 +140,7 @@ class TrainConfig:
     use_routing_replay: bool = derived("use_rollout_routing_replay")
     """Experts of the old-policy pass are used again in training, their weights computed anew."""
     use_rollout_routing_replay: bool = flag(
-        False, needs=SAMPLES, serves=("generation", "training", "engine")
+        False, needs=SAMPLES, read_by=("generation", "training", "engine")
     )
     """Experts that the engine chose (rollout_routed_experts of the samples) are used in the
     old-policy pass and in training; implies --use-routing-replay."""
@@ -188,7 +190,7 @@ class CheckpointConfig:
 
     hf_checkpoint: str | None = flag(
         None,
-        serves=(
+        read_by=(
             "driver",
             "collection",
             "generation",
@@ -202,11 +204,11 @@ class CheckpointConfig:
     """Hugging Face directory, or org/name on the hub: tokenizer, config, engine weights, and the
     trainer's weights for a fresh start."""
     trust_remote_code: bool = flag(
-        False, serves=("driver", "collection", "generation", "samples", "training", "engine")
+        False, read_by=("driver", "collection", "generation", "samples", "training", "engine")
     )
     """Run Python code that the model's directory brings (a tokenizer's class, SGLang's model). Off:
     a model that needs it is refused."""
-    model_name: str | None = flag(None, serves=("generation", "samples", "trainer", "push"))
+    model_name: str | None = flag(None, read_by=("generation", "samples", "trainer", "push"))
     """Model family of the weight converter; unset: found from the Hugging Face config."""
     load: str | None = flag(None)
     """Checkpoint to start from; equal to --save: resume, or start fresh when there is nothing yet.
@@ -216,12 +218,12 @@ class CheckpointConfig:
     save: str | None = derived(
         "{run}/checkpoints, unless save_hf is given or nothing is trained",
         off="no-save",
-        serves="training",
+        read_by="training",
     )
     """Directory of the run's own checkpoints; {run} in it, in --load and in --save-hf is the run
     folder. With --no-save and without --save-hf nothing of the training is kept."""
     save_interval: int | None = flag(
-        None, range=SOME, needs=on("save") | on("save_hf"), serves="training"
+        None, range=SOME, needs=on("save") | on("save_hf"), read_by="training"
     )
     """Save every so many rollouts, and after the last. Unset: with --save every tenth of the run,
     or half an hour where that is sooner, of which --save-retain keeps 2, and no more often than
@@ -230,7 +232,7 @@ class CheckpointConfig:
         "120, or 0 with save_interval",
         range=finite(0),
         needs=on("save") | on("save_hf"),
-        serves="training",
+        read_by="training",
     )
     """Least time from one checkpoint to the next: one that is due sooner is written after the first
     step for which that much time has passed. The last step, and a run that is stopped, save all the
@@ -239,22 +241,22 @@ class CheckpointConfig:
         "2 with --save and no --save-interval, else all",
         range=SOME,
         needs=on("save"),
-        serves="training",
+        read_by="training",
     )
     """Keep only the last N checkpoints."""
-    save_hf: str | None = flag(None, serves="training")
+    save_hf: str | None = flag(None, read_by="training")
     """Also write a Hugging Face directory with each checkpoint: {rollout_id} in it, with a format
     where wanted ({rollout_id:04d}), is the rollout; without it each replaces the last."""
-    export_model: bool = flag(True, needs=on("save"), serves="training")
+    export_model: bool = flag(True, needs=on("save"), read_by="training")
     """With --save and no --save-hf: when the run ends, write its model into the run folder (model/)
     as a Hugging Face directory, to load, chat with or train on. 2 bytes per parameter; of a model
     of 30B that takes minutes (--no-export-model: none, `slime convert megatron-to-hf` makes it from
     a checkpoint)."""
-    async_save: bool = flag(False, needs=on("save"), serves="training")
+    async_save: bool = flag(False, needs=on("save"), read_by="training")
     """Copy a checkpoint to host memory and write it behind training."""
-    no_save_optim: bool = flag(False, needs=on("save"), serves="training")
+    no_save_optim: bool = flag(False, needs=on("save"), read_by="training")
     """Leave the optimizer out of checkpoints."""
-    no_save_rng: bool = flag(False, needs=on("save"), serves="training")
+    no_save_rng: bool = flag(False, needs=on("save"), read_by="training")
     """Leave the random number generators out of checkpoints."""
     no_load_optim: bool = flag(False, needs=on("load"))
     """Do not load the optimizer."""
@@ -270,10 +272,10 @@ class CheckpointConfig:
         None,
         range=SOME,
         needs=(SAMPLES, on("use_kl_loss") | on("kl_coef", why="no reference model is loaded")),
-        serves="training",
+        read_by="training",
     )
     """Copy the trained weights into the reference model every so many rollouts."""
-    reset_optimizer_states: bool = flag(False, serves="training")
+    reset_optimizer_states: bool = flag(False, read_by="training")
     """Reset Adam's moments at each rollout."""
     use_stateless_adam: bool = flag(False, refused="stateless Adam is not in this version")
     """Adam without kept moments."""
@@ -313,22 +315,22 @@ class SyncConfig:
     SERVES: ClassVar[tuple[Part, ...]] = ("push",)
 
     update_weight_mode: Literal["full", "delta"] = flag(
-        "full", refused_values={"delta": _NO_DELTA}, serves="config"
+        "full", refused_values={"delta": _NO_DELTA}, read_by="config"
     )
     """Push all weights, or only what changed."""
-    update_weight_transport: Literal["nccl", "disk"] = flag("nccl", serves=("push", "engine"))
+    update_weight_transport: Literal["nccl", "disk"] = flag("nccl", read_by=("push", "engine"))
     """nccl: by memory or network (IPC or shared memory when colocated, NCCL or gloo else); disk: a
     directory."""
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, range=SOME)
     """Bytes per bucket; one for a larger tensor, or for tensors that engines fuse, is as large as
     these."""
-    update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, serves=("push", "engine"))
+    update_weights_interval: int = flag(1, range=SOME, needs=GENERATES, read_by=("push", "engine"))
     """Push the weights every so many rollouts."""
     async_buffer_size: int = derived(
         "0 for train, 1 for train-async and for supervised fine-tuning",
         range=NONE_OR_SOME,
         needs=_TRAINS,
-        serves=("collection", "samples"),
+        read_by=("collection", "samples"),
     )
     """Most rollouts finished or under way ahead of the trainer. 0 is lock step. What a rollout
     draws anew is trained on at most async_buffer_size + update_weights_interval - 1 rollouts after
@@ -355,7 +357,7 @@ class SyncConfig:
         None,
         range=NONE_OR_SOME,
         needs=(SAMPLES, unless("debug_rollout_only", why="nothing is trained")),
-        serves="collection",
+        read_by="collection",
     )
     """Most rollouts that the trainer may have trained on since it pushed the weights that sampled a
     sample's first token. Where async_buffer_size and update_weights_interval allow for more, a
@@ -365,7 +367,7 @@ class SyncConfig:
     stale_samples: Literal["correct", "requeue", "drop"] = derived(
         "correct with mask_offpolicy_in_partial_rollout, else requeue",
         needs=on("max_staleness"),
-        serves="collection",
+        read_by="collection",
     )
     """What becomes of groups with tokens older than --max-staleness: those that earlier rollouts,
     or an earlier life of the run, had begun or finished and put back, and what a generate function

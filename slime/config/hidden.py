@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.config.config import Config, build
-from slime.config.draft import Given
+from slime.config.draft import UserFlags
 from slime.config.flag import option_of
 from slime.config.flags import all_flags
 from slime.config.parse import read_argv, read_custom_config
@@ -48,7 +48,7 @@ def with_secrets(
     again = (
         read_custom_config(given.values["custom_config_path"])
         if "custom_config_path" in given.values
-        else Given()
+        else UserFlags()
     )
     for dest, paths in hidden.items():
         if dest in given.values or dest in again.values:
@@ -78,7 +78,7 @@ def with_secrets(
     return build(values, config.origins, extra, config.warnings)
 
 
-def _check_given(given: Given, hidden: dict[str, list[_Path]], keys: list[_Path]) -> None:
+def _check_given(given: UserFlags, hidden: dict[str, list[_Path]], keys: list[_Path]) -> None:
     known = {*hidden, *(["custom_config_path"] if keys else [])}
     for dest in given.values:
         if dest not in known:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.config.checks import check, incomplete, refuse_unsupported, unsupported, violations
 from slime.config.config import Config, build
-from slime.config.draft import Draft, Given
+from slime.config.draft import Draft, UserFlags
 from slime.config.flag import option_of
 from slime.config.flags import all_flags, spellings
 from slime.config.parse import given_by_name, read_argv, read_config_file, read_custom_config
@@ -126,7 +126,7 @@ def options_in(text: str) -> frozenset[str]:
 _NAMED = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*_\w+)\b")
 
 
-def _without_contradictions(given: Given, entry: str, errors: list[UserError]) -> Draft | None:
+def _without_contradictions(given: UserFlags, entry: str, errors: list[UserError]) -> Draft | None:
     """The draft of the flags without those that contradict others or are out of range; each is told
     in ``errors``.
 
@@ -154,7 +154,7 @@ def _without_contradictions(given: Given, entry: str, errors: list[UserError]) -
         given = given.without(min(mended, key=lambda pair: pair[0])[1])
 
 
-def _judged(given: Given, entry: str) -> tuple[Draft | None, list[UserError]]:
+def _judged(given: UserFlags, entry: str) -> tuple[Draft | None, list[UserError]]:
     """The draft, None where one cannot be derived, and what is wrong with it."""
     try:
         draft = resolve(given, all_flags(), entry, is_run=True)
@@ -163,25 +163,25 @@ def _judged(given: Given, entry: str) -> tuple[Draft | None, list[UserError]]:
     return draft, list(violations(draft))
 
 
-def _resolved(flags: Given, entry: str, is_run: bool = False) -> Draft:
+def _resolved(flags: UserFlags, entry: str, is_run: bool = False) -> Draft:
     draft = _draft(flags, entry, is_run)
     check(draft)
     return draft
 
 
-def _draft(flags: Given, entry: str, is_run: bool) -> Draft:
+def _draft(flags: UserFlags, entry: str, is_run: bool) -> Draft:
     given = _with_files(flags, None)
     refuse_unsupported(given, all_flags())
     return resolve(given, all_flags(), entry, is_run)
 
 
-def _with_files(flags: Given, errors: list[UserError] | None) -> Given:
+def _with_files(flags: UserFlags, errors: list[UserError] | None) -> UserFlags:
     """The flags with those of the configuration files that they name.
 
     Args:
         errors: takes what is wrong with the files; None: it is raised.
     """
-    given = Given()
+    given = UserFlags()
     _add_file(given, flags.values.get("config"), read_config_file, errors)
     given.update(flags)
     _add_file(given, given.values.get("custom_config_path"), read_custom_config, errors)
@@ -189,9 +189,9 @@ def _with_files(flags: Given, errors: list[UserError] | None) -> Given:
 
 
 def _add_file(
-    given: Given,
+    given: UserFlags,
     path: str | None,
-    read: Callable[[str, list[UserError] | None], Given],
+    read: Callable[[str, list[UserError] | None], UserFlags],
     errors: list[UserError] | None,
 ) -> None:
     if path is None:

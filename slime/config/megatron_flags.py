@@ -21,7 +21,7 @@ from slime.config.flag import (
     FlagMeta,
     FlagSpec,
     Kind,
-    Need,
+    Requirement,
     finite,
     on,
 )
@@ -88,7 +88,7 @@ _SHARDED = (
 _SCALED = on("fp16", why="only a loss in float16 is scaled", warns=True)
 
 
-def _fields(names: str, *needs: Need, **meta: Any) -> dict[str, FlagMeta]:
+def _fields(names: str, *needs: Requirement, **meta: Any) -> dict[str, FlagMeta]:
     """The same declaration for several fields, whose names are given as words."""
     return dict.fromkeys(names.split(), FlagMeta(needs=needs, **meta))
 
@@ -526,4 +526,4 @@ def _meta_of(native: NativeField, dest: str, aliases: tuple[str, ...]) -> FlagMe
         off = negatives[0] if negatives else ""
     spelled -= {dest.replace("_", "-"), off}
     declared = FIELDS.get(native.name, FlagMeta())
-    return replace(declared, aliases=tuple(sorted(spelled)), off=off, serves=("trainer",))
+    return replace(declared, aliases=tuple(sorted(spelled)), off=off, read_by=("trainer",))

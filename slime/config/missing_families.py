@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.draft import Given
+from slime.config.draft import UserFlags
 from slime.documentation import doc_url
 from slime.errors import UserError
 
@@ -87,7 +87,7 @@ MISSING_FAMILIES: tuple[MissingFamily, ...] = (
 BUILT_IN: dict[str, str] = {_PLUGINS + "glm4": "GLM-4"}
 
 
-def missing_family(given: Given, set_flags: frozenset[str]) -> UserError | None:
+def missing_family(given: UserFlags, set_flags: frozenset[str]) -> UserError | None:
     """The refusal of the family that a command line is about; None where there is a table for it.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from slime.config.draft import Given
+from slime.config.draft import UserFlags
 from slime.config.flag import option_of
 from slime.config.flags import Spelling, nearest, spellings, unknown_name
 from slime.config.other_systems import other_name
@@ -21,7 +21,7 @@ from slime.errors import UserError
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
-def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
+def read_argv(argv: list[str], errors: list[UserError] | None = None) -> UserFlags:
     """Parse a command line.
 
     A word is a flag when it looks like one (two dashes and a letter). A value that looks like a
@@ -34,7 +34,7 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
     Raises:
         UserError: unknown or abbreviated flag, missing or surplus value, wrong type.
     """
-    given = Given()
+    given = UserFlags()
     position = 0
     collected: dict[str, list[str]] = {}
     while position < len(argv):
@@ -51,7 +51,9 @@ def read_argv(argv: list[str], errors: list[UserError] | None = None) -> Given:
     return given
 
 
-def _read_flag(given: Given, word: str, words: list[str], collected: dict[str, list[str]]) -> None:
+def _read_flag(
+    given: UserFlags, word: str, words: list[str], collected: dict[str, list[str]]
+) -> None:
     """A flag and the words behind it; ``collected`` has what list flags were given with an equals
     sign before."""
     match = _OPTION.fullmatch(word)
@@ -72,7 +74,7 @@ def _read_flag(given: Given, word: str, words: list[str], collected: dict[str, l
 
 
 def _apply(
-    given: Given, option: str, spelling: Spelling, words: list[str], is_inline: bool
+    given: UserFlags, option: str, spelling: Spelling, words: list[str], is_inline: bool
 ) -> None:
     spec = spelling.spec
     if spec is None:
@@ -177,7 +179,7 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-def read_config_file(path: str, errors: list[UserError] | None = None) -> Given:
+def read_config_file(path: str, errors: list[UserError] | None = None) -> UserFlags:
     """Values of a ``--config`` file. Names have dashes or underscores, as one likes.
 
     Args:
@@ -185,7 +187,7 @@ def read_config_file(path: str, errors: list[UserError] | None = None) -> Given:
     Raises:
         UserError: a key that is no flag (names the nearest), or names another configuration file.
     """
-    given = Given()
+    given = UserFlags()
     for key, value in read_yaml(path, "--config").items():
         if isinstance(value, dict) and key.replace("_", "-") not in spellings():
             example = f": {next(iter(value))}: …" if value else ""
@@ -210,7 +212,7 @@ def _tell(error: UserError, errors: list[UserError] | None) -> None:
     errors.append(error)
 
 
-def read_custom_config(path: str, errors: list[UserError] | None = None) -> Given:
+def read_custom_config(path: str, errors: list[UserError] | None = None) -> UserFlags:
     """Values of a ``--custom-config-path`` file: flags, and anything else hooks want to find on
     ``args``.
 
@@ -219,7 +221,7 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> Give
     Raises:
         UserError: a key that is no flag but nearly one, or names another configuration file.
     """
-    given = Given()
+    given = UserFlags()
     for key, value in read_yaml(path, "--custom-config-path").items():
         dashed = key.replace("_", "-")
         if dashed in spellings():
@@ -242,7 +244,7 @@ def read_custom_config(path: str, errors: list[UserError] | None = None) -> Give
     return given
 
 
-def _refuse_files(given: Given, path: str, *dests: str) -> None:
+def _refuse_files(given: UserFlags, path: str, *dests: str) -> None:
     """A file that names further files, which are read before it, would be ignored in that."""
     for dest in dests:
         if dest in given.values:
@@ -265,7 +267,7 @@ def _differ_by_little(one: str, other: str) -> bool:
     )
 
 
-def _set_key(given: Given, key: str, value: Any, origin: str, where: str) -> None:
+def _set_key(given: UserFlags, key: str, value: Any, origin: str, where: str) -> None:
     """Set a flag by any of its spellings; None leaves it unset."""
     spelling = spellings().get(key.replace("_", "-"))
     if spelling is None:
@@ -286,9 +288,9 @@ def _set_key(given: Given, key: str, value: Any, origin: str, where: str) -> Non
         given.set(spec.dest, convert(spec, value, where), origin)
 
 
-def given_by_name(flags: dict[str, Any]) -> Given:
+def given_by_name(flags: dict[str, Any]) -> UserFlags:
     """Values from Python keywords; any spelling of a flag with underscores."""
-    given = Given()
+    given = UserFlags()
     for key, value in flags.items():
         _set_key(given, key, value, "flag", "")
     return given

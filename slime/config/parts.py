@@ -83,7 +83,7 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     needs = spec.meta.needs
     if SAMPLES in needs and "collection" in missing and "samples" in missing:
         return missing["samples"]
-    takes_samples = any(part in spec.meta.serves and part not in missing for part in _TAKE_SAMPLES)
+    takes_samples = any(part in spec.meta.read_by and part not in missing for part in _TAKE_SAMPLES)
     if (
         {GENERATES, EVALUATES, EVALUATION_SETTING} & set(needs)
         and "generation" in missing
@@ -91,7 +91,9 @@ def _why_left_out(draft: Draft, spec: FlagSpec, missing: Mapping[Part, str]) -> 
     ):
         return missing["generation"]
     readers = [
-        part for dest in _with_followers(draft, spec.dest) for part in draft.specs[dest].meta.serves
+        part
+        for dest in _with_followers(draft, spec.dest)
+        for part in draft.specs[dest].meta.read_by
     ]
     readers = [part for part in readers if part != "config"]
     return missing[readers[0]] if readers and all(part in missing for part in readers) else ""

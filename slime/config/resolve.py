@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime import paths as path_patterns
-from slime.config.draft import Draft, Given
+from slime.config.draft import Draft, UserFlags
 from slime.config.engine_flags import ENGINE_OPTIONS
 from slime.config.estimators import FACTS
 from slime.config.flag import SAMPLES, FlagSpec, option_of
@@ -35,7 +35,7 @@ _CHECKPOINT_SPACING = 120.0
 
 
 def resolve(
-    given: Given, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
+    given: UserFlags, specs: Mapping[str, FlagSpec], entry: str = "train", is_run: bool = False
 ) -> Draft:
     """Derive what is derived. Checks come after, in `slime.config.checks.check`.
 
@@ -445,7 +445,7 @@ def _samples(draft: Draft) -> tuple[int, str]:
         if draft[dest] == value if value is not None else draft[dest]:
             return 1, f"1, with {dest}{f' {value}' if value else ''}"
     estimator = draft["advantage_estimator"]
-    if not FACTS[estimator].compares_group:
+    if not FACTS[estimator].group_relative:
         return 1, f"1, with advantage_estimator {estimator}"
     return DEFAULT_SAMPLES, f"{DEFAULT_SAMPLES}, as --advantage-estimator {estimator} compares them"
 

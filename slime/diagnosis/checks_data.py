@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
-from slime.diagnosis.look import Case, LeftOut, Look
+from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.prompts.prepare import remember
 from slime.prompts.problems import RowProblem
@@ -56,7 +56,7 @@ _BLIND = {"random": "it is by chance", "ifbench": "it reads no labels"}
 _REMOTE = "remote_rm"
 
 
-def data(case: Case, look: Look) -> None:
+def data(case: CheckedRun, look: Look) -> None:
     """The rows of each data set can be used; says what `slime train` says."""
     if case.names:
         raise LeftOut(f"not downloaded yet: {', '.join(case.names)}")
@@ -76,13 +76,13 @@ def data(case: Case, look: Look) -> None:
         remember(report.checked)  # the rollout process of a launch need not check them again
 
 
-def hooks(case: Case, look: Look) -> None:
+def hooks(case: CheckedRun, look: Look) -> None:
     """Every function of the user's can be imported and called."""
     look.attempt(preflight.check_functions, case.run.flat(), trouble=known.HOOK)
     look.attempt(preflight.warn_of_old_plugins, case.run)
 
 
-def reward(case: Case, look: Look) -> None:
+def reward(case: CheckedRun, look: Look) -> None:
     """There is a reward, and it tells an answer with the label in it from noise."""
     config = case.run
     look.attempt(preflight.check_rewards, config)

@@ -18,7 +18,7 @@ import psutil
 
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
-from slime.diagnosis.look import Case, LeftOut, Look
+from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.memory.trainer import rank_parameters
 from slime.models import family_of
@@ -52,7 +52,7 @@ _WEIGHT = 2
 _STATES = 12
 
 
-def host(case: Case, look: Look) -> None:
+def host(case: CheckedRun, look: Look) -> None:
     """Cores, memory, packages that are compiled, open files."""
     look.note(
         f"{num_cpus()} cores, {free_host_memory() / 1e9:.0f} of {host_memory() / 1e9:.0f} GB free"
@@ -107,7 +107,7 @@ def _requests(config: Config) -> int:
     )
 
 
-def shared_memory(case: Case, look: Look) -> None:
+def shared_memory(case: CheckedRun, look: Look) -> None:
     """Where engines of this host get weights through it, /dev/shm has room for the buckets."""
     config = case.run
     by_memory = needs_engines(config) and not config.debug.debug_rollout_only
@@ -143,7 +143,7 @@ def _weights(config: Config) -> int:
     return sum(held.numel for held in rank_parameters(spec, Layout(), 0))
 
 
-def disk(case: Case, look: Look) -> None:
+def disk(case: CheckedRun, look: Look) -> None:
     """The folders of --save and --save-hf have room for what they keep at the least."""
     config = case.run
     flags = case.run.checkpoint
@@ -177,7 +177,7 @@ def _nearest(path: Path) -> Path:
     return found
 
 
-def device(case: Case, look: Look) -> None:
+def device(case: CheckedRun, look: Look) -> None:
     """torch sees the GPUs of this host."""
     here = num_gpus({name: value for name, value in os.environ.items() if name != "SLIME_NUM_GPUS"})
     if not here:
@@ -206,7 +206,7 @@ def ask_torch() -> str:
     return done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
 
 
-def network(case: Case, look: Look) -> None:
+def network(case: CheckedRun, look: Look) -> None:
     """What NCCL and gloo are told, InfiniBand between nodes, the host's own name, proxies on the
     way to rewards."""
     for name in _INTERFACES:
@@ -283,7 +283,7 @@ def _without_password(url: str) -> str:
     return url.rpartition("@")[2]
 
 
-def ports(case: Case, look: Look) -> None:
+def ports(case: CheckedRun, look: Look) -> None:
     """Engines and router find ports."""
     reserved = look.attempt(reserve_port, trouble=known.PORTS)
     if reserved is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from slime.checkpoints.load_plan import resolve_load, resolve_reference
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
-from slime.diagnosis.look import Case, LeftOut, Look
+from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.errors import UserError
 from slime.models import family_of, read_hf_config
 from slime.prompts.source import is_chat, warn_of_endless_generation
@@ -24,7 +24,7 @@ from slime.trainer.quantised_rules import (
 from slime.weights.quantised_launch import check_route
 
 
-def hub(case: Case, look: Look) -> None:
+def hub(case: CheckedRun, look: Look) -> None:
     """Names of the hub have a copy here, or can be had."""
     from slime.hub import dataset_name, is_hub_name, is_there
 
@@ -55,7 +55,7 @@ def hub(case: Case, look: Look) -> None:
         case.config = preflight.from_the_hub(case.run)
 
 
-def directory(case: Case, look: Look) -> None:
+def directory(case: CheckedRun, look: Look) -> None:
     """config.json is there, of a known family."""
     path = str(case.model)
     name = case.run.checkpoint.model_name
@@ -64,13 +64,13 @@ def directory(case: Case, look: Look) -> None:
     look.note(f"{path}: {family.name}")
 
 
-def architecture(case: Case, look: Look) -> None:
+def architecture(case: CheckedRun, look: Look) -> None:
     """No flag contradicts the model, and the parallel layout divides it."""
     look.attempt(preflight.check_architecture, case.run)
     look.attempt(preflight.check_context, case.run)
 
 
-def quantisation(case: Case, look: Look) -> None:
+def quantisation(case: CheckedRun, look: Look) -> None:
     """Engines take weights as config.json says they are; of quantised ones the ignore list fits the
     model, and what computes them is installed."""
     look.attempt(check_route, case.run)
@@ -79,7 +79,7 @@ def quantisation(case: Case, look: Look) -> None:
     look.attempt(check_quantised_library, case.run)
 
 
-def checkpoint(case: Case, look: Look) -> None:
+def checkpoint(case: CheckedRun, look: Look) -> None:
     """--load, --save and --ref-load hold what they should; something will be kept of the run."""
     config = case.run
     plan = look.attempt(resolve_load, config)
@@ -90,7 +90,7 @@ def checkpoint(case: Case, look: Look) -> None:
     look.attempt(preflight.warn_if_nothing_is_kept, config)
 
 
-def weights(case: Case, look: Look) -> None:
+def weights(case: CheckedRun, look: Look) -> None:
     """Every Hugging Face directory that is read is whole, layer by layer."""
     config = case.run
     try:
@@ -105,7 +105,7 @@ def weights(case: Case, look: Look) -> None:
     look.attempt(preflight.check_weights, config, plan)
 
 
-def outputs(case: Case, look: Look) -> None:
+def outputs(case: CheckedRun, look: Look) -> None:
     """Everything that is written can be written."""
     look.attempt(preflight.check_outputs, case.run)
 
@@ -114,7 +114,7 @@ def outputs(case: Case, look: Look) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def tokenizer(case: Case, look: Look) -> None:
+def tokenizer(case: CheckedRun, look: Look) -> None:
     """It can be read, its ids have rows in the embedding, and something ends a turn, with and
     without the template."""
     found = case.tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime.diagnosis import troubles as known
 from slime.diagnosis import troubles_flags
-from slime.diagnosis.look import Case, LeftOut, Look
+from slime.diagnosis.look import CheckedRun, LeftOut, Look
 from slime.memory.check import judge
 from slime.memory.hardware import device_memory
 from slime.memory.micro_batches import packing_line, with_token_limit
@@ -17,7 +17,7 @@ from slime.run import preflight
 _STALE = 4
 
 
-def flags(case: Case, look: Look) -> None:
+def flags(case: CheckedRun, look: Look) -> None:
     """Everything that a launch refuses of the flags, and warns of."""
     for error in case.errors:
         look.refused(error)
@@ -32,14 +32,14 @@ def flags(case: Case, look: Look) -> None:
         )
 
 
-def slots(case: Case, look: Look) -> None:
+def slots(case: CheckedRun, look: Look) -> None:
     """There are as many GPUs (or process slots) as the run asks for, here or in the cluster that it
     joins."""
     look.attempt(preflight.check_slots, case.run)
     look.note(PlacementPlan.of(case.run).formula)
 
 
-def engines(case: Case, look: Look) -> None:
+def engines(case: CheckedRun, look: Look) -> None:
     """The engines can be started, and follow the trainer's weights."""
     config = case.run
     if not needs_engines(config):
@@ -50,12 +50,12 @@ def engines(case: Case, look: Look) -> None:
     look.note(config.engine.rollout_engine)
 
 
-def trainer(case: Case, look: Look) -> None:
+def trainer(case: CheckedRun, look: Look) -> None:
     """What the trainer's flags ask for is installed."""
     look.attempt(preflight.check_transformer_engine, case.run)
 
 
-def memory(case: Case, look: Look) -> None:
+def memory(case: CheckedRun, look: Look) -> None:
     """The memory plan fits, phase by phase."""
     config = case.run
     if preflight.joins_cluster(config) and config.cluster.gpu_memory_gb is None:
@@ -80,7 +80,7 @@ def memory(case: Case, look: Look) -> None:
     )
 
 
-def age(case: Case, look: Look) -> None:
+def age(case: CheckedRun, look: Look) -> None:
     """How old samples may be."""
     config = case.run
     if not needs_engines(config) or config.debug.debug_rollout_only:
@@ -98,7 +98,7 @@ def age(case: Case, look: Look) -> None:
     look.note(f"{most} rollouts at most")
 
 
-def credentials(case: Case, look: Look) -> None:
+def credentials(case: CheckedRun, look: Look) -> None:
     """Keys of services that the run talks to."""
     if not case.run.observe.use_wandb:
         raise LeftOut("no service is used")

@@ -17,7 +17,7 @@ from slime.config.config import Config
 from slime.config.make import options_in
 from slime.diagnosis import troubles
 from slime.diagnosis.checks import AT_LAUNCH, AT_START, CHECKS
-from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.diagnosis.one_round import ROUND
 from slime.diagnosis.record import Finding
 from slime.errors import UserError, several
@@ -32,7 +32,7 @@ State = Literal["ok", "warning", "FAIL", "left out"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """How a check ended.
 
     Attributes:
@@ -53,7 +53,7 @@ class Outcome:
 class Report:
     """All outcomes, in the order of the table."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CheckOutcome, ...]
     seconds: float
 
     @property
@@ -85,7 +85,7 @@ def examine(
         with_round: try one round, where nothing stands in its way.
     """
     started = time.perf_counter()
-    case = Case.of(argv, entry)
+    case = CheckedRun.of(argv, entry)
     outcomes = {outcome.check.name: outcome for outcome in outcomes_of(case, checks)}
     if with_round:
         broken = [name for name, outcome in outcomes.items() if outcome.state == "FAIL"]
@@ -93,9 +93,9 @@ def examine(
     return Report(tuple(outcomes.values()), time.perf_counter() - started)
 
 
-def outcomes_of(case: Case, checks: Iterable[Check]) -> list[Outcome]:
+def outcomes_of(case: CheckedRun, checks: Iterable[Check]) -> list[CheckOutcome]:
     """Make the checks in order; one that stands on another is left out where that one failed."""
-    outcomes = dict[str, Outcome]()
+    outcomes = dict[str, CheckOutcome]()
     for check in checks:
         outcomes[check.name] = _made(check, case, outcomes)
     return list(outcomes.values())
@@ -115,7 +115,7 @@ def preflight(config: Config, errors: Sequence[UserError] = ()) -> LoadPlan:
     raise_open_files()
     if not joins_cluster(config):
         folder_of_sockets()
-    case = Case(config, list(errors), is_launch=True)
+    case = CheckedRun(config, list(errors), is_launch=True)
     outcomes = outcomes_of(case, AT_LAUNCH)
     findings = list(dict.fromkeys(one for outcome in outcomes for one in outcome.findings))
     wrong = [*errors, *(as_error(one) for one in findings if one.is_fatal)]
@@ -140,12 +140,12 @@ def as_error(finding: Finding) -> UserError:
 def at_start(config: Config) -> list[Finding]:
     """What a launch looks at beyond what it refuses: what only takes a look at the host. A check
     that fails itself says nothing here: no run is to end of being looked at."""
-    case = Case(config)
+    case = CheckedRun(config)
     found = [finding for check in AT_START for finding in _made(check, case, {}).findings]
     return [finding for finding in found if finding.trouble is not troubles.CHECK_BROKEN]
 
 
-def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
+def _made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> CheckOutcome:
     started = time.perf_counter()
     look = Look(check.trouble)
     state: State = "left out"
@@ -162,7 +162,7 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
         if case.is_launch and not case.errors:
             raise
         if case.errors and check.name != "flags":
-            return Outcome(
+            return CheckOutcome(
                 check, "left out", "the flags are wrong", (), time.perf_counter() - started
             )
         detail = f"{type(error).__name__}: {error} ({_place(error)})"
@@ -177,17 +177,17 @@ def _made(check: Check, case: Case, earlier: dict[str, Outcome]) -> Outcome:
     if look.findings:
         state = "FAIL" if any(finding.is_fatal for finding in look.findings) else "warning"
     seconds = time.perf_counter() - started
-    return Outcome(
+    return CheckOutcome(
         check, state, ", ".join(look.notes), tuple(look.findings), seconds, tuple(look.told)
     )
 
 
-def _follows(finding: Finding, case: Case) -> bool:
+def _follows(finding: Finding, case: CheckedRun) -> bool:
     """Whether it is about a flag that is wrong itself, which may be why."""
     return bool(options_in(finding.detail) & case.doubtful)
 
 
-def _may_be_made(check: Check, case: Case, earlier: dict[str, Outcome]) -> None:
+def _may_be_made(check: Check, case: CheckedRun, earlier: dict[str, CheckOutcome]) -> None:
     """
     Raises:
         LeftOut: something that the check stands on is not right.
@@ -235,7 +235,7 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: CheckOutcome) -> str:
     return ", ".join(dict.fromkeys(f.trouble.name for f in outcome.findings)) or outcome.said
 
 

@@ -19,7 +19,7 @@ import orjson
 
 from slime.checkpoints.directory import newest_whole
 from slime.diagnosis import known_memory, known_processes, known_run
-from slime.diagnosis.reading import Line, Source, logs_of, read_ends, read_log
+from slime.diagnosis.reading import TextLine, TextSource, logs_of, read_ends, read_log
 from slime.diagnosis.record import Finding, Trouble
 from slime.diagnosis.signatures import Flags, Form, Level, Seen, Signature, look
 from slime.documentation import doc_url
@@ -266,7 +266,7 @@ def _crash(
     return None
 
 
-def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
+def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[TextSource]:
     """The error that ended the run as texts: its own words, those of an engine's log in it, and the
     traceback."""
     if crash is None:
@@ -290,14 +290,17 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
         if isinstance(notes, list)
         else []
     )
-    lines = [Line(text.strip()[:2000], number) for number, text in enumerate(texts, 1)]
+    lines = [TextLine(text.strip()[:2000], number) for number, text in enumerate(texts, 1)]
     is_engine = lines[0].text.partition(" (pid")[0].rpartition(": ")[2].startswith("engine-")
     sources = [
-        Source(name, "engine" if is_engine else "crash", lines[1:]),
-        Source(name, "crash", lines[:1]),
+        TextSource(name, "engine" if is_engine else "crash", lines[1:]),
+        TextSource(name, "crash", lines[:1]),
     ]
     traceback = read_log(folder / "traceback.txt", root)
-    return [*sources, Source(traceback.name, "traceback", traceback.lines, traceback.num_skipped)]
+    return [
+        *sources,
+        TextSource(traceback.name, "traceback", traceback.lines, traceback.num_skipped),
+    ]
 
 
 # -- what it means
@@ -305,7 +308,7 @@ def _of_crash(crash: tuple[Path, dict[str, Any]] | None) -> list[Source]:
 
 
 def _of_sources(
-    sources: list[Source], flags: Flags, state: str, since: str
+    sources: list[TextSource], flags: Flags, state: str, since: str
 ) -> list[tuple[int, Finding]]:
     """A finding per trouble, from where it shows best: the error for words of ours, else the newest
     line of a log."""
@@ -348,7 +351,7 @@ def _worth(seen: Seen) -> tuple[int, int]:
     return (order.get(seen.source.kind, 1 if is_crash_folder else 2), 0)
 
 
-def _own_remedies(sources: list[Source], seen: Seen) -> tuple[str, ...]:
+def _own_remedies(sources: list[TextSource], seen: Seen) -> tuple[str, ...]:
     """Of an error of ours, which names them with values that are nowhere else (batches, peaks)."""
     if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
         return ()
@@ -356,7 +359,7 @@ def _own_remedies(sources: list[Source], seen: Seen) -> tuple[str, ...]:
     return _fix_of([line.text for line in rest])
 
 
-def _why(sources: list[Source], seen: Seen) -> str:
+def _why(sources: list[TextSource], seen: Seen) -> str:
     """What the error itself tells of its cause, and the line of the user's own code."""
     if seen.source.kind != "crash" or seen.signature.form is not Form.ERROR:
         return ""

@@ -337,7 +337,7 @@ OLD_DRIVER = Signature(
         "torch for CUDA 13 on a driver for 12",
     ),
     r"(?:\w+Error: )(?:The NVIDIA driver on your system is too old|.{0,60}no kernel image is "
-    r"available for execution"
+    r"available for trajectory"
     r"|CUDA driver version is insufficient|.{0,60}PTX was compiled with an unsupported toolchain)",
 )
 GRAPH_CAPTURE = Signature(

@@ -27,7 +27,7 @@ class LeftOut(Exception):
 
 
 @dataclass
-class Case:
+class CheckedRun:
     """The run that is looked at.
 
     Attributes:
@@ -45,9 +45,9 @@ class Case:
     _tokenizer: Any = None
 
     @staticmethod
-    def of(argv: list[str], entry: str = "train") -> Case:
+    def of(argv: list[str], entry: str = "train") -> CheckedRun:
         """The case of a command line."""
-        return Case(*judge_args(argv, entry))
+        return CheckedRun(*judge_args(argv, entry))
 
     @property
     def doubtful(self) -> frozenset[str]:
@@ -193,7 +193,7 @@ class Check:
     """
 
     name: str
-    function: Callable[[Case, Look], None]
+    function: Callable[[CheckedRun, Look], None]
     trouble: Trouble
     after: tuple[str, ...] = ()
     without_flags: bool = False

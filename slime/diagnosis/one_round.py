@@ -22,7 +22,7 @@ import yaml
 from slime.checkpoints.directory import read_tracker
 from slime.config.config import Config
 from slime.diagnosis import troubles as known
-from slime.diagnosis.look import Case, Check, LeftOut, Look
+from slime.diagnosis.look import Check, CheckedRun, LeftOut, Look
 from slime.observe.first_step import large_gradient
 from slime.placement import needs_engines
 from slime.processes.host import python_module
@@ -76,7 +76,7 @@ _NOT_GIVEN_PREFIXES = (
 _KEPT = ("debug_train_only",)
 
 
-def one_round(case: Case, look: Look) -> None:
+def one_round(case: CheckedRun, look: Look) -> None:
     """Weights arrive as they are, and trainer and engine say the same of the same tokens."""
     config = case.run
     if not goes_round(config):

@@ -22,7 +22,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
-class Line:
+class TextLine:
     """A line of a text.
 
     Attributes:
@@ -39,7 +39,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A text in which causes are looked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Source:
 
     name: str
     kind: str
-    lines: list[Line] = field(repr=False)
+    lines: list[TextLine] = field(repr=False)
     num_skipped: int = 0
 
 
@@ -96,14 +96,16 @@ def read_ends(
         return first, file.read(tail), size - head - tail
 
 
-def read_log(path: Path, root: Path) -> Source:
+def read_log(path: Path, root: Path) -> TextSource:
     """A log's two ends as lines, without colours."""
     head, tail, skipped = read_ends(path, root)
-    lines = [Line(text, number) for number, text in enumerate(_texts(head), 1)]
+    lines = [TextLine(text, number) for number, text in enumerate(_texts(head), 1)]
     if skipped:
         last = _texts(tail.partition(b"\n")[2])  # the first line of what is read begins somewhere
-        lines = lines[:-1] + [Line(text, number - len(last)) for number, text in enumerate(last)]
-    return Source(str(path.relative_to(root)), path.stem.partition("-")[0], lines, skipped)
+        lines = lines[:-1] + [
+            TextLine(text, number - len(last)) for number, text in enumerate(last)
+        ]
+    return TextSource(str(path.relative_to(root)), path.stem.partition("-")[0], lines, skipped)
 
 
 def _texts(content: bytes) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.diagnosis.reading import Line, Source
+from slime.diagnosis.reading import TextLine, TextSource
 from slime.diagnosis.record import Trouble
 
 #: Flags of a run by name with underscores, as config.json has them; what is not set may be missing.
@@ -88,7 +88,7 @@ class Signature:
     exact: Callable[[Flags, re.Match[str]], tuple[str, ...]] = lambda flags, match: ()
 
     def find(
-        self, source: Source, line: Line, before: Sequence[str], is_raised: bool
+        self, source: TextSource, line: TextLine, before: Sequence[str], is_raised: bool
     ) -> re.Match[str] | None:
         """The match in a line, given those before it, if it stands where such words stand."""
         if self.kinds and source.kind not in self.kinds:
@@ -128,8 +128,8 @@ class Seen:
     """A signature in a source."""
 
     signature: Signature
-    source: Source
-    line: Line
+    source: TextSource
+    line: TextLine
     match: re.Match[str]
 
 
@@ -145,7 +145,7 @@ _ALARMING = re.compile(
 )
 
 
-def look(source: Source, signatures: Sequence[Signature], since: str = "") -> Iterator[Seen]:
+def look(source: TextSource, signatures: Sequence[Signature], since: str = "") -> Iterator[Seen]:
     """The signatures in a source, each line of it under the first that fits.
 
     Args:

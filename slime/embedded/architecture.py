@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime.embedded.architecture_parts import Experts, Latent
+from slime.embedded.architecture_parts import ExpertLayers, LatentConfig
 from slime.errors import UserError
 from slime.models import family_of
 from slime.models.rotary import inverse_frequencies
@@ -92,8 +92,8 @@ class Architecture:
     max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    latent: Latent | None = None
-    experts: Experts | None = None
+    latent: LatentConfig | None = None
+    experts: ExpertLayers | None = None
 
     @staticmethod
     def from_dir(model_path: str | Path) -> Architecture:
@@ -128,7 +128,7 @@ class Architecture:
             raise UserError(
                 f"the embedded engine implements the activation silu, not '{spec.activation}'"
             )
-        latent = Latent.of(spec) if spec.is_mla else None
+        latent = LatentConfig.of(spec) if spec.is_mla else None
         return Architecture(
             family=family,
             spec=spec,
@@ -146,7 +146,7 @@ class Architecture:
             dtype=named_dtype(config) or "float32",
             eos_token_ids=_token_ids(config.get("eos_token_id"), generation_eos),
             latent=latent,
-            experts=Experts.of(spec) if spec.num_experts else None,
+            experts=ExpertLayers.of(spec) if spec.num_experts else None,
         )
 
     def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from slime.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentConfig:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries, keys and values.
 
     Attributes:
@@ -36,10 +36,10 @@ class Latent:
         return max(self.query_dim, self.value_dim)
 
     @staticmethod
-    def of(spec: ModelSpec) -> Latent:
+    def of(spec: ModelSpec) -> LatentConfig:
         facts = spec.transformer
         mscale = yarn_mscale(facts["rotary_scaling_factor"], facts["mscale_all_dim"])
-        return Latent(
+        return LatentConfig(
             query_rank=facts["q_lora_rank"],
             key_rank=facts["kv_lora_rank"],
             plain_dim=facts["qk_head_dim"],
@@ -50,7 +50,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertLayers:
     """Layers of experts.
 
     Attributes:
@@ -70,9 +70,9 @@ class Experts:
     chosen_groups: int = 1
 
     @staticmethod
-    def of(spec: ModelSpec) -> Experts:
+    def of(spec: ModelSpec) -> ExpertLayers:
         facts = spec.transformer
-        return Experts(
+        return ExpertLayers(
             spec.num_experts,
             int(facts["moe_router_topk"]),
             tuple(spec.is_moe_layer(layer) for layer in range(spec.num_layers)),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slime.embedded.kv_cache import BLOCK, Block, KVCache
+from slime.embedded.kv_cache import BLOCK, CacheBlock, KVCache
 
 #: Part of a block is read in multiples of this many positions, so that there are few different
 #: shapes.
@@ -47,7 +47,7 @@ class Read:
     """The part of a cache block that a decode step reads: ``count`` positions of slots 0 … ``rows -
     1``."""
 
-    block: Block
+    block: CacheBlock
     rows: int
     count: int
 
@@ -277,7 +277,7 @@ def _block_mask(start: int, group: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
 
 
-def _worth_reading(block: Block, longest: int) -> int:
+def _worth_reading(block: CacheBlock, longest: int) -> int:
     """Positions to read of a block: all, unless so few are used that copying those out first is the
     smaller work."""
     used = -(-block.used(longest) // _READ_STEP) * _READ_STEP

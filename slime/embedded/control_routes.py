@@ -22,7 +22,7 @@ from slime.engines.request_fields import (
     FLAG,
     TEXT,
     BadRequest,
-    Kind,
+    FieldKind,
     integer,
     number,
     one_of,
@@ -38,7 +38,9 @@ _TAGS = ("weights", "kv_cache", "cuda_graph")
 _TAG = one_of(*_TAGS)
 _UP_TO_600 = number(lambda x: 0 <= x <= 600, "")
 _PAUSE_MODE = one_of("abort", "retract", "in_place")
-_SECONDS = Kind("a number of seconds from 0 to 600", lambda text: _UP_TO_600.convert(float(text)))
+_SECONDS = FieldKind(
+    "a number of seconds from 0 to 600", lambda text: _UP_TO_600.convert(float(text))
+)
 
 routes = web.RouteTableDef()
 

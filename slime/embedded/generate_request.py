@@ -15,7 +15,7 @@ from slime.engines.request_fields import (
     FLAG,
     OBJECT,
     BadRequest,
-    Kind,
+    FieldKind,
     SamplingParams,
     asks_for_nothing,
     integer,
@@ -55,7 +55,7 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What requests are checked against, and the pieces they are built with.
 
     Attributes:
@@ -107,7 +107,7 @@ class GenerateRequest:
     n: int
 
 
-def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
+def parse_generate(raw: Any, limits: RequestLimits) -> GenerateRequest:
     """Check a ``/generate`` body.
 
     Raises:
@@ -118,7 +118,7 @@ def parse_generate(raw: Any, limits: Limits) -> GenerateRequest:
     prompts, is_batch = _prompts(body, limits)
     count = len(prompts)
 
-    def each(name: str, default: Any, kind: Kind | None = None) -> list[Any]:
+    def each(name: str, default: Any, kind: FieldKind | None = None) -> list[Any]:
         return _per_prompt(body.get(name), name, count, is_batch, default, kind)
 
     params = [parse_params(item, limits.vocab_size) for item in each("sampling_params", {})]
@@ -166,7 +166,7 @@ def make_sequence(
     rid: str,
     prompt: list[int],
     params: SamplingParams,
-    limits: Limits,
+    limits: RequestLimits,
     *,
     copy: int = 0,
     logprob_start: int | None = None,
@@ -231,7 +231,7 @@ def refuse_unknown(
             raise BadRequest(f"the embedded engine does not support the field '{name}'", name)
 
 
-def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[list[int]], bool]:
+def _prompts(body: Mapping[str, Any], limits: RequestLimits) -> tuple[list[list[int]], bool]:
     """Token ids of every prompt, and whether the request is a batch."""
     text = body.get("text")
     ids = body.get("input_ids")
@@ -273,7 +273,7 @@ def _check_ids(prompt: Any, vocab_size: int) -> None:
 
 
 def _per_prompt(
-    value: Any, name: str, count: int, is_batch: bool, default: Any, kind: Kind | None
+    value: Any, name: str, count: int, is_batch: bool, default: Any, kind: FieldKind | None
 ) -> list[Any]:
     """One value of the given kind per prompt, from one for all or a list."""
     if isinstance(value, list):

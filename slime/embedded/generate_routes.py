@@ -21,7 +21,7 @@ from slime.embedded.engine import Engine, EngineDead, Hub
 from slime.embedded.generate_request import (
     GenerateRequest,
     Job,
-    Limits,
+    RequestLimits,
     make_sequence,
     parse_generate,
 )
@@ -57,7 +57,7 @@ class ServerState:
     engine: Engine
     hub: Hub
     updater: WeightUpdater
-    limits: Limits
+    limits: RequestLimits
     tokenizer: Any
     model_name: str
     tool_format: ToolFormat | None

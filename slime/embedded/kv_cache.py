@@ -32,7 +32,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 @dataclass
-class Block:
+class CacheBlock:
     """Positions ``start`` … ``start + size - 1`` of all slots.
 
     keys and values are [layers, slots, kv_heads, size, head_dim].
@@ -53,7 +53,7 @@ class WritePlan:
     """Where the keys and values of new tokens go, for all layers: (block, their rows or None for
     all, flat index)."""
 
-    parts: list[tuple[Block, torch.Tensor | None, torch.Tensor]]
+    parts: list[tuple[CacheBlock, torch.Tensor | None, torch.Tensor]]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys and values [tokens, kv_heads, head_dim]."""
@@ -87,7 +87,7 @@ class KVCache:
         self.device = device
         self.max_slots = max_slots
         self.byte_limit = byte_limit
-        self.blocks: list[Block] = []
+        self.blocks: list[CacheBlock] = []
         self.num_slots = 0
 
     @property
@@ -126,7 +126,7 @@ class KVCache:
         while self.capacity < length:
             start = self.capacity
             size = block_size(self.capacity)
-            self.blocks.append(Block(start, size, self._allocate(size), self._allocate(size)))
+            self.blocks.append(CacheBlock(start, size, self._allocate(size), self._allocate(size)))
 
     def plan_write(self, slots: np.ndarray, positions: np.ndarray) -> WritePlan:
         """Where tokens at (slot, position), int64 [tokens] each, go. The cache reaches all

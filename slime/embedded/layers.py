@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from slime.embedded.architecture_parts import Experts
+from slime.embedded.architecture_parts import ExpertLayers
 
 #: Rows per product in deterministic mode. Each product then has one shape, whatever is batched
 #: together.
@@ -111,7 +111,7 @@ class ExpertMLP:
         bias: [experts], added to the scores for the choice only; None without.
     """
 
-    facts: Experts
+    facts: ExpertLayers
     gate: torch.Tensor
     bias: torch.Tensor | None
     experts: list[Mlp]
@@ -150,7 +150,7 @@ class ExpertMLP:
 
 
 def route(
-    facts: Experts,
+    facts: ExpertLayers,
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     given: torch.Tensor | None = None,

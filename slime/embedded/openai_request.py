@@ -16,7 +16,7 @@ from slime.embedded.generate_request import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
     GenerateRequest,
-    Limits,
+    RequestLimits,
     parse_generate,
     refuse_unknown,
 )
@@ -97,7 +97,7 @@ class OpenAIRequest:
 
 def parse_chat(
     body: dict[str, Any],
-    limits: Limits,
+    limits: RequestLimits,
     tokenizer: Any,
     model: str,
     calls: ToolFormat | None = None,
@@ -128,7 +128,7 @@ def parse_chat(
     return request
 
 
-def parse_completion(body: dict[str, Any], limits: Limits, model: str) -> OpenAIRequest:
+def parse_completion(body: dict[str, Any], limits: RequestLimits, model: str) -> OpenAIRequest:
     """Check a ``/v1/completions`` body.
 
     Raises:
@@ -202,7 +202,7 @@ def _finish(
     body: dict[str, Any],
     asked: dict[str, Any],
     defaults: dict[str, Any],
-    limits: Limits,
+    limits: RequestLimits,
     prefix: str,
     model: str,
     logprobs: bool,

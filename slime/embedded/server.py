@@ -21,7 +21,7 @@ from aiohttp.typedefs import Middleware
 
 from slime.embedded import control_routes, generate_routes, openai_routes
 from slime.embedded.engine import Engine, EngineDead, EngineOptions, Hub
-from slime.embedded.generate_request import Limits
+from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import STATE, ServerState, Unavailable, json_response
 from slime.embedded.quantised_weights import import_library_for
 from slime.embedded.weight_update import WeightUpdater
@@ -130,7 +130,7 @@ async def load(
     eos = set(engine.arch.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    limits = Limits(
+    limits = RequestLimits(
         vocab_size=engine.arch.vocab_size,
         context_length=engine.max_length,
         eos_token_ids=frozenset(eos),

@@ -21,7 +21,7 @@ from slime.engines.request_fields import (
     LIST,
     TEXT,
     BadRequest,
-    Kind,
+    FieldKind,
     integer,
     one_of,
     optional,
@@ -40,8 +40,10 @@ _WORLD_SIZE = integer(2, 1 << 16)
 _RANK = integer(1, (1 << 16) - 1)
 _PORT = integer(1, (1 << 16) - 1)
 _BACKEND = one_of("nccl", "gloo")
-_NAME = Kind("a text of 1 to 255 characters without a null", lambda value: _named(value, 255))
-_PATH = Kind("a path of 1 to 4,096 characters without a null", lambda value: _named(value, 4096))
+_NAME = FieldKind("a text of 1 to 255 characters without a null", lambda value: _named(value, 255))
+_PATH = FieldKind(
+    "a path of 1 to 4,096 characters without a null", lambda value: _named(value, 4096)
+)
 
 
 def _named(value: Any, most: int) -> str:

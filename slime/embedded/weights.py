@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.embedded.architecture import Architecture
-from slime.embedded.architecture_parts import Experts
+from slime.embedded.architecture_parts import ExpertLayers
 from slime.embedded.layers import ExpertMLP, Linear, Mlp
 from slime.embedded.model import Decoder, DecoderLayer, GroupedAttention, LatentAttention
 from slime.embedded.quantised_weights import StoredForm
@@ -341,7 +341,7 @@ class WeightStore:
             self._linear(f"{prefix}linear_fc1", expert), self._linear(f"{prefix}linear_fc2", expert)
         )
 
-    def _experts(self, prefix: str, facts: Experts) -> ExpertMLP:
+    def _experts(self, prefix: str, facts: ExpertLayers) -> ExpertMLP:
         has_shared = self._made_of(f"{prefix}shared_experts.linear_fc1.weight") is not None
         return ExpertMLP(
             facts,

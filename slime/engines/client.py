@@ -31,7 +31,7 @@ from typing import Any
 from slime.engines.api import LOADS_PATH, EngineClient, EngineError, GenerateResult
 from slime.engines.client_counts import BusyClock, ClientCounters
 from slime.engines.request_fields import SamplingParams
-from slime.engines.workers import ROUTING_KEY_HEADER, Worker, list_workers
+from slime.engines.workers import ROUTING_KEY_HEADER, RouterWorker, list_workers
 from slime.log import get_logger
 
 logger = get_logger(__name__)
@@ -77,7 +77,7 @@ class InFlight:
     """It is for the policy's engines: an abort ends it. Judges and tools are left alone."""
 
 
-class Slots(asyncio.Semaphore):
+class RequestSlots(asyncio.Semaphore):
     """A semaphore whose number of slots follows the number of engines; taking some away waits for
     nobody."""
 
@@ -129,7 +129,7 @@ class RolloutClient:
 
     Attributes:
         in_flight: requests waiting for an answer, oldest first.
-        busy: of the policy's engines, by the requests of all clients `beside` each other.
+        busy: of the policy's engines, by the requests of all clients `fork` each other.
         last_progress: `time.monotonic` of the last answer.
     """
 
@@ -145,7 +145,7 @@ class RolloutClient:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         urls = set(engine_urls)
-        self.slots = Slots(max_concurrency * max(1, len(urls)))
+        self.slots = RequestSlots(max_concurrency * max(1, len(urls)))
         self.max_concurrency = max_concurrency
         self.request_timeout = request_timeout
         self.retry_seconds = retry_seconds
@@ -175,7 +175,7 @@ class RolloutClient:
         self._engines.clear()
 
     @contextlib.contextmanager
-    def beside(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
+    def fork(self, *, own_slots: bool = False) -> Iterator[RolloutClient]:
         """A client for another rollout at the same time: with counters, requests and aborts of its
         own.
 
@@ -190,7 +190,7 @@ class RolloutClient:
         client._on_abort = set()
         client.last_progress = time.monotonic()
         if own_slots:
-            client.slots = Slots(self.slots.size)
+            client.slots = RequestSlots(self.slots.size)
         self._company.append(client)
         try:
             yield client
@@ -204,7 +204,7 @@ class RolloutClient:
             self._engines[url] = await EngineClient(url, timeout=self.request_timeout).__aenter__()
         return self._engines[url]
 
-    async def _workers(self) -> list[Worker]:
+    async def _workers(self) -> list[RouterWorker]:
         workers = await list_workers(await self.engine())
         self._policy_urls.update(worker.url for worker in workers)
         if workers:  # engines join and leave; with none at all there will be one again
@@ -438,7 +438,7 @@ class RolloutClient:
             if problem:
                 logger.warning("abort: %s %s", worker.url, problem)
 
-    async def _workers_or_known(self) -> list[Worker]:
+    async def _workers_or_known(self) -> list[RouterWorker]:
         """Without the router, which may be dead, those that it has named so far."""
         try:
             return await self._workers()
@@ -449,12 +449,13 @@ class RolloutClient:
             logger.warning("abort: %s; the engines are told without it", error)
             return known
 
-    def _known_workers(self) -> list[Worker]:
+    def _known_workers(self) -> list[RouterWorker]:
         return [
-            Worker("", url, healthy=True) for url in sorted(self._policy_urls - {self.base_url})
+            RouterWorker("", url, healthy=True)
+            for url in sorted(self._policy_urls - {self.base_url})
         ]
 
-    async def _abort_worker(self, worker: Worker) -> tuple[int, str]:
+    async def _abort_worker(self, worker: RouterWorker) -> tuple[int, str]:
         """Order an abort; the number of requests that the worker still has, and what went wrong."""
         try:
             engine = await self.engine(worker.url)
@@ -480,7 +481,7 @@ class RolloutClient:
         except EngineError:
             workers = self._known_workers()
 
-        async def load(worker: Worker) -> tuple[int, int]:
+        async def load(worker: RouterWorker) -> tuple[int, int]:
             try:
                 answer = await (await self.engine(worker.url)).get(
                     LOADS_PATH, timeout=_LOADS_SECONDS

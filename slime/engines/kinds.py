@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slime.config.config import Config
 
 
-class Command(Protocol):
+class ServerCommand(Protocol):
     """How to start one server of an engine, or one node's part of it; its first node answers the
     requests.
 
@@ -77,7 +77,7 @@ class EngineKind:
         to_find_the_cause: of any death.
     """
 
-    command: Command
+    command: ServerCommand
     footprint: Callable[[Config], EngineFootprint]
     startup_seconds: float
     weights_dtype: Callable[[Config], str]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Thought:
+class SplitReasoning:
     """``reasoning`` is None where there was none, not even an empty block."""
 
     reasoning: str | None
@@ -26,7 +26,7 @@ class ReasoningFormat:
     begin: str
     end: str
 
-    def split(self, text: str, *, opened: bool = False) -> Thought:
+    def split(self, text: str, *, opened: bool = False) -> SplitReasoning:
         """Take a whole answer apart.
 
         Args:
@@ -37,9 +37,9 @@ class ReasoningFormat:
             start = start[len(self.begin) :]
             opened = True
         if not opened:
-            return Thought(None, text)
+            return SplitReasoning(None, text)
         reasoning, _, rest = start.partition(self.end)
-        return Thought(reasoning.strip("\n"), rest.lstrip("\n"))
+        return SplitReasoning(reasoning.strip("\n"), rest.lstrip("\n"))
 
     def opens(self, prompt_end: str) -> bool:
         """Whether a prompt that ends so has begun the reasoning."""

@@ -41,7 +41,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """What a field takes.
 
     Attributes:
@@ -67,7 +67,7 @@ class Kind:
 
 def integer(
     low: int | None = None, high: int | None = None, also: int | None = None, words: str = ""
-) -> Kind:
+) -> FieldKind:
     """An integer from ``low`` to ``high``, or the value ``also``; ``words`` replace the description
     of the range."""
 
@@ -79,10 +79,10 @@ def integer(
             raise ValueError
         return whole
 
-    return Kind(f"an integer{words or _range(low, high)}", convert)
+    return FieldKind(f"an integer{words or _range(low, high)}", convert)
 
 
-def number(holds: Callable[[float], bool], words: str) -> Kind:
+def number(holds: Callable[[float], bool], words: str) -> FieldKind:
     """A finite number in the range that ``words`` describe."""
 
     def convert(value: Any) -> float:
@@ -91,10 +91,10 @@ def number(holds: Callable[[float], bool], words: str) -> Kind:
             raise ValueError
         return result
 
-    return Kind(f"a finite number {words}", convert)
+    return FieldKind(f"a finite number {words}", convert)
 
 
-def strings() -> Kind:
+def strings() -> FieldKind:
     """A string or a list of strings, none of them empty; read as a tuple."""
 
     def convert(value: Any) -> tuple[str, ...]:
@@ -103,14 +103,14 @@ def strings() -> Kind:
             raise ValueError
         return items
 
-    return Kind("a string or a list of strings, none of them empty", convert)
+    return FieldKind("a string or a list of strings, none of them empty", convert)
 
 
-def token(vocab_size: int) -> Kind:
+def token(vocab_size: int) -> FieldKind:
     return integer(0, vocab_size - 1, words=f" from 0 to {vocab_size - 1}, the id of a token")
 
 
-def tokens(vocab_size: int) -> Kind:
+def tokens(vocab_size: int) -> FieldKind:
     """A list of token ids, read as a frozenset; None entries are left out, as SGLang does."""
     one = token(vocab_size)
 
@@ -119,10 +119,10 @@ def tokens(vocab_size: int) -> Kind:
             one.convert(item) for item in _instance(value, list, tuple) if item is not None
         )
 
-    return Kind(f"a list of token ids from 0 to {vocab_size - 1}", convert)
+    return FieldKind(f"a list of token ids from 0 to {vocab_size - 1}", convert)
 
 
-def biases(vocab_size: int) -> Kind:
+def biases(vocab_size: int) -> FieldKind:
     """{"token id": number to add to its logit}, read as pairs."""
     one = token(vocab_size)
     finite = number(lambda _: True, "")
@@ -131,31 +131,33 @@ def biases(vocab_size: int) -> Kind:
         items = _instance(value, Mapping).items()
         return tuple((one.convert(int(str(key))), finite.convert(bias)) for key, bias in items)
 
-    return Kind(f"an object of token ids from 0 to {vocab_size - 1} and finite numbers", convert)
+    return FieldKind(
+        f"an object of token ids from 0 to {vocab_size - 1} and finite numbers", convert
+    )
 
 
-def one_of(*words: str) -> Kind:
+def one_of(*words: str) -> FieldKind:
     def convert(value: Any) -> str:
         if value not in words:
             raise ValueError
         return str(value)
 
-    return Kind("one of: " + ", ".join(words), convert)
+    return FieldKind("one of: " + ", ".join(words), convert)
 
 
-FLAG = Kind("true or false", lambda value: _instance(value, bool))
-TEXT = Kind("a string", lambda value: _instance(value, str))
-LIST = Kind("a list", lambda value: _instance(value, list))
-OBJECT = Kind("an object", lambda value: _instance(value, Mapping))
+FLAG = FieldKind("true or false", lambda value: _instance(value, bool))
+TEXT = FieldKind("a string", lambda value: _instance(value, str))
+LIST = FieldKind("a list", lambda value: _instance(value, list))
+OBJECT = FieldKind("an object", lambda value: _instance(value, Mapping))
 
 
-def optional(body: Mapping[str, Any], name: str, kind: Kind, default: Any) -> Any:
+def optional(body: Mapping[str, Any], name: str, kind: FieldKind, default: Any) -> Any:
     """The field of a body, or ``default`` where it is left out or null."""
     value = body.get(name)
     return default if value is None else kind.read(name, value)
 
 
-def required(body: Mapping[str, Any], name: str, kind: Kind) -> Any:
+def required(body: Mapping[str, Any], name: str, kind: FieldKind) -> Any:
     """The field of a body, refused where it is left out."""
     return kind.read(name, body.get(name))
 
@@ -202,7 +204,7 @@ _MOST_SAMPLES = 4096  # of one prompt: more is a slip, and would be queued at on
 _ANY_VOCABULARY = 1 << 31
 
 
-def _row(default: Any, kind: Kind | Callable[[int], Kind]) -> Any:
+def _row(default: Any, kind: FieldKind | Callable[[int], FieldKind]) -> Any:
     """A parameter's default and what it takes, which may depend on the size of the vocabulary."""
     return field(default=default, metadata={"kind": kind})
 
@@ -264,9 +266,9 @@ SAMPLING_NAMES = tuple(row.name for row in fields(SamplingParams))
 
 
 @lru_cache
-def _kinds(vocab_size: int) -> dict[str, Kind]:
+def _kinds(vocab_size: int) -> dict[str, FieldKind]:
     kinds = ((row.name, row.metadata["kind"]) for row in fields(SamplingParams))
-    return {name: kind if isinstance(kind, Kind) else kind(vocab_size) for name, kind in kinds}
+    return {name: kind if isinstance(kind, FieldKind) else kind(vocab_size) for name, kind in kinds}
 
 
 def parse_params(raw: Any, vocab_size: int = _ANY_VOCABULARY) -> SamplingParams:

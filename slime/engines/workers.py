@@ -21,7 +21,7 @@ LIST_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Worker:
+class RouterWorker:
     """One engine behind the router. (The router's own count of its load is 0 under most policies:
     ask the engine.)
 
@@ -35,7 +35,7 @@ class Worker:
     is_external: bool = False
 
 
-async def list_workers(router: EngineClient) -> list[Worker]:
+async def list_workers(router: EngineClient) -> list[RouterWorker]:
     """The workers that the router knows, whose keys are known from then on; a bare engine in the
     router's place counts as its own only worker.
 
@@ -47,9 +47,9 @@ async def list_workers(router: EngineClient) -> list[Worker]:
     except EngineError as error:
         if error.status != 404:
             raise
-        return [Worker("", router.url, healthy=True)]
+        return [RouterWorker("", router.url, healthy=True)]
     workers = [
-        Worker(
+        RouterWorker(
             item["id"],
             item["url"],
             bool(item["is_healthy"]),

@@ -34,7 +34,7 @@ from slime.sandbox.folders import TASK, temporary_folder
 from slime.sandbox.sandbox import Ran, Sandbox
 
 
-class Box:
+class RunningTask:
     """A task at work: `run` is for the agent's commands.
 
     Attributes:
@@ -174,7 +174,7 @@ class HarborTasks:
         reward of the tests."""
         task = Path(task_of(sample))
         async with temporary_folder(TASK) as place:
-            box = Box(task, Path(place), self._runner)
+            box = RunningTask(task, Path(place), self._runner)
             limit = asyncio.timeout(box.config.get("agent", {}).get("timeout_sec"))
             async with agent_endpoint(
                 args, sample, sampling_params, max_turns=self._max_turns

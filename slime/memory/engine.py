@@ -11,7 +11,7 @@ from slime.config.config import Config
 from slime.engines.kinds import engine_of
 from slime.engines.launch import EngineFootprint
 from slime.models import table_of
-from slime.models.layouts import FusedQKV, Latent
+from slime.models.layouts import FusedQKV, LatentProjection
 from slime.models.spec import ModelSpec
 from slime.models.table import ATTENTION, Parameter
 
@@ -59,7 +59,7 @@ class EngineSettings(EngineFootprint):
         """Entries on a rank: keys and values are repeated when there are too few, norms, routers
         and what makes latents are not cut at all."""
         rule = parameter.rule
-        if rule.layout.tp_axis is None or isinstance(rule.layout, Latent):
+        if rule.layout.tp_axis is None or isinstance(rule.layout, LatentProjection):
             return float(parameter.numel)
         if isinstance(rule.layout, FusedQKV):
             query, *key_value = map(prod, parameter.shapes)

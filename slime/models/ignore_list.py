@@ -49,7 +49,7 @@ _MTP_LINEAR = ("eh_proj", "shared_head.head")
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A two-dimensional weight.
 
     Attributes:
@@ -73,7 +73,7 @@ class Matrix:
 
 def matrices(
     family: ModelFamily, spec: ModelSpec, surplus: Iterable[tuple[str, tuple[int, ...]]] = ()
-) -> list[Matrix]:
+) -> list[WeightMatrix]:
     """All of a model.
 
     Args:
@@ -99,9 +99,9 @@ def matrices(
         module = name.removesuffix(".weight")
         if module not in tied:  # some checkpoints have it all the same
             kernel = groups.fused_module(module) or _kernel(module)
-            found.append(Matrix(module, (shape[0], shape[1]), kinds[kind], kernel))
+            found.append(WeightMatrix(module, (shape[0], shape[1]), kinds[kind], kernel))
     layers = [
-        Matrix(module, (shape[0], shape[1]), True, module, is_tied=True)
+        WeightMatrix(module, (shape[0], shape[1]), True, module, is_tied=True)
         for module, shape in tied.items()
     ]
     return found + layers
@@ -166,8 +166,8 @@ class Findings:
         tied: output layers that no rule names and of which only the embedding is stored.
     """
 
-    quantised: tuple[Matrix, ...]
-    ignored: tuple[Matrix, ...]
+    quantised: tuple[WeightMatrix, ...]
+    ignored: tuple[WeightMatrix, ...]
     unspared: tuple[str, ...]
     idle: tuple[str, ...]
     by_weight: tuple[str, ...]
@@ -198,7 +198,7 @@ class Findings:
         return [f"{_few(found)}: {why}" for found, why in kinds if found]
 
 
-def examine(weights: Sequence[Matrix], quantisation: Quantisation) -> Findings:
+def examine(weights: Sequence[WeightMatrix], quantisation: Quantisation) -> Findings:
     """Compare the rules of a model with its modules."""
     rules = [
         _matcher(rule) for rule in quantisation.ignore
@@ -307,7 +307,7 @@ def stored_tensors(
     return stored
 
 
-def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, ...]:
+def recommended(weights: Sequence[WeightMatrix], *, fp8: bool = False) -> tuple[str, ...]:
     """The rules that are advised for a model, without those that would name nothing in it."""
     has_experts = any(matrix.kernel.endswith(".experts") for matrix in weights)
     rules = (
@@ -318,7 +318,7 @@ def recommended(weights: Sequence[Matrix], *, fp8: bool = False) -> tuple[str, .
     )
 
 
-def _names_any(matches: Callable[[str], object], matrix: Matrix) -> bool:
+def _names_any(matches: Callable[[str], object], matrix: WeightMatrix) -> bool:
     return any(matches(name) for name in (matrix.module, matrix.weight, matrix.kernel))
 
 

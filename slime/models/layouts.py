@@ -43,7 +43,7 @@ class ModelSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor that need not be in memory yet."""
 
     @property
@@ -81,7 +81,7 @@ class ParamMapping(ABC):
     tp_axis: int | None = None
 
     @abstractmethod
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         """This rank's piece. ValueError when a source has a shape that cannot be right."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class ParamMapping(ABC):
 class Replicated(ParamMapping):
     """The same tensor on every rank (norms, routers, biases added after a row-parallel product)."""
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         return sources[0][:]
 
     def export(self, pieces: Sequence[torch.Tensor], spec: ModelSizes) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ class ColumnParallel(ParamMapping):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         start, end = shard.bounds(sources[0].shape[0], "output features")
         return sources[0][start:end]
 
@@ -115,7 +115,7 @@ class ColumnParallel(ParamMapping):
         return [_joined(pieces, 0)]
 
 
-class Latent(ColumnParallel):
+class LatentProjection(ColumnParallel):
     """As `ColumnParallel` in the trainer; engines keep what makes the latents of multi-latent
     attention whole."""
 
@@ -125,7 +125,7 @@ class RowParallel(ParamMapping):
 
     tp_axis = 1
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         start, end = shard.bounds(sources[0].shape[1], "input features")
         return sources[0][:, start:end]
 
@@ -139,7 +139,7 @@ class VocabParallel(ParamMapping):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         (rows, *rest) = sources[0].shape
         padded = spec.padded_vocab_size
         if rows != spec.vocab_size:
@@ -166,7 +166,7 @@ class FusedQKV(ParamMapping):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         groups = spec.num_query_groups
         per_group = spec.num_heads // spec.num_query_groups
         heads_of = (per_group, 1, 1)
@@ -206,7 +206,7 @@ class GateUp(ParamMapping):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         gate, up = sources
         if tuple(gate.shape) != tuple(up.shape):
             raise ValueError(f"gate has shape {list(gate.shape)}, up has {list(up.shape)}")
@@ -224,7 +224,7 @@ class StackedGateUp(ParamMapping):
 
     tp_axis = 0
 
-    def load(self, sources: Sequence[Source], shard: Shard, spec: ModelSizes) -> torch.Tensor:
+    def load(self, sources: Sequence[TensorSource], shard: Shard, spec: ModelSizes) -> torch.Tensor:
         (stacked,) = sources
         half, rest = divmod(stacked.shape[0], 2)
         if rest:
@@ -246,7 +246,7 @@ def _joined(pieces: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 REPLICATED = Replicated()
 COLUMN = ColumnParallel()
-LATENT = Latent()
+LATENT = LatentProjection()
 ROW = RowParallel()
 VOCAB = VocabParallel()
 QKV = FusedQKV()

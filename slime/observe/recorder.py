@@ -292,7 +292,7 @@ class Recorder:
     def record_failure(
         self, rollout_id: int | None, samples: Sequence[Sample], while_: str, error: Exception
     ) -> None:
-        """Write down at once that users' code failed on samples of one execution: as they stand,
+        """Write down at once that users' code failed on samples of one trajectory: as they stand,
         with the traceback.
 
         Args:

@@ -19,7 +19,7 @@ _TAIL = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPosition:
     """How far a file has been read. ``tail`` are the last bytes before ``size``: another file has
     others there."""
 
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Line:
+class JsonLine:
     """A whole line: where it stands, in bytes, and its JSON object."""
 
     offset: int
@@ -38,16 +38,18 @@ class Line:
     value: dict[str, Any]
 
 
-def is_unchanged(path: Path, place: Place) -> bool:
+def is_unchanged(path: Path, place: ReadPosition) -> bool:
     """Nothing was written since: same file, same time of change."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        return place == Place()
+        return place == ReadPosition()
     return (status.st_ino, status.st_mtime_ns) == (place.inode, place.mtime)
 
 
-def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Place]]:
+def new_lines(
+    path: Path, place: ReadPosition
+) -> tuple[bool, Iterator[JsonLine], list[ReadPosition]]:
     """What was appended since ``place``.
 
     A line without its end is left for later, unless it is a whole object already; what is no JSON
@@ -67,13 +69,13 @@ def new_lines(path: Path, place: Place) -> tuple[bool, Iterator[Line], list[Plac
     same = status.st_ino == place.inode and status.st_size >= place.size
     same = same and file.read(place.size - begins) == place.tail
     same = same and (status.st_size > place.size or status.st_mtime_ns == place.mtime)
-    after: list[Place] = []
+    after: list[ReadPosition] = []
     return not same, _lines(file, status, place.size if same else 0, after), after
 
 
 def _lines(
-    file: BinaryIO, status: os.stat_result, offset: int, after: list[Place]
-) -> Iterator[Line]:
+    file: BinaryIO, status: os.stat_result, offset: int, after: list[ReadPosition]
+) -> Iterator[JsonLine]:
     with file:
         file.seek(offset)
         rest = b""
@@ -82,15 +84,17 @@ def _lines(
             for text in whole:
                 value = _object(text)
                 if value is not None:
-                    yield Line(offset, len(text), value)
+                    yield JsonLine(offset, len(text), value)
                 offset += len(text) + 1
         value = _object(rest)
         if value is not None:
-            yield Line(offset, len(rest), value)
+            yield JsonLine(offset, len(rest), value)
             offset += len(rest)
         begins = max(0, offset - _TAIL)
         file.seek(begins)
-        after.append(Place(status.st_ino, offset, status.st_mtime_ns, file.read(offset - begins)))
+        after.append(
+            ReadPosition(status.st_ino, offset, status.st_mtime_ns, file.read(offset - begins))
+        )
 
 
 def _object(text: bytes) -> dict[str, Any] | None:

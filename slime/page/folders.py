@@ -12,7 +12,7 @@ from slime.errors import UserError
 from slime.observe.catalog import plain_name
 from slime.observe.run_data import Stage, merge_rows, read_stages
 from slime.observe.run_folder import config_files
-from slime.page.files import Place, is_inside, is_unchanged, new_lines
+from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
 from slime.page.index import SampleIndex, path_key
 from slime.page.stages import alarms_of, describe
 
@@ -38,7 +38,7 @@ class RunWatch:
             time.time_ns() // 1000
         )  # a page that knows an earlier server's asks for everything
         self._lock = threading.RLock()
-        self._place = Place()
+        self._place = ReadPosition()
         self._changed: list[
             tuple[str, float]
         ] = []  # stage and step of each line, in the order of the lines

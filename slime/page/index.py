@@ -25,7 +25,7 @@ import orjson
 
 from slime.log import get_logger
 from slime.observe.run_data import Stage, config_value
-from slime.page.files import Place, is_inside, is_unchanged, new_lines
+from slime.page.files import ReadPosition, is_inside, is_unchanged, new_lines
 from slime.page.rows import COLUMNS, Query, condition_of, order_of, row_of, searched_text
 from slime.page.trained import training_of, with_training
 
@@ -208,7 +208,11 @@ class SampleIndex:
             if not goes_on():
                 return changed
             row = known.get(name)
-            place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
+            place = (
+                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
+                if row
+                else ReadPosition()
+            )
             if not is_unchanged(path, place) and is_inside(path, self.run):
                 with contextlib.suppress(
                     OSError
@@ -228,7 +232,11 @@ class SampleIndex:
         )
         with _transaction(self._writer):  # what another process has read meanwhile is seen here
             row = self._writer.execute("SELECT * FROM files WHERE name = ?", (name,)).fetchone()
-            place = Place(row["inode"], row["size"], row["mtime"], row["tail"]) if row else Place()
+            place = (
+                ReadPosition(row["inode"], row["size"], row["mtime"], row["tail"])
+                if row
+                else ReadPosition()
+            )
             is_other, lines, after = new_lines(path, place)
             if is_other and row:
                 self._forget(row["id"])

@@ -17,7 +17,7 @@ import orjson
 
 from slime.observe.catalog import phases, plain_name, thin
 from slime.observe.run_data import RunData, Stage, config_value
-from slime.page.files import Place, is_inside, new_lines
+from slime.page.files import ReadPosition, is_inside, new_lines
 from slime.page.lanes import timeline_of, traced_steps
 from slime.page.rows import COLUMNS, SORTS, row_of, short_texts
 from slime.page.stages import alarms_of, all_runs, describe, engines, settings, settings_that_differ
@@ -190,7 +190,7 @@ def _rows(path: Path, stage: Stage, kind: str) -> Iterator[Row]:
         stage.config, "reward_key" if kind == "rollout" else "eval_reward_key"
     )
     try:
-        _, lines, _ = new_lines(path, Place())
+        _, lines, _ = new_lines(path, ReadPosition())
     except OSError:  # a resumed run moved it away, or it is not ours to read
         return
     for line in lines:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from slime.page.files import Line
+from slime.page.files import JsonLine
 
 #: Of a row, beside the place of its line: file, offset and length.
 COLUMNS = (
@@ -173,7 +173,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def row_of(
-    file: int, line: Line, stage: str, kind: str, stem: str, reward_key: str | None
+    file: int, line: JsonLine, stage: str, kind: str, stem: str, reward_key: str | None
 ) -> tuple[Any, ...]:
     """File, offset and length of a line, and the values of `COLUMNS`."""
     record = line.value

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def settle(*, many_samples: bool = False) -> None:
+def freeze_gc(*, many_samples: bool = False) -> None:
     """Take all objects that are here out of the garbage collector's sight, which would halt
     everything for 0.3 s now and then to look through a million of them. To be called once all is
     set up that stays as long as the process.

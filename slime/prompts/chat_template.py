@@ -432,7 +432,7 @@ def _end_of(tail: str, behind: str, tokenizer: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasonedAnswer:
     """Reasoning and answer of an assistant's message; ``text`` is "" where there is no reasoning.
 
     Attributes:
@@ -447,7 +447,7 @@ class Thought:
     gap: str = ""
 
 
-def reasoning_of(message: dict[str, Any]) -> Thought:
+def reasoning_of(message: dict[str, Any]) -> ReasonedAnswer:
     """Reasoning of a message in the one form, under its own key or at the beginning of the content.
 
     Example:
@@ -460,18 +460,18 @@ def reasoning_of(message: dict[str, Any]) -> Thought:
     if not given:
         return inline
     is_repeated = inline.text.strip() in ("", given.strip())
-    return Thought(given, inline.answer if is_repeated else content)
+    return ReasonedAnswer(given, inline.answer if is_repeated else content)
 
 
-def _inline_thought(content: str) -> Thought:
+def _inline_thought(content: str) -> ReasonedAnswer:
     for begin, end in REASONING_MARKS:
         before, found, after = content.partition(end)
         # the opening mark may be missing: prompts of some models end with it
         if found and (before.lstrip().startswith(begin) or begin not in before):
             answer = after.lstrip("\n")
             gap = after[: len(after) - len(answer)]
-            return Thought(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
-    return Thought("", content)
+            return ReasonedAnswer(before.lstrip().removeprefix(begin), answer, (begin, end), gap)
+    return ReasonedAnswer("", content)
 
 
 def render_prompt(

@@ -176,7 +176,7 @@ def read_messages(
         ConversationError: a message that cannot be understood, images and other media; names the
             place.
     """
-    reader = _Reader(_schemas(tools), drops_nulls)
+    reader = _MessageReader(_schemas(tools), drops_nulls)
     for number, message in enumerate(messages):
         reader.add(message, f"{where}[{number}]")
     return reader.messages
@@ -190,7 +190,7 @@ def read_text(content: Any, where: str, *, join: str = "") -> str:
     Raises:
         ConversationError: anything else.
     """
-    return _Reader({}, False).content(content, where, role="user", join=join).text
+    return _MessageReader({}, False).content(content, where, role="user", join=join).text
 
 
 def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
@@ -220,7 +220,7 @@ def reading_loss_keys(message: Mapping[str, Any], where: str) -> int | None:
     return next(iter(said.values()), None)
 
 
-class _Reader:
+class _MessageReader:
     """Collects messages; a wire message may become several, and several items of Responses may
     become one."""
 

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 SHUFFLE_BUFFER = 10_000
 
 
-class Order(Protocol):
+class PromptOrder(Protocol):
     """Prompts one after another. ``tell()`` is the position of the next ``take()``. What
     ``reorder`` chooses, shuffled or as the data is, holds from the next ``seek`` on."""
 

@@ -25,9 +25,9 @@ from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.prompts.chat_template import (
     REASONING_MARKS,
+    ReasonedAnswer,
     TemplateForm,
     TemplateRefuses,
-    Thought,
     reasoning_of,
     render_shown,
     special_tokens,
@@ -273,7 +273,7 @@ class SftEncoding:
         renderer: _Renderer,
         number: int,
         message: dict[str, Any],
-        thought: Thought,
+        thought: ReasonedAnswer,
         found: Encoded,
     ) -> _Turn:
         """The prompt of message ``number``, and what the model generates after it."""
@@ -306,7 +306,7 @@ class SftEncoding:
         self,
         renderer: _Renderer,
         number: int,
-        thought: Thought,
+        thought: ReasonedAnswer,
         answered: str,
         prompt: str | None,
         found: Encoded,
@@ -510,7 +510,7 @@ class SftEncoding:
         )
 
 
-def _in_opened_reasoning(turn: _Turn, thought: Thought, found: Encoded) -> _Turn:
+def _in_opened_reasoning(turn: _Turn, thought: ReasonedAnswer, found: Encoded) -> _Turn:
     """The turn with reasoning where its prompt ends with the opening mark and the template leaves
     it out."""
     opened = turn.prompt.rstrip()
@@ -597,7 +597,7 @@ class _Renderer:
         """The text of the message before message ``number``."""
         return str(self._messages[number - 1]["content"]).strip() if number else ""
 
-    def without_reasoning(self, number: int, thought: Thought) -> str:
+    def without_reasoning(self, number: int, thought: ReasonedAnswer) -> str:
         """What is rendered of message ``number`` behind its head when it has no reasoning."""
         message = {
             key: value
@@ -673,7 +673,7 @@ def _bare(text: str, special: Iterable[str]) -> str:
     return "".join(text.split())
 
 
-def _check(said: str, message: dict[str, Any], thought: Thought, number: int) -> None:
+def _check(said: str, message: dict[str, Any], thought: ReasonedAnswer, number: int) -> None:
     """
     Raises:
         UserError: the template leaves out text or calls of the message.

@@ -29,7 +29,7 @@ from slime.errors import UserError
 from slime.log import get_logger, tell
 from slime.models.spec import read_hf_config
 from slime.prompts.chat_template import carries_template, template_markers
-from slime.prompts.order import MappedOrder, Order, StreamedOrder
+from slime.prompts.order import MappedOrder, PromptOrder, StreamedOrder
 from slime.prompts.prepare import ALL_ROWS, Checker, RowJudge, prepare
 from slime.prompts.problems import RowProblem
 from slime.prompts.readers import iter_rows, open_rows
@@ -401,7 +401,7 @@ class PromptSource(DataSource):
         self._order.seek(0, 0)
 
 
-def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> Order | None:
+def _open_order(config: Config, tokenizer: Any, judge: RowJudge | None) -> PromptOrder | None:
     data = config.data
     nothing_is_drawn = (
         config.rollout.num_rollout == 0 or config.debug.load_debug_rollout_data is not None

@@ -48,7 +48,7 @@ def save_rollout(pattern: str, rollout_id: int | Evaluation, samples: list[Sampl
 
 
 def load_rollout(config: Config, rollout_id: int) -> list[Group]:
-    """The groups of ``--load-debug-rollout-data`` for this rollout, each with its executions.
+    """The groups of ``--load-debug-rollout-data`` for this rollout, each with its trajectories.
 
     With ``--load-debug-rollout-data-subsample f`` a fraction f of the groups is kept (the same ones
     on every call).

@@ -28,11 +28,11 @@ from slime.log import get_logger
 from slime.rollout.failed_groups import too_many_failed, why_failed
 from slime.rollout.filters import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.group_run import Activity, GroupRun, key_left_with
-from slime.rollout.journal import Journal, Kind, drawn_as, is_prompt
+from slime.rollout.journal import Journal, RecordKind, drawn_as, is_prompt
 from slime.rollout.trajectory import GroupRunner
 from slime.rollout.validate_generate_output import identity_of, wrong_group
 from slime.rollout.watchdog import RolloutStalled, Watchdog
-from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.samples.types import ANY_VERSION, Sample, VersionWindow
 from slime.user_code.hooks import DataSource, DynamicFilter
 from slime.user_code.loading import FunctionFailed, named
 
@@ -53,7 +53,7 @@ _BECAME = {
 }
 
 
-class Verdict(StrEnum):
+class Decision(StrEnum):
     KEEP = "keep"
     DROP = "drop"
     FAILED = "failed"
@@ -84,7 +84,7 @@ class Collected:
     data_seconds: float = 0.0
 
 
-class Collector:
+class DynamicSampler:
     """One use per rollout: `collect`, then read `Collected`.
 
     Args:
@@ -115,7 +115,7 @@ class Collector:
         stall_timeout: float = 600.0,
         abort_timeout: float = ABORT_SECONDS,
         journal: Journal | None = None,
-        versions: Versions = ANY_VERSION,
+        versions: VersionWindow = ANY_VERSION,
         stale_samples: str = "requeue",
     ) -> None:
         self._journal = journal
@@ -139,7 +139,7 @@ class Collector:
         self._identities: set[tuple[str, int | None]] = set()  # `identity_of` all that were drawn
         path = getattr(runner.state.args, "data_source_path", None)
         self._source_name = named(path, "--data-source-path") if path else "the data source"
-        self.verdicts: dict[int, Verdict] = {}  # by GroupRun.order
+        self.verdicts: dict[int, Decision] = {}  # by GroupRun.order
         self.result = Collected([], [])
         self._certain: list[
             GroupRun
@@ -175,7 +175,7 @@ class Collector:
         judged = [
             run
             for run in self.drawn
-            if self.verdicts.get(run.order) in (Verdict.KEEP, Verdict.DROP)
+            if self.verdicts.get(run.order) in (Decision.KEEP, Decision.DROP)
         ]
         result.finished = sorted(judged, key=_sample_index)
         return result
@@ -187,17 +187,17 @@ class Collector:
         """Groups that are kept or may still be."""
         return len(self.drawn) - self._num_rejected
 
-    def _decide(self, run: GroupRun, verdict: Verdict) -> None:
+    def _decide(self, run: GroupRun, verdict: Decision) -> None:
         """Note a verdict; a rejected group is not drawn again after a resume."""
         self.verdicts[run.order] = verdict
-        if verdict is not Verdict.KEEP:
+        if verdict is not Decision.KEEP:
             self._num_rejected += 1
-            if verdict is not Verdict.AGAIN:
+            if verdict is not Decision.AGAIN:
                 self.source.mark_discarded([run.index])
         elif not self.deterministic:
             self._certain.append(run)
         while self.deterministic and self._next_certain in self.verdicts:
-            if self.verdicts[self._next_certain] is Verdict.KEEP:
+            if self.verdicts[self._next_certain] is Decision.KEEP:
                 self._certain.append(self.drawn[self._next_certain])
             self._next_certain += 1
 
@@ -272,7 +272,7 @@ class Collector:
         prompt."""
         self.result.stale[_BECAME[self._stale_samples]] += 1
         if self._stale_samples == "drop":
-            self._decide(run, Verdict.STALE)
+            self._decide(run, Decision.STALE)
             return False
         if self._stale_samples == "correct":
             self._corrected.add(run.order)
@@ -301,12 +301,12 @@ class Collector:
                 fix="leave older tokens out there, or pass --stale-samples correct, which trains "
                 "on them",
             )
-        self._decide(run, Verdict.STALE if self._stale_samples == "drop" else Verdict.AGAIN)
+        self._decide(run, Decision.STALE if self._stale_samples == "drop" else Decision.AGAIN)
         return True
 
-    def _note(self, kind: Kind, run: GroupRun) -> None:
+    def _note(self, kind: RecordKind, run: GroupRun) -> None:
         """What has become of a group, for those who go on after a crash."""
-        if self._journal is not None and not (kind is Kind.FINISHED and run.is_noted):
+        if self._journal is not None and not (kind is RecordKind.FINISHED and run.is_noted):
             self._journal.note(kind, self._rollout_id, run.drawn_as, run.samples)
 
     @property
@@ -340,7 +340,7 @@ class Collector:
         self._check_rewards(run)
         if self._turns_away(run):
             return
-        self._note(Kind.FINISHED, run)
+        self._note(RecordKind.FINISHED, run)
         try:
             judged = call_dynamic_filter(
                 self.dynamic_filter, self.runner.state.args, run.samples, self.watchdog.limit
@@ -356,11 +356,11 @@ class Collector:
         ):
             self.result.drops[output.reason or "unnamed"] += 1
             self._drops_in_a_row += 1
-            self._decide(run, Verdict.DROP)
+            self._decide(run, Decision.DROP)
             self._check_drops()
         else:
             self._drops_in_a_row = 0
-            self._decide(run, Verdict.KEEP)
+            self._decide(run, Decision.KEEP)
 
     @property
     def _most_drops(self) -> int:
@@ -388,7 +388,7 @@ class Collector:
 
     def _discard_failed(self, run: GroupRun) -> None:
         self.result.num_failed += 1
-        self._decide(run, Verdict.FAILED)
+        self._decide(run, Decision.FAILED)
         if self.result.num_failed <= self.num_failures_allowed:
             logger.warning(
                 "group %d failed and is replaced by another (%s)", run.index, why_failed(run)
@@ -443,15 +443,15 @@ class Collector:
         back = []
         for run in self.drawn:
             verdict = self.verdicts.get(run.order)
-            if run.order in taken or verdict in (Verdict.DROP, Verdict.FAILED, Verdict.STALE):
+            if run.order in taken or verdict in (Decision.DROP, Decision.FAILED, Decision.STALE):
                 continue
-            if verdict is Verdict.AGAIN:
+            if verdict is Decision.AGAIN:
                 run.restart()
                 back.append(run)
                 continue
             if run.failure is not None:  # failed, and its siblings were aborted
                 self.result.num_failed += 1
-                self._decide(run, Verdict.FAILED)
+                self._decide(run, Decision.FAILED)
                 continue
             self.result.num_surplus += run.is_generated
             self.result.num_aborted += not run.is_generated
@@ -466,38 +466,38 @@ class Collector:
             if (
                 run.order not in self.verdicts
             ):  # it finished when there were enough: nobody has judged and noted it
-                self._note(Kind.FINISHED if run.is_scored else Kind.BEGUN, run)
+                self._note(RecordKind.FINISHED if run.is_scored else RecordKind.BEGUN, run)
             return
         if self.deterministic or not self.partial_rollout:
             if run.order in self.verdicts or run.is_restored:
-                self._note(Kind.FORGOTTEN, run)
+                self._note(RecordKind.FORGOTTEN, run)
             run.restart()
             return
-        for execution in run.executions:
-            if execution.is_generated:
+        for trajectory in run.trajectories:
+            if trajectory.is_generated:
                 continue
             if (
-                execution.fanned_out or execution.activity is Activity.GENERATING
+                trajectory.fanned_out or trajectory.activity is Activity.GENERATING
             ):  # user code left it half-done
-                execution.rewind()
-            for sample in execution.samples:
+                trajectory.rewind()
+            for sample in trajectory.samples:
                 if sample.response_length:
                     sample.metadata.setdefault("start_rollout_id", self.runner.rollout_id)
         if any(sample.response_length for sample in run.samples):
-            self._note(Kind.BEGUN, run)
+            self._note(RecordKind.BEGUN, run)
 
     def progress(self) -> dict[str, float]:
         """``done`` and ``target`` in groups, ``tokens`` generated so far."""
-        kept = sum(verdict is Verdict.KEEP for verdict in self.verdicts.values())
+        kept = sum(verdict is Decision.KEEP for verdict in self.verdicts.values())
         tokens = sum(sample.response_length for run in self.drawn for sample in run.samples)
         return {"done": min(kept, self.target), "target": self.target, "tokens": tokens}
 
 
 def _sample_index(run: GroupRun) -> int:
-    index = run.executions[0].prompt.index
+    index = run.trajectories[0].prompt.index
     assert index is not None
     return index
 
 
 def _is_generating(run: GroupRun) -> bool:
-    return any(execution.activity is Activity.GENERATING for execution in run.executions)
+    return any(trajectory.activity is Activity.GENERATING for trajectory in run.trajectories)

@@ -20,7 +20,7 @@ from slime.rollout.eval_datasets import EvalDataset
 from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import context_limit
 from slime.rollout.group_run import GroupRun
-from slime.rollout.metrics import execution_scores, pass_at_k_metrics, reward_parts, sample_metrics
+from slime.rollout.metrics import pass_at_k_metrics, reward_parts, sample_metrics, trajectory_scores
 from slime.rollout.trajectory import GroupRunner
 from slime.rollout.watchdog import RolloutStalled, Watchdog
 from slime.samples.types import Sample, SampleStatus
@@ -216,13 +216,14 @@ def eval_metrics(name: str, runs: list[GroupRun], args: Any) -> dict[str, float]
     """Of one set: ``eval/<name>`` (mean reward), ``-truncated_ratio``, ``-pass@k``,
     ``/response_len/…`` and ``/reward_part/…``.
 
-    pass@k uses the number of executions that this set has per prompt.
+    pass@k uses the number of trajectories that this set has per prompt.
     """
     samples = [sample for run in runs for sample in run.samples]
     if not samples:
         return {}
     scores = [
-        execution_scores([execution.samples for execution in run.executions], args) for run in runs
+        trajectory_scores([trajectory.samples for trajectory in run.trajectories], args)
+        for run in runs
     ]
     metrics = sample_metrics(samples, f"eval/{name}") | reward_parts(samples, f"eval/{name}", args)
     metrics[f"eval/{name}"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)

@@ -11,15 +11,15 @@ from slime.user_code.loading import user_frames, where_to_mend, with_user_frames
 
 def why_failed(run: GroupRun) -> str:
     """Which sample failed, while doing what, and of what; in one line."""
-    for execution in run.executions:
-        if execution.failure is not None:
-            error = execution.failure
+    for trajectory in run.trajectories:
+        if trajectory.failure is not None:
+            error = trajectory.failure
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, UserError):
                 told = f"{error.what} ({error.why})" if error.why else error.what
-            where = f" in {execution.function}" if execution.function else ""
+            where = f" in {trajectory.function}" if trajectory.function else ""
             return (
-                f"sample {execution.prompt.index} while {execution.activity.value}{where}: {told}"
+                f"sample {trajectory.prompt.index} while {trajectory.activity.value}{where}: {told}"
             )
     statuses = sorted(
         {

@@ -1,7 +1,7 @@
 """Dynamic sampling filters: is a finished group worth training on?
 
 A filter is ``fn(args, samples) -> DynamicFilterOutput | bool``; ``samples`` are all samples of the
-group, also those that one execution fanned out into.
+group, also those that one trajectory fanned out into.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from slime.prompts.chat_template import between_turns, render_messages, without_
 from slime.prompts.conversation import read_messages
 from slime.prompts.tokenizer import with_opening
 from slime.rollout.resumed_requests import MOST_IDLE_CUTS, has_ended, keeps_text, piece, text_of
-from slime.samples.types import ANY_VERSION, Sample, SampleStatus, Versions
+from slime.samples.types import ANY_VERSION, Sample, SampleStatus, VersionWindow
 from slime.user_code.overrides import follows_old_plugin, override_of
 
 logger = get_logger(__name__)
@@ -82,7 +82,7 @@ class GenerateState:
     max_context_len: int | None = None
     deterministic: bool = False
     rollout_seed: int = 0
-    versions: Versions = ANY_VERSION
+    versions: VersionWindow = ANY_VERSION
     end_tokens: frozenset[int] = frozenset()
     request_tokens: int | None = None
     routed_experts: bool = False

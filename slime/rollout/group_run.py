@@ -1,4 +1,4 @@
-"""A group of samples on its way through the rollout, and each of its executions: where it is, and
+"""A group of samples on its way through the rollout, and each of its trajectories: where it is, and
 what became of it."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DRAWN = "as_drawn"
 
 
 class Activity(StrEnum):
-    """Where an execution is; the watchdog's words."""
+    """Where a trajectory is; the watchdog's words."""
 
     QUEUED = "queued"
     GENERATING = "generating"
@@ -31,7 +31,7 @@ class Activity(StrEnum):
 
 
 @dataclass
-class Execution:
+class Trajectory:
     """One run of the generate function.
 
     Attributes:
@@ -96,7 +96,7 @@ class GroupRun:
         was_prompt: it was drawn as a prompt: all that it has came out of the journal.
     """
 
-    executions: list[Execution]
+    trajectories: list[Trajectory]
     order: int = 0
     drawn_as: int = 0
     is_noted: bool = False
@@ -105,39 +105,39 @@ class GroupRun:
 
     @staticmethod
     def of(drawn: Sequence[Sample], order: int = 0) -> GroupRun:
-        """From what a data source gives: one execution per sample, except that what had fanned out
+        """From what a data source gives: one trajectory per sample, except that what had fanned out
         in an earlier rollout comes back as several samples with one ``rollout_id``."""
-        executions: dict[Any, Execution] = {}
+        trajectories: dict[Any, Trajectory] = {}
         for sample in drawn:
             key = ("of", id(sample)) if sample.rollout_id is None else sample.rollout_id
-            if key in executions:
-                executions[key].samples.append(sample)
-                executions[key].fanned_out = True
+            if key in trajectories:
+                trajectories[key].samples.append(sample)
+                trajectories[key].fanned_out = True
             else:
-                executions[key] = Execution(sample, [sample], getattr(sample, _DRAWN, None))
-        return GroupRun(list(executions.values()), order)
+                trajectories[key] = Trajectory(sample, [sample], getattr(sample, _DRAWN, None))
+        return GroupRun(list(trajectories.values()), order)
 
     def restored(self, found: Sequence[Sample]) -> GroupRun:
         """This group, as it was drawn just now, as far as it ``found`` itself in the journal."""
         run = GroupRun.of(found, self.order)
-        for execution, ours in zip(run.executions, self.executions):
+        for trajectory, ours in zip(run.trajectories, self.trajectories):
             is_prompt = not ours.prompt.response_length
-            execution.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
+            trajectory.drawn = ours.drawn or (ours.prompt.to_dict() if is_prompt else None)
         run.is_restored = True
         return run
 
     @property
     def index(self) -> int:
-        index = self.executions[0].prompt.group_index
+        index = self.trajectories[0].prompt.group_index
         return self.order if index is None else index
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for execution in self.executions for sample in execution.samples]
+        return [sample for trajectory in self.trajectories for sample in trajectory.samples]
 
     @property
     def is_generated(self) -> bool:
-        return all(execution.is_generated for execution in self.executions)
+        return all(trajectory.is_generated for trajectory in self.trajectories)
 
     @property
     def is_scored(self) -> bool:
@@ -145,24 +145,24 @@ class GroupRun:
 
     @property
     def failure(self) -> Exception | None:
-        return next((e.failure for e in self.executions if e.failure is not None), None)
+        return next((e.failure for e in self.trajectories if e.failure is not None), None)
 
     def to_group(self) -> Group:
-        return Group(self.index, [execution.samples for execution in self.executions])
+        return Group(self.index, [trajectory.samples for trajectory in self.trajectories])
 
     def restart(self) -> None:
-        for execution in self.executions:
-            execution.restart()
+        for trajectory in self.trajectories:
+            trajectory.restart()
 
     def for_later(self) -> list[Sample]:
         """The samples, to be put back, and with them what only this rollout knows of how they were
         drawn."""
-        for execution in self.executions:
-            first = execution.samples[0]
-            prompt = execution.prompt
+        for trajectory in self.trajectories:
+            first = trajectory.samples[0]
+            prompt = trajectory.prompt
             setattr(first, _KEY, self.drawn_as)
-            if execution.drawn is not None:
-                setattr(first, _DRAWN, execution.drawn)
+            if trajectory.drawn is not None:
+                setattr(first, _DRAWN, trajectory.drawn)
             elif prompt is not first and not prompt.response_length:
                 setattr(first, _DRAWN, prompt.to_dict())
         return self.samples

@@ -49,7 +49,7 @@ from slime.config.config import Config
 from slime.files import bring_to_disk, content_fingerprint, entries_of, json_safe
 from slime.log import get_logger, tell
 from slime.samples.sample_fields import unpicklable
-from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.samples.types import ANY_VERSION, Sample, VersionWindow
 from slime.user_code.loading import fingerprint
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ _WITHOUT_MEANING = frozenset(
 )
 
 
-class Kind(enum.StrEnum):
+class RecordKind(enum.StrEnum):
     """What a record says of a group."""
 
     FINISHED = "finished"
@@ -84,10 +84,10 @@ class Kind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RecordPlace:
     """A record: of what kind, in which rollout it was made, and where it is."""
 
-    kind: Kind
+    kind: RecordKind
     rollout_id: int
     drawn_as: int
     offset: int
@@ -110,7 +110,7 @@ class Journal:
     def __init__(self, folder: Path, made_with: str) -> None:
         self._folder = folder
         self._made_with = made_with
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[_RecordPlace]] = {}
         """By group, in the order in which they were written."""
         self._files: dict[int, BinaryIO] = {}
         """By rollout; positions are at the end."""
@@ -168,7 +168,7 @@ class Journal:
             for offset, (kind, group_index, key, _, newest_version) in records:
                 self.newest_version = max(self.newest_version, newest_version)
                 self._places.setdefault(group_index, []).append(
-                    _Place(Kind(kind), rollout_id, key, offset)
+                    _RecordPlace(RecordKind(kind), rollout_id, key, offset)
                 )
             if left := os.fstat(file.fileno()).st_size - file.tell():
                 logger.warning(
@@ -184,7 +184,7 @@ class Journal:
         rollout_id: int,
         drawn: list[Sample],
         key: int,
-        versions: Versions = ANY_VERSION,
+        versions: VersionWindow = ANY_VERSION,
     ) -> tuple[list[Sample], bool]:
         """What the journal has of a drawn group in the place of it, or ``drawn`` where it has
         nothing.
@@ -206,7 +206,7 @@ class Journal:
             is_later = place.rollout_id > rollout_id
             if is_later and versions.newest is None:
                 continue
-            if place.kind is Kind.FORGOTTEN:
+            if place.kind is RecordKind.FORGOTTEN:
                 break
             if place.drawn_as != key:
                 tell(
@@ -220,7 +220,7 @@ class Journal:
                 break
             if is_later and not _is_within(found, versions.newest, versions.ahead):
                 continue
-            if versions.gone and _is_of(found, versions.gone):
+            if versions.unreachable and _is_of(found, versions.unreachable):
                 tell(
                     logger,
                     "the run goes on from its checkpoint in another way than before (flags, "
@@ -229,11 +229,11 @@ class Journal:
                     once=f"gone in {self._folder}",
                 )  # fmt: skip
                 continue
-            self.num_restored += place.kind is Kind.FINISHED and is_prompt(drawn)
-            return found, place.kind is Kind.FINISHED and place.rollout_id >= rollout_id
+            self.num_restored += place.kind is RecordKind.FINISHED and is_prompt(drawn)
+            return found, place.kind is RecordKind.FINISHED and place.rollout_id >= rollout_id
         return drawn, False
 
-    def _read(self, place: _Place) -> list[Sample] | None:
+    def _read(self, place: _RecordPlace) -> list[Sample] | None:
         try:
             with _path(self._folder, place.rollout_id).open("rb") as file:
                 file.seek(place.offset)
@@ -250,7 +250,7 @@ class Journal:
     # -- writing
     # -------------------------------------------------------------------------------------------
 
-    def note(self, kind: Kind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
+    def note(self, kind: RecordKind, rollout_id: int, key: int, samples: Sequence[Sample]) -> None:
         """Write down what has become of a group.
 
         Args:
@@ -260,23 +260,23 @@ class Journal:
         if not self._is_open or index is None:
             return
         if rollout_id in self._unwritable:
-            if kind is Kind.FORGOTTEN:
+            if kind is RecordKind.FORGOTTEN:
                 self._remove_files_with(index)
             return
         try:
-            kept = [] if kind is Kind.FORGOTTEN else [sample.to_dict() for sample in samples]
+            kept = [] if kind is RecordKind.FORGOTTEN else [sample.to_dict() for sample in samples]
             content = pickle.dumps(
                 kept, protocol=pickle.HIGHEST_PROTOCOL
             )  # apart: most are never read
             newest = max(_versions_in(samples), default=0)
             with self._lock:
                 file = self._file(rollout_id)
-                place = _Place(kind, rollout_id, key, file.tell())
+                place = _RecordPlace(kind, rollout_id, key, file.tell())
                 _append(file, (kind.value, index, key, content, newest))
                 self._dirty.add(rollout_id)
         except OSError as problem:  # a full disk
             self._give_up_file(rollout_id, problem)
-            if kind is Kind.FORGOTTEN:
+            if kind is RecordKind.FORGOTTEN:
                 self._remove_files_with(index)
             return
         except Exception as problem:  # values of the user's that no pickle can hold
@@ -296,7 +296,10 @@ class Journal:
         for index in group_indices:
             if places := self._places.get(index):
                 self.note(
-                    Kind.FORGOTTEN, rollout_id, places[-1].drawn_as, [Sample(group_index=index)]
+                    RecordKind.FORGOTTEN,
+                    rollout_id,
+                    places[-1].drawn_as,
+                    [Sample(group_index=index)],
                 )
 
     def forget_newer(self, rollout_id: int, version: int) -> None:
@@ -307,7 +310,7 @@ class Journal:
             of_it = [
                 place
                 for place in places
-                if place.rollout_id == rollout_id and place.kind is not Kind.FORGOTTEN
+                if place.rollout_id == rollout_id and place.kind is not RecordKind.FORGOTTEN
             ]
             if of_it and not ((found := self._read(of_it[-1])) and _is_within(found, version)):
                 newer.append(index)
@@ -435,10 +438,10 @@ def _is_within(
     )
 
 
-def _is_of(samples: Sequence[Sample], gone: frozenset[int]) -> bool:
+def _is_of(samples: Sequence[Sample], unreachable: frozenset[int]) -> bool:
     """Whether any of it was generated by these weights, or nobody knows by which."""
     known = _versions_in(samples)
-    return not (known and gone.isdisjoint(known))
+    return not (known and unreachable.isdisjoint(known))
 
 
 def _versions_in(samples: Sequence[Sample]) -> set[int]:

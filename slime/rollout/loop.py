@@ -32,7 +32,7 @@ from slime.log import get_logger
 from slime.models import vocab_size_of
 from slime.prompts.tokenizer import end_token_ids
 from slime.rollout.counters import counts_of, load_snapshots
-from slime.rollout.dynamic_sampling import ABORT_SECONDS, Collector
+from slime.rollout.dynamic_sampling import ABORT_SECONDS, DynamicSampler
 from slime.rollout.eval_datasets import EvalDataset, eval_datasets
 from slime.rollout.evaluate import EvalSet, Tasks, evaluate, progress_of, read_eval_prompts
 from slime.rollout.finish import finish_evaluation, finish_rollout
@@ -44,7 +44,7 @@ from slime.rollout.generate import (
     forget_states,
     rollout_sampling_params,
 )
-from slime.rollout.group_run import Execution
+from slime.rollout.group_run import Trajectory
 from slime.rollout.journal import Journal
 from slime.rollout.metrics import load_metrics, rollout_metrics, throughput_metrics
 from slime.rollout.rewards.pool import RewardPool
@@ -58,7 +58,7 @@ from slime.rollout.user_rollouts import (
     validate_groups,
 )
 from slime.rollout.watchdog import Watchdog
-from slime.samples.types import ANY_VERSION, Sample, Versions
+from slime.samples.types import ANY_VERSION, Sample, VersionWindow
 from slime.user_code.calls import WatchedLoop, watch_loop
 from slime.user_code.hooks import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, check_hooks
 from slime.user_code.loading import load_function, named
@@ -200,8 +200,8 @@ class RolloutLoop:
         limit = self.config.rollout.rollout_stall_timeout
         which = None if options.get("evaluation") else options["rollout_id"]
 
-        def on_failure(execution: Execution, error: Exception) -> None:
-            self.record_failure(which, execution.samples, execution.activity.value, error)
+        def on_failure(trajectory: Trajectory, error: Exception) -> None:
+            self.record_failure(which, trajectory.samples, trajectory.activity.value, error)
 
         return GroupRunner(state, rewards, hook_limit=limit, on_failure=on_failure, **options)
 
@@ -218,7 +218,7 @@ class RolloutLoop:
 
     @contextlib.asynccontextmanager
     async def _session(
-        self, *, alone: bool, evaluation: bool = False, versions: Versions = ANY_VERSION
+        self, *, alone: bool, evaluation: bool = False, versions: VersionWindow = ANY_VERSION
     ) -> AsyncIterator[GenerateState]:
         """The state of one rollout or evaluation, bound for generate functions and for
         `generate_rollout`.
@@ -230,7 +230,7 @@ class RolloutLoop:
         assert self._client is not None
         turn = self._one_at_a_time if alone else contextlib.nullcontext()
         async with turn:
-            with self._client.beside(own_slots=evaluation) as client:
+            with self._client.fork(own_slots=evaluation) as client:
                 rollout = self.config.rollout
                 state = GenerateState(
                     args=self.args,
@@ -264,15 +264,15 @@ class RolloutLoop:
     # ------------------------------------------------------------------------------------------
 
     async def generate_batch(
-        self, rollout_id: int, versions: Versions = ANY_VERSION
+        self, rollout_id: int, versions: VersionWindow = ANY_VERSION
     ) -> RolloutFnTrainOutput:
         """``rollout_batch_size`` groups with rewards, sorted by sample index, and their metrics.
 
         Args:
             versions: of weights, see `GenerateState`.
         Raises:
-            UserError: see `Collector.collect`; or what a custom rollout function returned does not
-                fit.
+            UserError: see `DynamicSampler.collect`; or what a custom rollout function returned does
+                not fit.
         """
         custom = _custom_function(self.args.rollout_function_path) or override_of("rollout")
         alone = custom is not None or self.config.rollout.deterministic
@@ -315,7 +315,7 @@ class RolloutLoop:
         """The rollout as `slime.rollout.dynamic_sampling` describes it, with prompts of
         ``source``."""
         rollout = self.config.rollout
-        rewards = self.rewards.beside()
+        rewards = self.rewards.fork()
         runner = self.make_runner(
             state,
             rewards,
@@ -324,7 +324,7 @@ class RolloutLoop:
             mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
         )
         path = rollout.dynamic_sampling_filter_path
-        collector = Collector(
+        collector = DynamicSampler(
             runner,
             source,
             target=rollout.rollout_batch_size,
@@ -422,7 +422,7 @@ class RolloutLoop:
                 fix="pass --eval-prompt-data NAME PATH or --eval-config",
             )
 
-        rewards = self.rewards.beside()
+        rewards = self.rewards.fork()
 
         def make_runner(dataset: EvalDataset) -> GroupRunner:
             limit = context_limit(

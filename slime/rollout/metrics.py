@@ -96,7 +96,7 @@ def _compares_samples(args: Any) -> bool:
     """Whether equal rewards of a group's samples mean that none of them teaches anything."""
     own = ("custom_reward_post_process_path", "custom_advantage_function_path")
     return (
-        getattr(args, "advantage_estimator", "grpo") in those_where("compares_group")
+        getattr(args, "advantage_estimator", "grpo") in those_where("group_relative")
         and getattr(args, "rewards_normalization", True)
         and not any(getattr(args, dest, None) for dest in own)
     )
@@ -162,7 +162,7 @@ def _optional_metrics(
             "multi_turn/trained_len", [s.effective_response_length for s in samples]
         )
     if args.log_passrate:
-        scores = [execution_scores(group.executions, args) for group in groups]
+        scores = [trajectory_scores(group.trajectories, args) for group in groups]
         metrics |= {f"passrate/{name}": value for name, value in pass_at_k_metrics(scores).items()}
     if args.log_reward_category:
         found = Counter(
@@ -277,15 +277,17 @@ def powers_of_two(largest: int) -> list[int]:
     return [1 << i for i in range(largest.bit_length())] if largest else []
 
 
-def execution_scores(executions: Iterable[Sequence[Sample]], args: Any) -> list[float]:
-    """One reward per execution: the best of the samples that it fanned out into, which are no tries
-    of their own.
+def trajectory_scores(trajectories: Iterable[Sequence[Sample]], args: Any) -> list[float]:
+    """One reward per trajectory: the best of the samples that it fanned out into, which are no
+    tries of their own.
 
     Example:
-        >>> execution_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
+        >>> trajectory_scores([[Sample(reward=0), Sample(reward=1)], [Sample(reward=0)]], args=None)
         [1.0, 0.0]
     """
-    return [max(sample.get_reward_value(args) for sample in execution) for execution in executions]
+    return [
+        max(sample.get_reward_value(args) for sample in trajectory) for trajectory in trajectories
+    ]
 
 
 def pass_at_k_metrics(
@@ -294,7 +296,7 @@ def pass_at_k_metrics(
     """``pass@k`` averaged over prompts; a try is correct when its reward is at least 1.
 
     Args:
-        scores: rewards of the tries (`execution_scores`) by prompt. Prompts with fewer than k do
+        scores: rewards of the tries (`trajectory_scores`) by prompt. Prompts with fewer than k do
             not count for that k.
         ks: values of k; default: powers of two up to the largest number of tries of a prompt.
 

@@ -197,8 +197,8 @@ async def _run_group(
     if run.failure is not None:
         raise run.failure
     return [
-        execution.samples if execution.fanned_out else execution.samples[0]
-        for execution in run.executions
+        trajectory.samples if trajectory.fanned_out else trajectory.samples[0]
+        for trajectory in run.trajectories
     ]
 
 

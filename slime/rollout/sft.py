@@ -2,7 +2,7 @@
 what an assistant says is trained; `slime.prompts.sft_encoding` finds it.
 
 A conversation whose earlier turns the chat template rewrites becomes several samples of one
-execution: they are weighted together as one sample, and count as one in the batch.
+trajectory: they are weighted together as one sample, and count as one in the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def sft_rollout(
 
 
 def generate_sft(config: Config, source: DataSource, tokenizer: Any) -> RolloutFnTrainOutput:
-    """``rollout_batch_size`` groups of one execution each, with ready-made samples.
+    """``rollout_batch_size`` groups of one trajectory each, with ready-made samples.
 
     A row is a conversation with assistant messages, or a prompt and its label (the answer). Left
     out and counted, and others drawn: samples longer than ``--seq-length`` or

@@ -5,10 +5,10 @@ own.
                    └──────────┴── abort ──┘        └── abort: generated, to be scored later
 
 A failing sample fails alone. What the user's code has failed on is tried a second time; what fails
-again, or hangs, becomes the `Execution.failure`, the loop replaces its group and stops the run when
-too many fail. A `UserError` of our own code is a mistake in configuration or data: it stops the run
-at once. Once an abort is under way neither counts: user code that stumbles over answers cut short
-is put back, and what else is wrong with it will show next time.
+again, or hangs, becomes the `Trajectory.failure`, the loop replaces its group and stops the run
+when too many fail. A `UserError` of our own code is a mistake in configuration or data: it stops
+the run at once. Once an abort is under way neither counts: user code that stumbles over answers cut
+short is put back, and what else is wrong with it will show next time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slime.rollout.generate import (
     note_too_long,
     prompt_token_ids,
 )
-from slime.rollout.group_run import Activity, Execution, GroupRun
+from slime.rollout.group_run import Activity, GroupRun, Trajectory
 from slime.rollout.sample_steps import apply_sample_hook, copy_of_prompt, set_rewards, truncated
 from slime.rollout.validate_generate_output import (
     check_values,
@@ -47,7 +47,7 @@ from slime.rollout.validate_generate_output import (
     tell_of_text_alone,
 )
 from slime.samples.types import Sample, SampleStatus
-from slime.user_code.calls import alone
+from slime.user_code.calls import run_isolated
 from slime.user_code.hooks import GenerateFunction, SampleHook
 from slime.user_code.loading import (
     FunctionFailed,
@@ -111,7 +111,7 @@ class GroupRunner:
         group_rm: bool = False,
         mask_offpolicy: bool = False,
         hook_limit: float | None = None,
-        on_failure: Callable[[Execution, Exception], None] = lambda execution, error: None,
+        on_failure: Callable[[Trajectory, Exception], None] = lambda trajectory, error: None,
         ours: tuple[str, ...] = (),
     ) -> None:
         self.hook_limit = hook_limit
@@ -137,7 +137,7 @@ class GroupRunner:
         return self._functions[path]
 
     async def run(self, group: GroupRun) -> None:
-        """Bring every execution as far as it goes: scored, aborted, or failed (never raises for a
+        """Bring every trajectory as far as it goes: scored, aborted, or failed (never raises for a
         failure)."""
         bind_state(self.state)
         for sample in group.samples:
@@ -155,9 +155,9 @@ class GroupRunner:
                         if whole is not None
                         else None
                     )
-                    for execution in group.executions:
-                        execution.task = together or tasks.create_task(
-                            self._run_execution(execution)
+                    for trajectory in group.trajectories:
+                        trajectory.task = together or tasks.create_task(
+                            self._run_trajectory(trajectory)
                         )
             except BaseExceptionGroup as errors:  # only what must stop the run gets here
                 raise errors.exceptions[0] from None
@@ -173,127 +173,127 @@ class GroupRunner:
         """The group through a plugin's function in place of ``generate_and_rm_group``; it fails as
         a whole."""
         name = "the plugin's generate_and_rm_group"
-        for execution in group.executions:
-            execution.prompt = copy_of_prompt(execution.samples[0])
-            execution.function = name
-            execution.enter(Activity.GENERATING)
+        for trajectory in group.trajectories:
+            trajectory.prompt = copy_of_prompt(trajectory.samples[0])
+            trajectory.function = name
+            trajectory.enter(Activity.GENERATING)
         try:
-            drawn = [execution.samples[0] for execution in group.executions]
+            drawn = [trajectory.samples[0] for trajectory in group.trajectories]
             params = copy.deepcopy(self.state.sampling_params)
             more = accepted(function, {"evaluation": self.evaluation})
-            returned = await alone(function(self.state.args, drawn, params, **more), name)
-            if not isinstance(returned, list) or len(returned) != len(group.executions):
-                what = f"{name} did not return a list of {len(group.executions)}"
+            returned = await run_isolated(function(self.state.args, drawn, params, **more), name)
+            if not isinstance(returned, list) or len(returned) != len(group.trajectories):
+                what = f"{name} did not return a list of {len(group.trajectories)}"
                 raise FunctionFailed(
                     what, fix="return for each sample of the group the sample, or a list of samples"
                 )
-            for execution, samples in zip(group.executions, returned):
-                self._accept(execution, samples, name)
-                await self._score_unless_group_rm(execution)
-                execution.enter(Activity.DONE)
+            for trajectory, samples in zip(group.trajectories, returned):
+                self._accept(trajectory, samples, name)
+                await self._score_unless_group_rm(trajectory)
+                trajectory.enter(Activity.DONE)
         except Exception as error:  # the boundary of a group's failures, as of a sample's below
-            for execution in group.executions:
-                self._end_of_failure(execution, error)
+            for trajectory in group.trajectories:
+                self._end_of_failure(trajectory, error)
         except asyncio.CancelledError:
             if not (
-                hung := [execution for execution in group.executions if execution.hung_seconds]
+                hung := [trajectory for trajectory in group.trajectories if trajectory.hung_seconds]
             ):
                 raise  # those that were accepted before one hung in its reward are not among them
-            for execution in hung:
-                self._end_of_hanging(execution)
+            for trajectory in hung:
+                self._end_of_hanging(trajectory)
         self.last_progress = time.monotonic()
 
-    async def _score_unless_group_rm(self, execution: Execution) -> None:
-        if execution.is_generated and not self.group_rm:
-            await self._score(execution)
+    async def _score_unless_group_rm(self, trajectory: Trajectory) -> None:
+        if trajectory.is_generated and not self.group_rm:
+            await self._score(trajectory)
 
-    def _end_of_failure(self, execution: Execution, error: Exception) -> None:
+    def _end_of_failure(self, trajectory: Trajectory, error: Exception) -> None:
         """Raises what must stop the run."""
         if self.state.client.aborting:
-            self._abort(execution, error)
+            self._abort(trajectory, error)
         elif isinstance(error, UserError) and not isinstance(error, FunctionFailed):
             raise with_user_frames(error, error) from error.__cause__
         else:
-            self._fail(execution, error)
+            self._fail(trajectory, error)
 
-    def _end_of_hanging(self, execution: Execution) -> None:
+    def _end_of_hanging(self, trajectory: Trajectory) -> None:
         """To be called where a cancellation was caught; raises it again where nobody has given the
-        execution up."""
-        if not execution.hung_seconds or self.state.client.aborting:
+        trajectory up."""
+        if not trajectory.hung_seconds or self.state.client.aborting:
             raise
-        assert execution.task is not None
-        execution.task.uncancel()
+        assert trajectory.task is not None
+        trajectory.task.uncancel()
         self.num_hung += 1
-        self._fail(execution, _hung(execution))
+        self._fail(trajectory, _hung(trajectory))
 
-    async def _run_execution(self, execution: Execution) -> None:
-        with span(execution.samples, "generate_and_rm") as sample_span:
+    async def _run_trajectory(self, trajectory: Trajectory) -> None:
+        with span(trajectory.samples, "generate_and_rm") as sample_span:
             try:
-                while not await self._tried(execution, sample_span):
+                while not await self._tried(trajectory, sample_span):
                     pass
             except asyncio.CancelledError:
-                self._end_of_hanging(execution)
+                self._end_of_hanging(trajectory)
         self.last_progress = time.monotonic()
 
-    async def _tried(self, execution: Execution, sample_span: Span) -> bool:
+    async def _tried(self, trajectory: Trajectory, sample_span: Span) -> bool:
         """Whether it has come as far as it goes; False where it is to be tried again."""
-        execution.function = ""
+        trajectory.function = ""
         try:
-            if not execution.is_generated:
-                await self._generate(execution)
-                sample_span.adopt(execution.samples)
-            await self._score_unless_group_rm(execution)
-            execution.enter(Activity.DONE)
+            if not trajectory.is_generated:
+                await self._generate(trajectory)
+                sample_span.adopt(trajectory.samples)
+            await self._score_unless_group_rm(trajectory)
+            trajectory.enter(Activity.DONE)
         except (
             Exception
         ) as error:  # the one boundary of a sample's failures; see the module's docstring
-            if not self.state.client.aborting and self._is_tried_again(execution, error):
+            if not self.state.client.aborting and self._is_tried_again(trajectory, error):
                 return False
-            self._end_of_failure(execution, error)
+            self._end_of_failure(trajectory, error)
         return True
 
-    def _is_tried_again(self, execution: Execution, error: Exception) -> bool:
+    def _is_tried_again(self, trajectory: Trajectory, error: Exception) -> bool:
         """Once, from where users' code has failed, so that the group need not go for a sandbox that
         did not come up."""
         is_ours = isinstance(error, UserError) and not isinstance(error, FunctionFailed)
-        execution.num_failures += 1
+        trajectory.num_failures += 1
         if (
             is_ours
-            or execution.num_failures > 1
-            or not (execution.function or isinstance(error, FunctionFailed))
+            or trajectory.num_failures > 1
+            or not (trajectory.function or isinstance(error, FunctionFailed))
         ):
             return False
-        self._say("sample %s is tried again, %s", execution, error)
-        self._note_failure(execution, error)
-        if execution.activity is not Activity.REWARD:
-            execution.rewind()
+        self._say("sample %s is tried again, %s", trajectory, error)
+        self._note_failure(trajectory, error)
+        if trajectory.activity is not Activity.REWARD:
+            trajectory.rewind()
         return True
 
-    def give_up(self, execution: Execution, seconds: float) -> None:
-        """End an execution that hangs in users' code: nothing has moved for so long. It becomes a
+    def give_up(self, trajectory: Trajectory, seconds: float) -> None:
+        """End a trajectory that hangs in users' code: nothing has moved for so long. It becomes a
         failure."""
-        if execution.task is not None and not execution.task.done():
-            execution.hung_seconds = seconds
-            execution.task.cancel()
+        if trajectory.task is not None and not trajectory.task.done():
+            trajectory.hung_seconds = seconds
+            trajectory.task.cancel()
 
     def fail_group(self, group: GroupRun, error: Exception) -> None:
         """What judges a whole group has failed on it."""
-        for execution in group.executions:
-            execution.enter(Activity.FILTER)
-            execution.failure = error
+        for trajectory in group.trajectories:
+            trajectory.enter(Activity.FILTER)
+            trajectory.failure = error
         for sample in group.samples:
             sample.status = SampleStatus.FAILED
-        self._note_failure(group.executions[0], error)
+        self._note_failure(group.trajectories[0], error)
 
-    def _say(self, text: str, execution: Execution, error: Exception) -> None:
+    def _say(self, text: str, trajectory: Trajectory, error: Exception) -> None:
         """The first few, and all with --log-level debug: one mistake may fail on thousands of
         samples."""
         is_debugging = logger.isEnabledFor(10)
         if self.num_failures < _MOST_SAID or is_debugging:
             logger.warning(
                 text,
-                execution.prompt.index,
-                _said(execution, error),
+                trajectory.prompt.index,
+                _said(trajectory, error),
                 exc_info=is_debugging and error,
             )
         elif self.num_failures == _MOST_SAID:
@@ -301,36 +301,36 @@ class GroupRunner:
                 "further failures of samples are written to samples/failed_*.jsonl alone"
             )
 
-    def _note_failure(self, execution: Execution, error: Exception) -> None:
+    def _note_failure(self, trajectory: Trajectory, error: Exception) -> None:
         self.num_failures += 1
-        self.on_failure(execution, error)
+        self.on_failure(trajectory, error)
 
-    def _abort(self, execution: Execution, error: Exception) -> None:
+    def _abort(self, trajectory: Trajectory, error: Exception) -> None:
         """What failed while generating is to be put back as it was; what is generated only lacks
         its score."""
         logger.debug(
             "sample %s was aborted while %s: %r",
-            execution.prompt.index,
-            execution.activity.value,
+            trajectory.prompt.index,
+            trajectory.activity.value,
             error,
         )
-        if execution.activity is not Activity.REWARD:
-            execution.rewind()
-            for sample in execution.samples:
+        if trajectory.activity is not Activity.REWARD:
+            trajectory.rewind()
+            for sample in trajectory.samples:
                 sample.status = SampleStatus.ABORTED
 
-    def _fail(self, execution: Execution, error: Exception) -> None:
-        self._say("sample %s failed %s", execution, error)
-        execution.failure = error
-        for sample in execution.samples:
+    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
+        self._say("sample %s failed %s", trajectory, error)
+        trajectory.failure = error
+        for sample in trajectory.samples:
             sample.status = SampleStatus.FAILED
-        self._note_failure(execution, error)
+        self._note_failure(trajectory, error)
 
     # -- generation
     # ----------------------------------------------------------------------------------------
 
-    async def _generate(self, execution: Execution) -> None:
-        sample = execution.samples[0]
+    async def _generate(self, trajectory: Trajectory) -> None:
+        sample = trajectory.samples[0]
         if self.mask_offpolicy and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
         whole = None if "sample" in self._ours else override_of("generate_and_reward")
@@ -340,32 +340,32 @@ class GroupRunner:
             if self.state.client.aborting:
                 sample.status = SampleStatus.ABORTED
                 return
-            execution.enter(Activity.GENERATING)
+            trajectory.enter(Activity.GENERATING)
             for _ in range(_MOST_CUTS):
-                origin = await self._generate_once(execution, whole)
-                if self.state.client.aborting or not execution.was_cut:
+                origin = await self._generate_once(trajectory, whole)
+                if self.state.client.aborting or not trajectory.was_cut:
                     break
                 # user code asked the engines itself, and a push of weights came between
-                execution.rewind()
-                execution.enter(Activity.GENERATING)
+                trajectory.rewind()
+                trajectory.enter(Activity.GENERATING)
             else:
                 raise EngineError(
                     self.state.client.base_url,
                     f"{origin} was cut short {_MOST_CUTS} times by aborts",
                 )
-        if execution.is_generated and whole is None:
-            execution.enter(Activity.HOOKS)
-            await self._run_hooks(execution)
+        if trajectory.is_generated and whole is None:
+            trajectory.enter(Activity.HOOKS)
+            await self._run_hooks(trajectory)
 
     async def _call_generate(
-        self, execution: Execution, sample: Sample, whole: Any
+        self, trajectory: Trajectory, sample: Sample, whole: Any
     ) -> tuple[Any, str]:
         """What the generate function returned (``whole``: a plugin's, which scores as well), and
         its name."""
         params = self.state.params_for(sample)
         path = sample.generate_function_path or self._default_path
         if getattr(self.state.args, "rollout_sample_hook_path", None):
-            execution.prompt = copy_of_prompt(sample)
+            trajectory.prompt = copy_of_prompt(sample)
         if whole is not None:
             path = "the plugin's generate_and_rm"
             fn = whole
@@ -377,8 +377,8 @@ class GroupRunner:
         else:
             return await generate(self.state.args, sample, params), "the generate function"
         # user code may leave anything behind when it is cancelled or returns other samples
-        execution.prompt = copy_of_prompt(sample)
-        execution.function = path
+        trajectory.prompt = copy_of_prompt(sample)
+        trajectory.function = path
         returned = fn(
             self.state.args, sample, params, **accepted(fn, {"evaluation": self.evaluation})
         )
@@ -387,66 +387,66 @@ class GroupRunner:
                 f"{path} is not async", fix="declare the generate function with 'async def'"
             )
         try:
-            return await alone(returned, f"{path} on sample {sample.index}"), path
+            return await run_isolated(returned, f"{path} on sample {sample.index}"), path
         except RequestRefused as refused:
             if not is_too_long(refused):
                 raise
             note_too_long(self.state, sample, refused.what)
-            prompt = execution.prompt
+            prompt = trajectory.prompt
             ids = prompt.tokens[: prompt.prompt_length] or prompt_token_ids(
                 self.state.tokenizer, prompt
             )
             return truncated(sample, prompt, ids), path
 
-    async def _generate_once(self, execution: Execution, whole: Any) -> str:
+    async def _generate_once(self, trajectory: Trajectory, whole: Any) -> str:
         """Call the generate function and take what it returns; says which it was.
 
         Raises:
             FunctionFailed: the user's own misuses ours, or returned what it should not.
         """
         try:
-            returned, origin = await self._call_generate(execution, execution.samples[0], whole)
+            returned, origin = await self._call_generate(trajectory, trajectory.samples[0], whole)
         except UserError as error:
-            if not execution.function:
+            if not trajectory.function:
                 raise
             raise FunctionFailed.of(error) from error
-        self._accept(execution, returned, origin)
+        self._accept(trajectory, returned, origin)
         return origin
 
-    def _accept(self, execution: Execution, returned: Any, origin: str) -> None:
+    def _accept(self, trajectory: Trajectory, returned: Any, origin: str) -> None:
         """Take what a generate function returned.
 
         Raises:
             FunctionFailed: it is not what the user's own should have returned.
         """
-        prompt = execution.prompt
+        prompt = trajectory.prompt
         is_fan_out = isinstance(returned, list)
         aborting = self.state.client.aborting
         try:
             samples = samples_of(returned, origin)
             options = {"is_fan_out": is_fan_out, "aborting": aborting}
             from_text = finish_samples(samples, prompt, self.state.tokenizer, origin, **options)
-            for sample in samples if execution.function else ():
+            for sample in samples if trajectory.function else ():
                 check_values(sample, origin, self.state.vocab_size, self.state.args)
                 if not is_fan_out:
                     tell_of_other_prompt(sample, prompt, origin)
         except UserError as error:
-            if not execution.function:
+            if not trajectory.function:
                 raise
             raise FunctionFailed.of(error) from error
         if not self.evaluation:
             tell_of_text_alone(from_text, origin, self.state)
-        execution.samples = samples
-        execution.fanned_out = is_fan_out
-        execution.function = ""
+        trajectory.samples = samples
+        trajectory.fanned_out = is_fan_out
+        trajectory.function = ""
 
-    async def _run_hooks(self, execution: Execution) -> None:
+    async def _run_hooks(self, trajectory: Trajectory) -> None:
         optional = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
         for path in getattr(self.state.args, "rollout_sample_hook_path", None) or ():
             origin = named(path, "--rollout-sample-hook-path")
             hook = self._checked(path, SampleHook)
-            execution.function = origin
-            for position, sample in enumerate(execution.samples):
+            trajectory.function = origin
+            for position, sample in enumerate(trajectory.samples):
                 execution_id = sample.rollout_id
                 async with self._turn_of(hook):
                     own = await apply_sample_hook(
@@ -456,10 +456,10 @@ class GroupRunner:
                     check_values(own, origin, self.state.vocab_size, self.state.args)
                 except UserError as error:
                     raise FunctionFailed.of(error) from error
-                keep_identity(own, execution.prompt, origin)
+                keep_identity(own, trajectory.prompt, origin)
                 own.rollout_id = execution_id
-                execution.samples[position] = own
-        execution.function = ""
+                trajectory.samples[position] = own
+        trajectory.function = ""
 
     def _generate_name(self, path: str) -> str:
         return named(
@@ -473,13 +473,13 @@ class GroupRunner:
     # -- rewards
     # -------------------------------------------------------------------------------------------
 
-    async def _score(self, execution: Execution) -> None:
-        unscored = [sample for sample in execution.samples if sample.reward is None]
+    async def _score(self, trajectory: Trajectory) -> None:
+        unscored = [sample for sample in trajectory.samples if sample.reward is None]
         if not unscored or self.rewards is None:
             return
-        execution.enter(Activity.REWARD)
+        trajectory.enter(Activity.REWARD)
         with span(unscored, "reward_model"):
-            if execution.fanned_out:
+            if trajectory.fanned_out:
                 scores = await self._unless_aborted(self.rewards.score_group, unscored)
             else:
                 score = await self._unless_aborted(self.rewards.score, unscored[0])
@@ -489,20 +489,20 @@ class GroupRunner:
     async def _score_group(self, group: GroupRun) -> None:
         if self.rewards is None:
             return
-        for execution in group.executions:
-            execution.enter(Activity.REWARD)
+        for trajectory in group.trajectories:
+            trajectory.enter(Activity.REWARD)
         try:
             with span(group.samples, "group_reward_model"):
                 scores = await self._unless_aborted(self.rewards.score_group, group.samples)
         except Exception as error:  # a group scored together fails together
             if isinstance(error, UserError) and not isinstance(error, FunctionFailed):
                 raise
-            for execution in group.executions:
-                self._fail(execution, error)
+            for trajectory in group.trajectories:
+                self._fail(trajectory, error)
             return
         set_rewards(group.samples, scores)
-        for execution in group.executions:
-            execution.enter(Activity.DONE)
+        for trajectory in group.trajectories:
+            trajectory.enter(Activity.DONE)
         self.last_progress = time.monotonic()
 
     async def _unless_aborted(self, score: Callable[[Any], Awaitable[T]], what: Any) -> T | None:
@@ -541,21 +541,21 @@ class GroupRunner:
                 task.uncancel()
 
 
-def _said(execution: Execution, error: Exception) -> str:
+def _said(trajectory: Trajectory, error: Exception) -> str:
     frames = user_frames(error)
     notes = "".join(
         f"\n  {note}" for note in getattr(error, "__notes__", ())
     )  # of a reward, which has told its lines
     said = notes or (f"\n  {frames}" if frames else "")
-    where = f" in {execution.function}" if execution.function else ""
-    return f"while {execution.activity.value}{where}: {type(error).__name__}: {error}{said}"
+    where = f" in {trajectory.function}" if trajectory.function else ""
+    return f"while {trajectory.activity.value}{where}: {type(error).__name__}: {error}{said}"
 
 
-def _hung(execution: Execution) -> FunctionHangs:
+def _hung(trajectory: Trajectory) -> FunctionHangs:
     return FunctionHangs(
-        f"sample {execution.prompt.index} hung "
-        f"{'in ' + execution.function if execution.function else 'there'}",
-        why=f"nothing in the rollout had moved for {execution.hung_seconds:.0f} s "
+        f"sample {trajectory.prompt.index} hung "
+        f"{'in ' + trajectory.function if trajectory.function else 'there'}",
+        why=f"nothing in the rollout had moved for {trajectory.hung_seconds:.0f} s "
         "(--rollout-stall-timeout)",
         fix="give what it waits for a deadline",
     )

@@ -13,7 +13,7 @@ from slime.rollout.validate_generate_output import check_distinct, check_values
 from slime.samples.frozen_fields import frozen
 from slime.samples.groups import groups_from_nested
 from slime.samples.reward_values import is_finite, is_number
-from slime.samples.types import Group, Sample, Versions
+from slime.samples.types import Group, Sample, VersionWindow
 from slime.user_code.hooks import (
     DataSource,
     RolloutFnEvalOutput,
@@ -151,7 +151,7 @@ def check_groups(groups: list[Group], origin: str, vocab_size: int | None, args:
     check_distinct(groups, origin)
 
 
-def check_age(groups: list[Group], origin: str, versions: Versions) -> None:
+def check_age(groups: list[Group], origin: str, versions: VersionWindow) -> None:
     """What a rollout function of the user's own returns must be new enough; the built-in one sees
     to that itself.
 

@@ -55,7 +55,7 @@ def finish_samples(
     aborting: bool,
 ) -> list[Sample]:
     """Complete what users' code need not set, and check lengths; siblings of a fan-out share the id
-    of their execution. Returns those of them that came as text alone.
+    of their trajectory. Returns those of them that came as text alone.
 
     Args:
         prompt: the sample as it was given.
@@ -85,7 +85,7 @@ def finish_samples(
         ids = {sample.rollout_id for sample in samples}
         if len(ids) > 1:
             raise UserError(
-                f"{origin} returned samples of one execution with different rollout_id: "
+                f"{origin} returned samples of one trajectory with different rollout_id: "
                 f"{sorted(map(str, ids))}",
                 fix="set the same sample.rollout_id on each of them, or leave it None",
             )
@@ -267,16 +267,16 @@ def tell_of_other_prompt(sample: Sample, prompt: Sample, origin: str) -> None:
 
 
 def check_distinct(groups: Sequence[Group], origin: str) -> None:
-    """Check that no two groups of a rollout, and no two executions, pass for one.
+    """Check that no two groups of a rollout, and no two trajectories, pass for one.
 
     Raises:
-        FunctionFailed: two groups with one group_index, whose rewards would be compared; executions
-            with one index.
+        FunctionFailed: two groups with one group_index, whose rewards would be compared;
+            trajectories with one index.
     """
     fix = "give each group a group_index, and each sample an index, of its own; or leave them None"
     for name, values in (
         ("group_index", [next((s.group_index for s in group.samples), None) for group in groups]),
-        ("index", [execution[0].index for group in groups for execution in group.executions]),
+        ("index", [trajectory[0].index for group in groups for trajectory in group.trajectories]),
     ):
         most_common = Counter(value for value in values if value is not None).most_common(1)
         if most_common and most_common[0][1] > 1:
@@ -296,7 +296,7 @@ def wrong_group(
     """What is wrong with a group that a data source gave; None where nothing is.
 
     Args:
-        group_size: executions that it must have.
+        group_size: trajectories that it must have.
         taken: `identity_of` the groups that this rollout has drawn already.
         source: the data source in messages.
     """
@@ -307,11 +307,11 @@ def wrong_group(
         what = f"with {odd[0]}, which is not {odd[1].removeprefix('give ')}"
     elif any(sample.index is None for sample in samples):
         what = "whose samples have no index"
-    elif (count := len(GroupRun.of(samples).executions)) != group_size:
+    elif (count := len(GroupRun.of(samples).trajectories)) != group_size:
         what = f"of {count} samples"
     elif len({sample.group_index for sample in samples}) > 1:
         what = f"with different group_index: {shown([sample.group_index for sample in samples])}"
-    elif len({each.prompt.index for each in GroupRun.of(samples).executions}) < group_size:
+    elif len({each.prompt.index for each in GroupRun.of(samples).trajectories}) < group_size:
         what = f"with samples of the same index: {shown([sample.index for sample in samples])}"
     elif again := identity_of(samples) & set(taken):
         what = f"whose {' '.join(map(str, min(again)))} another group of this rollout has"

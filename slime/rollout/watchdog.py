@@ -96,21 +96,21 @@ class Watchdog:
         self.words = "; ".join(line.strip() for line in stalled.why.splitlines())
 
     def give_up_hung(self, groups: Iterable[GroupRun], seconds: float) -> int:
-        """End the executions that hang in users' code, when nothing has moved for ``seconds``; how
-        many there are.
+        """End the trajectories that hang in users' code, when nothing has moved for ``seconds``;
+        how many there are.
 
         Whoever waits for an engine, by a request that is on its way, does not.
         """
         asked = [request.name for request in self._client.in_flight.values()]
         hung = [
-            execution
+            trajectory
             for group in groups
-            for execution in group.executions
-            if execution.function and not execution.hung_seconds
-            if not any(name.startswith(execution.prompt.session_id or "?") for name in asked)
+            for trajectory in group.trajectories
+            if trajectory.function and not trajectory.hung_seconds
+            if not any(name.startswith(trajectory.prompt.session_id or "?") for name in asked)
         ]
-        for execution in hung:
-            self._runner.give_up(execution, seconds)
+        for trajectory in hung:
+            self._runner.give_up(trajectory, seconds)
         self._started = time.monotonic() if hung else self._started
         return len(hung)
 
@@ -119,9 +119,9 @@ class Watchdog:
     ) -> RolloutStalled:
         """Who waits for whom: the samples, the oldest requests, and what the engines say."""
         waiting = [
-            e for group in groups for e in group.executions if e.activity is not Activity.DONE
+            e for group in groups for e in group.trajectories if e.activity is not Activity.DONE
         ]
-        counts = Counter(execution.activity for execution in waiting)
+        counts = Counter(trajectory.activity for trajectory in waiting)
         parts = [
             f"{count} samples wait for {_WAITS_FOR[activity]}"
             for activity, count in counts.most_common()

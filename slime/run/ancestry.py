@@ -74,7 +74,7 @@ class Push(NamedTuple):
 
     version: int
     trained: int
-    lineage: str = ""
+    ancestry: str = ""
 
 
 class PushLog:
@@ -99,7 +99,7 @@ class PushLog:
         self._of = {push.version: push for push in self.earlier}
         self._lineages: dict[int, str] = {}
         self._begins = True
-        self.gone: frozenset[int] = frozenset()
+        self.unreachable: frozenset[int] = frozenset()
 
     def begin(self, trained: int, lineages: Mapping[int, str]) -> None:
         """Training stands at a checkpoint.
@@ -108,11 +108,13 @@ class PushLog:
             trained: rollouts that are trained on.
             lineages: `recent_lineages` of the checkpoint; {} for weights without a past.
         """
-        known = {count: lineage for count, lineage in lineages.items() if count <= trained}
+        known = {count: ancestry for count, ancestry in lineages.items() if count <= trained}
         self._lineages = {trained: _next(self._initial, str(trained)), **known}
-        self.gone = frozenset(v for v, push in self._of.items() if not self._is_on_the_way(push))
+        self.unreachable = frozenset(
+            v for v, push in self._of.items() if not self._is_on_the_way(push)
+        )
         if self._is_damaged:  # what a line that cannot be read said of its version is not known
-            self.gone |= {
+            self.unreachable |= {
                 number
                 for number in range(1, max(self._of, default=0) + 1)
                 if number not in self._of
@@ -122,7 +124,7 @@ class PushLog:
     def _is_on_the_way(self, push: Push) -> bool:
         """Also where it is not known: nobody asks of what was long ago."""
         known = self._lineage(push.trained)
-        return not push.lineage or known is None or push.lineage == known
+        return not push.ancestry or known is None or push.ancestry == known
 
     def _lineage(self, trained: int) -> str | None:
         """Of the weights after so many rollouts; None for those long before the checkpoint."""
@@ -143,13 +145,13 @@ class PushLog:
     def note(self, version: int, trained: int) -> None:
         """Weights were pushed after ``trained`` rollouts had been trained on."""
         push = Push(version, trained, self._lineage(trained) or "")
-        if self.gone and self._begins:
+        if self.unreachable and self._begins:
             # what a crash or a full disk has kept from being noted may be of the same lives as what
             # is gone
-            self.gone |= {number for number in range(1, version) if number not in self._of}
+            self.unreachable |= {number for number in range(1, version) if number not in self._of}
         self._begins = False
         self._of[version] = push
-        self.gone -= {version}
+        self.unreachable -= {version}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
@@ -194,8 +196,8 @@ def _checksum(push: Push) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _next(lineage: str, step: str) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{lineage} {step}".encode())
+def _next(ancestry: str, step: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{ancestry} {step}".encode())
 
 
 # -- what weights depend on

@@ -177,7 +177,7 @@ class Saving:
         on_disk = self.last == trained and (root is None or is_saved(Path(root), trained))
         return "" if on_disk else f"rollout {trained}"
 
-    def settle(self, signals: StopSignals | None = None) -> None:
+    def wait_for_async_save(self, signals: StopSignals | None = None) -> None:
         """Give the checkpoint that --async-save is writing time to become whole.
 
         Args:

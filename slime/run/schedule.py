@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.placement import PlacementPlan, has_evaluation
-from slime.samples.types import Versions
+from slime.samples.types import VersionWindow
 
 
 def is_due(
@@ -121,7 +121,7 @@ class Schedule:
 _PUSHES_KEPT = 64
 
 
-class Ages:
+class StalenessTracker:
     """How old samples are: rollouts that the trainer has trained on since it pushed the weights
     that sampled them.
 
@@ -131,7 +131,7 @@ class Ages:
     """
 
     def __init__(self, config: Config) -> None:
-        self.gone = frozenset[int]()
+        self.unreachable = frozenset[int]()
         self._config = config
         self._first = self.version = 0
         self._trained: list[int] = []
@@ -227,7 +227,7 @@ class Ages:
         most = self._config.sync.max_staleness
         return most is None or rollout_id - self.trained_when(self.version) <= most
 
-    def versions(self, rollout_id: int) -> Versions:
+    def versions(self, rollout_id: int) -> VersionWindow:
         """Whose samples this rollout may have under --max-staleness. Without it any: what an
         earlier one finished and put back is not generated again for an age that nobody has
         forbidden, but counted (`metrics`)."""
@@ -235,7 +235,7 @@ class Ages:
         now = self.trained_when(self.version)
         ahead = frozenset(version for version, trained in self._back_to(now + 1) if trained > now)
         if most is None:
-            return Versions(0, self.version, ahead=ahead, gone=self.gone)
+            return VersionWindow(0, self.version, ahead=ahead, unreachable=self.unreachable)
         oldest = self.version
         stale = set[int]()
         for version, trained in self._back_to(rollout_id - most):
@@ -247,7 +247,7 @@ class Ages:
             spare = self.trained_when(oldest) - (rollout_id - most)
             oldest = max(1, oldest - max(0, spare) // self._config.sync.update_weights_interval)
         stale = {version for version in stale if version > oldest}
-        return Versions(oldest, self.version, frozenset(stale), ahead, self.gone)
+        return VersionWindow(oldest, self.version, frozenset(stale), ahead, self.unreachable)
 
     def _back_to(self, trained: int) -> Iterator[tuple[int, int]]:
         """(version, rollouts trained on when it was pushed), back from the version before the

@@ -17,7 +17,7 @@ from slime.cluster.ray_session import dead_daemons, is_starting
 from slime.cluster.rollout_actor import RolloutResult, say
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.slow_waits import own_actors, stopped_parts
-from slime.cluster.stopped_processes import Watchman
+from slime.cluster.stopped_processes import StoppedProcessMonitor
 from slime.cluster.trainer_group import TrainerActor
 from slime.cluster.waiting import DeadlinePassed, StopRequested
 from slime.config.config import Config
@@ -44,7 +44,7 @@ from slime.run.ancestry import PushLog
 from slime.run.changed_inputs import changes, fingerprints
 from slime.run.preflight import from_the_hub, joins_cluster
 from slime.run.saving import Saving
-from slime.run.schedule import Ages, Schedule
+from slime.run.schedule import Schedule, StalenessTracker
 from slime.run.stopping import StopSignals
 from slime.samples.types import ANY_VERSION
 
@@ -105,7 +105,7 @@ class Session:
         )
         self.schedule = Schedule(config)
         self.saving = Saving(config, self.run, self.sinks, self.cluster, self.schedule)
-        self.ages, self._pushes = Ages(config), PushLog(self.run.journal, config)
+        self.ages, self._pushes = StalenessTracker(config), PushLog(self.run.journal, config)
         self._memory = Measured(MemoryPlan.of(config)) if is_on_gpu(config) else None
         self._last_trained: int | None = None
         self._not_logged: dict[str, float] = {}
@@ -119,7 +119,9 @@ class Session:
         self.signals.blocks = self._who_blocks_the_end
         self.signals.gives_up = self._give_up
         limit = config.cluster.distributed_timeout_minutes * 60.0
-        self.watchman = Watchman(limit, self.run.logs / "driver.log", self._end_without_hearing)
+        self.watchman = StoppedProcessMonitor(
+            limit, self.run.logs / "driver.log", self._end_without_hearing
+        )
 
     def _goes_on_from(self) -> Path | None:
         """A checkpoint of its own."""
@@ -275,7 +277,7 @@ class Session:
             and (self.config.fault_tolerance.journal or self._pushes.earlier)
         ):
             self._pushes.note(version, self.step)
-        self.ages.gone = self._pushes.gone
+        self.ages.unreachable = self._pushes.unreachable
 
     def save(self, rollout_id: int) -> None:
         pushed = {
@@ -305,7 +307,7 @@ class Session:
         )
         return True
 
-    def begin_again(self) -> None:
+    def restart_trainer(self) -> None:
         """Start lost trainer ranks from the newest checkpoint, and go on from there. The metrics of
         the steps since are dropped, as they will be logged again."""
         began = time.monotonic()
@@ -313,7 +315,7 @@ class Session:
         self._not_logged = {}
         self._begins_again = True
         with self.sinks.phase("launch"):
-            self.saving.settle()
+            self.saving.wait_for_async_save()
             self.saving.discard_unfinished()
             start = self.cluster.restart_trainers(self.ages.version)
         schedule = self.schedule
@@ -441,7 +443,7 @@ class Session:
         self.watchman.end()
         self._state = "stopped"
         if not self.signals.insists:
-            self.saving.settle(self.signals)
+            self.saving.wait_for_async_save(self.signals)
 
     def failed(self, error: BaseException) -> None:
         """Keep what explains the failure, and say in the error where it is."""
@@ -461,7 +463,7 @@ class Session:
             from slime.trainer.non_finite import keep_failed_step
 
             keep_failed_step(error, folder, self.config, lambda: self.cluster.failed_step())
-        self.saving.settle(self.signals)
+        self.saving.wait_for_async_save(self.signals)
         has_steps = (
             self._last_trained is not None
             or self.schedule.start_rollout_id > 0

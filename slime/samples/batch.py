@@ -19,7 +19,7 @@ class StepPlan:
     Attributes:
         micro_batches: indices into the shard's sample lists; every data-parallel rank has the same
             number of micro-batches in a step (a rank with nothing left has empty lists).
-        global_batch_size: executions in this step over all data-parallel ranks (the loss
+        global_batch_size: trajectories in this step over all data-parallel ranks (the loss
             denominator).
         num_loss_tokens: trained tokens in this step over all data-parallel ranks (per-token loss
             denominator).
@@ -65,9 +65,9 @@ class TrainBatch:
         raw_rewards: as the reward function gave them.
         rollout_log_probs, teacher_log_probs: float32 [R_i] from the engine, from the teacher; None
             when not given.
-        execution_ids: samples that one execution fanned out into share one.
-        rollout_mask_sums: trained tokens of sample i's whole execution, >= 1, or their mean over
-            its group's executions (CISPO): its denominator in the default loss.
+        trajectory_ids: samples that one trajectory fanned out into share one.
+        rollout_mask_sums: trained tokens of sample i's whole trajectory, >= 1, or their mean over
+            its group's trajectories (CISPO): its denominator in the default loss.
         steps: the optimizer steps, in order.
         global_stats: numbers over all ranks that every rank logs alike (reward mean, ...).
         recorded: samples, of any rank, whose tokens are recorded: what training knows of them is
@@ -82,7 +82,7 @@ class TrainBatch:
     raw_rewards: list[float]
     sample_indices: list[int]
     group_indices: list[int]
-    execution_ids: list[int]
+    trajectory_ids: list[int]
     rollout_mask_sums: list[float]
     truncated: list[bool]
     steps: list[StepPlan]

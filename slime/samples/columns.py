@@ -28,13 +28,13 @@ class Trainable:
     """The samples of a rollout that can be trained on, with their places.
 
     Attributes:
-        group_ids, execution_ids: one per sample; execution ids are unique in the rollout.
+        group_ids, trajectory_ids: one per sample; trajectory ids are unique in the rollout.
         dropped: why others were left out → how many.
     """
 
     samples: list[Sample] = field(default_factory=list)
     group_ids: list[int] = field(default_factory=list)
-    execution_ids: list[int] = field(default_factory=list)
+    trajectory_ids: list[int] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -42,11 +42,11 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
     """Leave out what cannot be trained on; see `slime.samples.convert.to_train_batches`."""
     found = Trainable()
     unscored: list[int | None] = []
-    execution_id = -1
+    trajectory_id = -1
     for group in groups:
-        for execution in group.executions:
-            execution_id += 1
-            for sample in execution:
+        for trajectory in group.trajectories:
+            trajectory_id += 1
+            for sample in trajectory:
                 sample.validate("the rollout")
                 reason = _why_not(sample, sft)
                 if reason:
@@ -56,7 +56,7 @@ def select_trainable(groups: list[Group], sft: bool, rollout_id: int) -> Trainab
                     unscored.append(sample.index)
                 found.samples.append(sample)
                 found.group_ids.append(group.index)
-                found.execution_ids.append(execution_id)
+                found.trajectory_ids.append(trajectory_id)
     if unscored:
         raise UserError(
             f"{len(unscored)} finished samples of rollout {rollout_id} have no reward (first: "
@@ -109,7 +109,7 @@ class Columns:
     raw_rewards: list[float]
     sample_indices: list[int]
     group_ids: list[int]
-    execution_ids: list[int]
+    trajectory_ids: list[int]
     truncated: list[bool]
     rollout_log_probs: list[list[float]] | None = None
     teacher_log_probs: list[list[float]] | None = None
@@ -118,30 +118,30 @@ class Columns:
     metadata: list[dict[str, Any] | None] = field(default_factory=list)
 
     def rollout_mask_sums(self) -> list[float]:
-        """Per sample the trained tokens of its whole execution, at least 1: the denominator of the
+        """Per sample the trained tokens of its whole trajectory, at least 1: the denominator of the
         default loss.
 
-        Summed before packing, so that the samples of one execution may end up in different
+        Summed before packing, so that the samples of one trajectory may end up in different
         micro-batches.
         """
         sums: dict[int, int] = {}
-        for execution, mask in zip(self.execution_ids, self.loss_masks):
-            sums[execution] = sums.get(execution, 0) + sum(mask)
-        return [float(max(sums[execution], 1)) for execution in self.execution_ids]
+        for trajectory, mask in zip(self.trajectory_ids, self.loss_masks):
+            sums[trajectory] = sums.get(trajectory, 0) + sum(mask)
+        return [float(max(sums[trajectory], 1)) for trajectory in self.trajectory_ids]
 
     def group_mask_means(self) -> list[float]:
-        """Per sample the mean of the trained tokens of its group's executions; 1 for a group
+        """Per sample the mean of the trained tokens of its group's trajectories; 1 for a group
         without any.
 
         As the denominator of the loss it makes each token of a group count alike, and each group by
-        its executions.
+        its trajectories.
         """
         sums: dict[int, int] = {}
-        executions: dict[int, set[int]] = {}
-        for group, execution, mask in zip(self.group_ids, self.execution_ids, self.loss_masks):
+        trajectories: dict[int, set[int]] = {}
+        for group, trajectory, mask in zip(self.group_ids, self.trajectory_ids, self.loss_masks):
             sums[group] = sums.get(group, 0) + sum(mask)
-            executions.setdefault(group, set()).add(execution)
-        return [sums[group] / len(executions[group]) or 1.0 for group in self.group_ids]
+            trajectories.setdefault(group, set()).add(trajectory)
+        return [sums[group] / len(trajectories[group]) or 1.0 for group in self.group_ids]
 
 
 def columns_from_samples(trainable: Trainable, config: Config, args: Any) -> Columns:
@@ -171,7 +171,7 @@ def described_columns(trainable: Trainable) -> dict[str, list[Any]]:
             position if s.index is None else s.index for position, s in enumerate(samples)
         ],
         "group_ids": trainable.group_ids,
-        "execution_ids": trainable.execution_ids,
+        "trajectory_ids": trainable.trajectory_ids,
         "truncated": [s.status == SampleStatus.TRUNCATED for s in samples],
         "weight_versions": [s.token_versions() for s in samples],
         "metadata": [s.train_metadata for s in samples],
@@ -227,9 +227,9 @@ def _rewards(trainable: Trainable, config: Config, args: Any) -> tuple[list[floa
     normalised = normalise_rewards(
         rewards,
         trainable.group_ids,
-        trainable.execution_ids,
+        trainable.trajectory_ids,
         baseline=estimator.baseline if config.algorithm.rewards_normalization else None,
-        scale=estimator.facts.divides_by_deviation and config.algorithm.grpo_std_normalization,
+        scale=estimator.facts.std_normalized and config.algorithm.grpo_std_normalization,
     )
     return [_raw_reward(sample, reward) for sample, reward in zip(samples, rewards)], normalised
 

@@ -21,7 +21,7 @@ from slime.samples.batch import TrainBatch, TrainLayout
 from slime.samples.columns import Columns, Trainable, columns_from_samples, select_trainable
 from slime.samples.converted import CONVERSION, columns_from_hook
 from slime.samples.frozen_fields import frozen
-from slime.samples.packing import PackingRules, Schedule, plan_steps
+from slime.samples.packing import PackingPlan, PackingRules, plan_steps
 from slime.samples.sample_fields import number_problem
 from slime.samples.types import Group
 from slime.user_code.loading import makers_of_samples, named, user_function
@@ -92,7 +92,7 @@ def _check_lengths(columns: Columns, config: Config) -> None:
         )
 
 
-def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
+def _plan(columns: Columns, config: Config, layout: TrainLayout) -> PackingPlan:
     train = config.train
     dynamic = train.use_dynamic_batch_size
     max_tokens = (
@@ -116,7 +116,7 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
         balance=train.balance_data or train.use_dynamic_batch_size,
     )
     schedule = plan_steps(
-        lengths, columns.execution_ids, [sum(mask) for mask in columns.loss_masks], rules, costs
+        lengths, columns.trajectory_ids, [sum(mask) for mask in columns.loss_masks], rules, costs
     )
     is_asked = not config.origins.get("max_tokens_per_gpu", "").startswith("derived")
     if schedule.oversize and is_asked:
@@ -129,7 +129,9 @@ def _plan(columns: Columns, config: Config, layout: TrainLayout) -> Schedule:
     return schedule
 
 
-def _global_stats(columns: Columns, trainable: Trainable, schedule: Schedule) -> dict[str, float]:
+def _global_stats(
+    columns: Columns, trainable: Trainable, schedule: PackingPlan
+) -> dict[str, float]:
     count = len(columns.tokens)
     stats = {
         "rollout/raw_reward": sum(columns.raw_rewards) / count,
@@ -138,7 +140,7 @@ def _global_stats(columns: Columns, trainable: Trainable, schedule: Schedule) ->
         "rollout/total_lengths": sum(len(tokens) for tokens in columns.tokens) / count,
         "rollout/truncated": sum(columns.truncated) / count,
         "rollout/num_samples": float(count),
-        "rollout/num_executions": float(len(set(columns.execution_ids))),
+        "rollout/num_trajectories": float(len(set(columns.trajectory_ids))),
         "rollout/num_tokens": float(sum(len(tokens) for tokens in columns.tokens)),
         "rollout/num_loss_tokens": float(sum(sum(mask) for mask in columns.loss_masks)),
         "rollout/num_oversize": float(len(schedule.oversize)),
@@ -152,7 +154,7 @@ def _global_stats(columns: Columns, trainable: Trainable, schedule: Schedule) ->
 def _shard(
     columns: Columns,
     mask_sums: list[float],
-    schedule: Schedule,
+    schedule: PackingPlan,
     rank: int,
     rollout_id: int,
     stats: dict[str, float],
@@ -175,7 +177,7 @@ def _shard(
         raw_rewards=pick(columns.raw_rewards),
         sample_indices=pick(columns.sample_indices),
         group_indices=pick(columns.group_ids),
-        execution_ids=pick(columns.execution_ids),
+        trajectory_ids=pick(columns.trajectory_ids),
         rollout_mask_sums=pick(mask_sums),
         truncated=pick(columns.truncated),
         steps=schedule.steps[rank],

@@ -21,7 +21,7 @@ CONVERSION = "--custom-convert-samples-to-train-data-path"
 #: Names of the reference system's train-data dict → ours.
 _HOOK_NAMES = {
     "raw_reward": "raw_rewards",
-    "rollout_ids": "execution_ids",
+    "rollout_ids": "trajectory_ids",
     "rollout_routed_experts": "routed_experts",
 }
 _OUR_NAMES = {ours: theirs for theirs, ours in _HOOK_NAMES.items()}
@@ -34,7 +34,7 @@ def columns_from_hook(
 
     Masks, indices, groups and metadata that it left out are those of the samples. Where it returned
     another number of entries than there are samples, every response token is trained and every
-    entry is an execution of its own.
+    entry is a trajectory of its own.
 
     Args:
         origin: the function in messages (`slime.user_code.loading.named`).
@@ -73,7 +73,7 @@ def columns_from_hook(
         order = list(range(count))
         defaults = {
             "loss_masks": [[1] * length for length in data["response_lengths"]],
-            **dict.fromkeys(("sample_indices", "group_ids", "execution_ids"), order),
+            **dict.fromkeys(("sample_indices", "group_ids", "trajectory_ids"), order),
             "truncated": [False] * count,
             "weight_versions": [()] * count,
             "metadata": [None] * count,
@@ -140,7 +140,7 @@ _ONE_EACH: dict[str, tuple[Callable[[Any], Any], str]] = {
     "response_lengths": (_whole, "a whole number"),
     "sample_indices": (_whole, "a whole number"),
     "group_ids": (_whole, "a whole number"),
-    "execution_ids": (_whole, "a whole number"),
+    "trajectory_ids": (_whole, "a whole number"),
     "truncated": (_truth, "0 or 1"),
     "metadata": (_metadata, "a dict or None"),
 }

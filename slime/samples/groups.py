@@ -11,19 +11,19 @@ from slime.user_code.loading import FunctionFailed, described
 
 
 def groups_from_nested(nested: list[Any], origin: str = "the rollout function") -> list[Group]:
-    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][execution][Sample]``
+    """Groups from ``list[group][Sample]`` or, with fan-out, ``list[group][trajectory][Sample]``
     (Groups pass through).
 
-    Samples of one group that share a ``rollout_id`` are one execution; in the three-level form they
-    must have one.
+    Samples of one group that share a ``rollout_id`` are one trajectory; in the three-level form
+    they must have one.
 
     Example:
         >>> a, b, c = Sample(index=0), Sample(index=1, rollout_id=7), Sample(index=1, rollout_id=7)
-        >>> groups_from_nested([[a, b, c]])[0].num_executions
+        >>> groups_from_nested([[a, b, c]])[0].num_trajectories
         2
 
     Raises:
-        UserError: an entry that is neither, or siblings of one execution without a common
+        UserError: an entry that is neither, or siblings of one trajectory without a common
             ``rollout_id``.
     """
     if not isinstance(nested, (list, tuple)):
@@ -35,7 +35,7 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
         if isinstance(entry, Group):
             groups.append(entry)
             continue
-        executions: dict[Any, list[Sample]] = {}
+        trajectories: dict[Any, list[Sample]] = {}
         for item in entry if isinstance(entry, list) else [entry]:
             samples = item if isinstance(item, list) else [item]
             if not all(isinstance(sample, Sample) for sample in samples):
@@ -51,17 +51,19 @@ def groups_from_nested(nested: list[Any], origin: str = "the rollout function") 
             if isinstance(item, list) and (None in ids or len(ids) > 1):
                 given = ", ".join(sorted(map(str, ids)))
                 raise UserError(
-                    f"{origin} returned an execution of {len(samples)} samples with rollout_id "
+                    f"{origin} returned a trajectory of {len(samples)} samples with rollout_id "
                     f"{given}",
-                    why="samples that one execution fanned out into are counted and averaged "
+                    why="samples that one trajectory fanned out into are counted and averaged "
                     "together",
                     fix="set the same sample.rollout_id on each of them",
                 )
             for sample in samples:
                 key = id(sample) if sample.rollout_id is None else ("rollout_id", sample.rollout_id)
-                executions.setdefault(key, []).append(sample)
-        first = next((sample for execution in executions.values() for sample in execution), None)
+                trajectories.setdefault(key, []).append(sample)
+        first = next(
+            (sample for trajectory in trajectories.values() for sample in trajectory), None
+        )
         if first is not None:
             index = position if first.group_index is None else first.group_index
-            groups.append(Group(index, list(executions.values())))
+            groups.append(Group(index, list(trajectories.values())))
     return groups

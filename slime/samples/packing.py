@@ -1,18 +1,18 @@
 """Packing: which sample goes into which optimizer step, data-parallel rank and micro-batch. Pure
 functions.
 
-    samples ─► steps (whole executions) ─► micro-batches (token cap) ─► ranks (equal counts,
+    samples ─► steps (whole trajectories) ─► micro-batches (token cap) ─► ranks (equal counts,
     balanced cost)
 
 Invariants, each one a property test:
   * every sample is in exactly one micro-batch of one rank of one step; nothing is dropped;
-  * the samples of one execution are in one step;
-  * the executions of two steps differ by at most one, so a remainder is spread, never lost;
+  * the samples of one trajectory are in one step;
+  * the trajectories of two steps differ by at most one, so a remainder is spread, never lost;
   * in a step every rank has the same number of micro-batches, a multiple of
     ``micro_batch_multiple``; a rank with nothing left has empty ones;
   * a micro-batch holds at most ``max_tokens`` tokens (dynamic) or ``micro_batch_size`` samples
     (static); a single sample above ``max_tokens`` gets a micro-batch of its own and is reported in
-    `Schedule.oversize`.
+    `PackingPlan.oversize`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PackingRules:
     """What packing must obey.
 
     Attributes:
-        global_batch_size: executions per optimizer step.
+        global_batch_size: trajectories per optimizer step.
         data_parallel_size: ranks to spread over.
         micro_batch_multiple: the micro-batch count of a step is a multiple of it (virtual pipeline
             stages), else 1.
@@ -49,7 +49,7 @@ class PackingRules:
 
 
 @dataclass
-class Schedule:
+class PackingPlan:
     """The plan of one rollout.
 
     Attributes:
@@ -65,16 +65,16 @@ class Schedule:
 
 def plan_steps(
     lengths: Sequence[int],
-    execution_ids: Sequence[int],
+    trajectory_ids: Sequence[int],
     mask_sums: Sequence[int],
     rules: PackingRules,
     costs: Sequence[float] | None = None,
-) -> Schedule:
+) -> PackingPlan:
     """Plan all optimizer steps of one rollout.
 
     Args:
         lengths: tokens of each sample, prompt and response.
-        execution_ids: samples with one id stay in one step.
+        trajectory_ids: samples with one id stay in one step.
         mask_sums: trained tokens of each sample.
         costs: what is balanced, e.g. FLOPs (`slime.models.flops`); tokens when None.
 
@@ -83,13 +83,13 @@ def plan_steps(
         >>> plan_steps([8, 7, 3, 4, 2], [0, 1, 2, 3, 4], [1] * 5, rules).shards
         [[0, 3], [1, 2, 4]]
     """
-    assert len(lengths) == len(execution_ids) == len(mask_sums)
+    assert len(lengths) == len(trajectory_ids) == len(mask_sums)
     costs = lengths if costs is None else costs
     shards: list[list[int]] = [[] for _ in range(rules.data_parallel_size)]
     plans: list[list[StepPlan]] = [[] for _ in range(rules.data_parallel_size)]
-    for members in split_steps(execution_ids, rules.global_batch_size):
+    for members in split_steps(trajectory_ids, rules.global_batch_size):
         bins = pack_micro_batches(members, lengths, costs, rules)
-        num_executions = len({execution_ids[i] for i in members})
+        num_trajectories = len({trajectory_ids[i] for i in members})
         num_loss_tokens = sum(mask_sums[i] for i in members)
         for rank, rank_bins in enumerate(assign_ranks(bins, costs, rules)):
             start = len(shards[rank])
@@ -98,30 +98,30 @@ def plan_steps(
                 local.append(list(range(start, start + len(bin_))))
                 start += len(bin_)
                 shards[rank].extend(bin_)
-            plans[rank].append(StepPlan(local, num_executions, num_loss_tokens))
+            plans[rank].append(StepPlan(local, num_trajectories, num_loss_tokens))
     cap = rules.max_tokens
     oversize = [] if cap is None else [i for i, length in enumerate(lengths) if length > cap]
-    return Schedule(shards, plans, oversize)
+    return PackingPlan(shards, plans, oversize)
 
 
-def split_steps(execution_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Positions per step: executions in first-seen order, in the nearest whole number of steps,
+def split_steps(trajectory_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
+    """Positions per step: trajectories in first-seen order, in the nearest whole number of steps,
     evenly filled.
 
-    Example (7 executions of which one has two samples, 3 a step: 2 steps of 4 and 3):
+    Example (7 trajectories of which one has two samples, 3 a step: 2 steps of 4 and 3):
         >>> split_steps([0, 0, 1, 2, 3, 4, 5, 6], 3)
         [[0, 1, 2, 3, 4], [5, 6, 7]]
     """
     members: dict[int, list[int]] = {}
-    for position, execution in enumerate(execution_ids):
-        members.setdefault(execution, []).append(position)
+    for position, trajectory in enumerate(trajectory_ids):
+        members.setdefault(trajectory, []).append(position)
     if not members:
         return []
-    executions = list(members.values())
-    num_steps = max(1, (2 * len(executions) + global_batch_size) // (2 * global_batch_size))
+    trajectories = list(members.values())
+    num_steps = max(1, (2 * len(trajectories) + global_batch_size) // (2 * global_batch_size))
     steps = []
-    for step_executions in _even_chunks(executions, min(num_steps, len(executions))):
-        steps.append([position for execution in step_executions for position in execution])
+    for step_executions in _even_chunks(trajectories, min(num_steps, len(trajectories))):
+        steps.append([position for trajectory in step_executions for position in trajectory])
     return steps
 
 

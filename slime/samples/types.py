@@ -144,8 +144,8 @@ class Sample:
     """Global sample counter; rollout output is sorted by it and per-request seeds derive from
     it."""
     rollout_id: int | None = None
-    """Id of one *execution*: samples that one execution fanned out into share it. The unit of
-    ``global_batch_size`` and of the loss denominator. None means: an execution of its own."""
+    """Id of one *trajectory*: samples that one trajectory fanned out into share it. The unit of
+    ``global_batch_size`` and of the loss denominator. None means: a trajectory of its own."""
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
@@ -427,32 +427,37 @@ class Group:
 
     Attributes:
         index: the draw's ``group_index``.
-        executions: one entry per execution; each holds the samples that it fanned out into (usually
-            one).
+        trajectories: one entry per trajectory; each holds the samples that it fanned out into
+            (usually one).
 
-    Example (the second execution fanned out):
+    Example (the second trajectory fanned out):
         >>> group = Group(0, [[Sample(index=0)], [Sample(index=1), Sample(index=1)]])
-        >>> len(group.samples), group.num_executions
+        >>> len(group.samples), group.num_trajectories
         (3, 2)
     """
 
     index: int
-    executions: list[list[Sample]]
+    trajectories: list[list[Sample]]
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for execution in self.executions for sample in execution]
+        return [sample for trajectory in self.trajectories for sample in trajectory]
 
     @property
-    def num_executions(self) -> int:
-        return len(self.executions)
+    def executions(self) -> list[list[Sample]]:
+        """The former name of `trajectories`, for user code."""
+        return self.trajectories
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.trajectories)
 
     def weight_versions(self) -> set[int]:
         """Of all tokens that have one."""
         return {version for sample in self.samples for version in sample.token_versions()}
 
 
-class Versions(NamedTuple):
+class VersionWindow(NamedTuple):
     """Of the weights that samples of a rollout may have.
 
     Attributes:
@@ -472,7 +477,7 @@ class Versions(NamedTuple):
     newest: int | None = None
     stale: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
+    unreachable: frozenset[int] = frozenset()
 
     @property
     def allowed(self) -> str:
@@ -489,4 +494,4 @@ class Versions(NamedTuple):
         return min((v for v in versions if v < self.oldest or v in self.stale), default=None)
 
 
-ANY_VERSION = Versions()
+ANY_VERSION = VersionWindow()

@@ -32,7 +32,7 @@ _TENSORS = ("log_probs", "ref_log_probs", "rollout_log_probs", "kl", "advantages
 
 
 @dataclass
-class Shard:
+class RankDump:
     """One data-parallel rank's part of a rollout, or of one step of it, on the CPU.
 
     Attributes:
@@ -52,7 +52,7 @@ def shard_of(
     data_parallel_rank: int,
     only_step: int | None = None,
     **more: Any,
-) -> Shard:
+) -> RankDump:
     """This rank's samples as plain data.
 
     Args:
@@ -66,7 +66,7 @@ def shard_of(
         steps = [steps[only_step]]
         members = [i for micro_batch in steps[0] for i in micro_batch]
     place = {member: position for position, member in enumerate(members)}
-    return Shard(
+    return RankDump(
         data_parallel_rank,
         [_sample(batch, data, i, more) for i in members],
         [[[place[i] for i in micro_batch] for micro_batch in step] for step in steps],
@@ -79,7 +79,7 @@ def _sample(
     sample: dict[str, Any] = {
         "sample_index": batch.sample_indices[i],
         "group_index": batch.group_indices[i],
-        "rollout_id": batch.execution_ids[i],
+        "rollout_id": batch.trajectory_ids[i],
         "tokens": batch.tokens[i].cpu(),
         "response_length": batch.response_lengths[i],
         "total_length": int(batch.tokens[i].numel()),
@@ -100,7 +100,7 @@ def _sample(
     return sample
 
 
-def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
+def joined(rollout_id: int, shards: Sequence[RankDump]) -> dict[str, Any]:
     """The shards of all data-parallel ranks as one record of the format above; duplicates of a rank
     are left out."""
     by_rank = {shard.data_parallel_rank: shard for shard in shards}
@@ -125,7 +125,7 @@ def joined(rollout_id: int, shards: Sequence[Shard]) -> dict[str, Any]:
     }
 
 
-def save_train_data(pattern: str, rollout_id: int, shards: Sequence[Shard]) -> Path:
+def save_train_data(pattern: str, rollout_id: int, shards: Sequence[RankDump]) -> Path:
     """Write a rollout's training data to the pattern's file; whole or not at all. Returns the
     path."""
     path = fill(pattern, rollout_id)

@@ -23,15 +23,15 @@ from slime.algorithms.reduce import sequence_mean, weighted_sum
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.trainer.records import LossInputs, TokenScores
-from slime.trainer.returned import (
-    Given,
+from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
+from slime.trainer.validate_hook_output import (
+    UserValues,
     check_summed,
     corrected_loss,
     loss_and_metrics,
     mismatch_metrics,
     reduced_loss,
 )
-from slime.trainer.user_functions import LOSS, REDUCER, TIS, UserFunctions
 from slime.user_code.loading import named
 
 Metrics = dict[str, Tensor]
@@ -164,7 +164,7 @@ def _correct_mismatch(
         return token_loss, inputs.masks, {}
     lengths = inputs.lengths.tolist()
     origin = named(str(flags.custom_tis_function_path), TIS)
-    given = Given(token_loss)
+    given = UserValues(token_loss)
     returned = functions.tis(
         functions.args,
         pg_loss=token_loss,
@@ -194,7 +194,7 @@ def _reduce_policy_loss(
     lengths = inputs.lengths.tolist()
     per_token = config.algorithm.calculate_per_token_loss
     origin = named(str(config.algorithm.custom_pg_loss_reducer_function_path), REDUCER)
-    given = Given(token_loss)
+    given = UserValues(token_loss)
     reduce = functions.reducer(inputs.total_lengths, lengths, list(masks.split(lengths)), per_token)
     return reduced_loss(reduce(token_loss), given, masks, origin) * inputs.sample_weight
 
@@ -214,7 +214,7 @@ def _custom_loss(
         return scores.log_probs.sum(), {}
     lengths = inputs.lengths.tolist()
     origin = named(str(config.algorithm.custom_loss_function_path), LOSS)
-    given = Given(scores.log_probs, scores.logits)
+    given = UserValues(scores.log_probs, scores.logits)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
         """Flat [T] → sum over samples of each sample's mean over its trained tokens (per token: the
@@ -261,7 +261,7 @@ class LossType:
         takes_advantages: they are computed for it.
         needs_advantages: it cannot do without them.
         takes_old_log_probs: those of the policy before the rollout's first step.
-        takes_own_log_probs: in their place its own forward pass may serve, where one step follows
+        reuses_train_logprobs: in their place its own forward pass may serve, where one step follows
             the rollout.
         at_sampling_temperature: log-probs are those of the distribution that was sampled from, not
             the model's at 1.
@@ -273,7 +273,7 @@ class LossType:
     takes_advantages: bool
     needs_advantages: bool
     takes_old_log_probs: bool
-    takes_own_log_probs: bool
+    reuses_train_logprobs: bool
     at_sampling_temperature: bool
     takes_entropy: bool
     takes_logits: bool
@@ -285,7 +285,7 @@ LOSS_TYPES: dict[str, LossType] = {
         takes_advantages=True,
         needs_advantages=True,
         takes_old_log_probs=True,
-        takes_own_log_probs=True,
+        reuses_train_logprobs=True,
         at_sampling_temperature=True,
         takes_entropy=True,
         takes_logits=False,
@@ -295,7 +295,7 @@ LOSS_TYPES: dict[str, LossType] = {
         takes_advantages=False,
         needs_advantages=False,
         takes_old_log_probs=False,
-        takes_own_log_probs=False,
+        reuses_train_logprobs=False,
         at_sampling_temperature=False,
         takes_entropy=False,
         takes_logits=False,
@@ -305,7 +305,7 @@ LOSS_TYPES: dict[str, LossType] = {
         takes_advantages=True,
         needs_advantages=False,
         takes_old_log_probs=True,
-        takes_own_log_probs=False,
+        reuses_train_logprobs=False,
         at_sampling_temperature=True,
         takes_entropy=False,
         takes_logits=True,

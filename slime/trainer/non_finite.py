@@ -23,7 +23,7 @@ from slime.errors import UserError
 from slime.files import json_safe
 from slime.log import get_logger
 from slime.samples.batch import TrainBatch
-from slime.trainer.dumps import Shard, joined, save_whole, shard_of
+from slime.trainer.dumps import RankDump, joined, save_whole, shard_of
 from slime.trainer.ranks import Ranks
 from slime.trainer.records import MicroBatchResult, RolloutTensors, StepOutcome
 
@@ -115,7 +115,7 @@ class FailedStep:
     step_id: int
     rank: int
     grad_norm: float
-    shard: Shard | None = None
+    shard: RankDump | None = None
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
     parameters: list[tuple[str, int, int]] = field(default_factory=list)
 

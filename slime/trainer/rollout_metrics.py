@@ -93,14 +93,14 @@ def _weights(
     """Flat weights of all tokens of the rank, 0 outside of the samples ``only`` of the first
     step."""
     steps = batch.steps if only is None else batch.steps[:1]
-    executions = sum(step.global_batch_size for step in steps)
+    trajectories = sum(step.global_batch_size for step in steps)
     per_token = config.algorithm.calculate_per_token_loss
     tokens = sum(step.num_loss_tokens for step in steps) if per_token else None
     masks = data.loss_masks
     if only is not None:
         chosen = set(only)
         masks = [mask if i in chosen else torch.zeros_like(mask) for i, mask in enumerate(masks)]
-    return token_weights(masks, batch.rollout_mask_sums, max(executions, 1), tokens).to(
+    return token_weights(masks, batch.rollout_mask_sums, max(trajectories, 1), tokens).to(
         ranks.device
     )
 

@@ -26,7 +26,7 @@ from slime.config.config import Config
 from slime.errors import UserError
 from slime.log import get_logger
 from slime.samples.batch import StepPlan, TrainBatch, TrainedTokens
-from slime.trainer.dumps import Shard, save_train_data, shard_of
+from slime.trainer.dumps import RankDump, save_train_data, shard_of
 from slime.trainer.loss import LOSS_TYPES
 from slime.trainer.megatron import device
 from slime.trainer.memory import PhaseMemory, held
@@ -172,8 +172,8 @@ def reuses_log_probs(config: Config, batch: TrainBatch) -> bool:
     facts = ESTIMATORS[flags.advantage_estimator].facts
     return (
         len(batch.steps) == 1
-        and loss.takes_own_log_probs
-        and facts.takes_own_log_probs
+        and loss.reuses_train_logprobs
+        and facts.reuses_train_logprobs
         and not wanted_before
     )
 
@@ -333,7 +333,7 @@ def _dump(trainer: Trainer, batch: TrainBatch, data: RolloutTensors) -> None:
     shard = shard_of(batch, data, ranks.replica) if ranks.speaks_for_shard else None
     found = ranks.on_first(None if shard is None else vars(shard))
     if found is not None:
-        shards = [Shard(**fields) for fields in found]
+        shards = [RankDump(**fields) for fields in found]
         logger.info(
             "training data of rollout %d: %s",
             batch.rollout_id,

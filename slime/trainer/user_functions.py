@@ -14,7 +14,13 @@ from slime.config.config import Config
 from slime.config.flag import option_of
 from slime.samples.batch import TrainBatch
 from slime.trainer.records import RolloutTensors
-from slime.trainer.returned import are_finite, check_finite, check_masks, check_reducer, per_token
+from slime.trainer.validate_hook_output import (
+    are_finite,
+    check_finite,
+    check_masks,
+    check_reducer,
+    per_token,
+)
 from slime.user_code.loading import (
     FunctionFailed,
     failures_of,
@@ -146,7 +152,7 @@ def rollout_data(batch: TrainBatch, data: RolloutTensors) -> dict[str, Any]:
         "truncated": batch.truncated,
         "sample_indices": batch.sample_indices,
         "group_indices": batch.group_indices,
-        "rollout_ids": batch.execution_ids,
+        "rollout_ids": batch.trajectory_ids,
         "metadata": batch.metadata,
         "teacher_log_probs": batch.teacher_log_probs,
         "kl": data.kl,

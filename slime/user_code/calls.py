@@ -51,7 +51,7 @@ _MOST_IDLE = 64
 _TASK = "user code: "
 
 
-class Ended(BaseException):
+class UserCodeKilled(BaseException):
     """Raised in a call that hangs, to end it; no `Exception`, which users' code catches."""
 
 
@@ -59,7 +59,7 @@ class Ended(BaseException):
 # --------------------------------------------------------------------------------------------------
 
 
-async def alone(work: Awaitable[T], what: str) -> T:
+async def run_isolated(work: Awaitable[T], what: str) -> T:
     """Await ``work`` in a task of its own: a caller that is cancelled is free 5 s later, whatever
     ``work`` does.
 
@@ -122,7 +122,7 @@ async def _contained(work: Awaitable[T]) -> T:
 def _as_exception(error: BaseException) -> RuntimeError:
     """What would end the event loop, so that everyone else would wait, as a failure of whoever
     raised it."""
-    said = "it hung, and was ended" if isinstance(error, Ended) else f"it raised {error!r}"
+    said = "it hung, and was ended" if isinstance(error, UserCodeKilled) else f"it raised {error!r}"
     return RuntimeError(said).with_traceback(error.__traceback__)
 
 
@@ -182,21 +182,21 @@ class _Call:
             self.future.set_exception(error)
 
     def end(self) -> None:
-        """Kill what it waits for, and have it raise `Ended`."""
+        """Kill what it waits for, and have it raise `UserCodeKilled`."""
         with self.lock:
             if self.is_over:
                 return
             killed = kill(children_of(self.native))
             self.ended_at = time.monotonic()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self.thread), ctypes.py_object(Ended)
+                ctypes.c_ulong(self.thread), ctypes.py_object(UserCodeKilled)
             )
         logger.warning(
             "%s hangs and is ended%s", self.what, f", with its processes {killed}" if killed else ""
         )
 
 
-class _Worker(threading.Thread):
+class _CallThread(threading.Thread):
     """Takes one call after the other; a daemon, so that one that hangs holds up no end of the
     program."""
 
@@ -205,7 +205,7 @@ class _Worker(threading.Thread):
         self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
 
     def run(self) -> None:
-        with contextlib.suppress(Ended):  # raised a moment after the call had come back
+        with contextlib.suppress(UserCodeKilled):  # raised a moment after the call had come back
             while True:
                 call = self.calls.get()
                 try:
@@ -219,10 +219,10 @@ class _Worker(threading.Thread):
 
 
 #: Workers without a call; appending and popping are atomic.
-_idle: list[_Worker] = []
+_idle: list[_CallThread] = []
 
 
-async def in_thread(
+async def run_in_thread(
     function: Callable[[], Any], what: str, limit: float = _PATIENCE_SECONDS
 ) -> Any:
     """The result of ``function``, called in a thread that sees the caller's context variables.
@@ -239,7 +239,7 @@ async def in_thread(
     try:
         worker = _idle.pop()
     except IndexError:
-        worker = _Worker()
+        worker = _CallThread()
         worker.start()
     worker.calls.put(call)
     try:
@@ -270,7 +270,7 @@ def running(what: str) -> Iterator[None]:
     _running[thread] = what
     try:
         yield
-    except Ended as error:
+    except UserCodeKilled as error:
         raise _as_exception(error) from error
     finally:
         if before is None:
@@ -365,7 +365,7 @@ class WatchedLoop:
         self._ended = True
         killed = kill(self._new_children())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self.thread), ctypes.py_object(Ended)
+            ctypes.c_ulong(self.thread), ctypes.py_object(UserCodeKilled)
         )
         logger.warning(
             "%s has blocked the event loop for %.0f s and is ended%s",

@@ -132,7 +132,7 @@ class RolloutFunction(Protocol):
     evaluation).
 
     Training: a `RolloutFnTrainOutput`, or bare samples as ``list[group][Sample]`` (with fan-out
-    ``list[group][execution][Sample]``, siblings with one ``rollout_id``),
+    ``list[group][trajectory][Sample]``, siblings with one ``rollout_id``),
     ``args.rollout_batch_size`` groups. Evaluation (only where there is evaluation data): a
     `RolloutFnEvalOutput`, or its ``data``. Samples need tokens and a reward.
     `slime.rollout.loop.generate_rollout` is the built-in one; sync functions run in a thread.
@@ -223,8 +223,8 @@ class DynamicFilter(Protocol):
     `DynamicFilterOutput`.
 
     ``samples`` are all scored samples of the group: ``n_samples_per_prompt``, or more where
-    executions fanned out. A filter that removes entries of the list, or changes what was generated,
-    is refused.
+    trajectories fanned out. A filter that removes entries of the list, or changes what was
+    generated, is refused.
     """
 
     def __call__(self, args: Any, samples: list[Sample], /) -> DynamicFilterOutput | bool: ...
@@ -318,7 +318,7 @@ class ConvertSamples(Protocol):
 
     Needed: ``tokens`` (list[int], prompt + response), ``response_lengths`` (int), ``rewards``
     (float, as after post-processing). Optional: ``raw_reward`` (float), ``truncated`` (0 or 1),
-    ``sample_indices``, ``rollout_ids`` (int, one per execution), ``loss_masks`` (0 or 1 per
+    ``sample_indices``, ``rollout_ids`` (int, one per trajectory), ``loss_masks`` (0 or 1 per
     response token), ``rollout_log_probs`` and ``teacher_log_probs`` (float per response token),
     ``rollout_routed_experts``, ``metadata`` (dict or None). Other names are refused.
     """
@@ -370,7 +370,7 @@ class LossFunction(Protocol):
     ``sum_of_sample_mean`` takes [T] and gives the sum over samples of each sample's mean over its
     trained tokens (with ``--calculate-per-token-loss`` the sum over trained tokens). The loss and
     each metric are to be such sums: they are added up over micro-batches and ranks and divided by
-    the step's executions (per token: by its trained tokens). A metric ``loss`` is the loss,
+    the step's trajectories (per token: by its trained tokens). A metric ``loss`` is the loss,
     whatever is returned by that name.
 
     Example:
@@ -434,7 +434,7 @@ class PgLossReducer(Protocol):
 
     ``loss_masks`` are those in force, [R] per sample: what ``--custom-tis-function-path`` returned,
     where there is one. The function takes the loss of each token [T] and returns a sum over
-    samples, which is divided by the step's executions (with ``calculate_per_token_loss`` by its
+    samples, which is divided by the step's trajectories (with ``calculate_per_token_loss`` by its
     trained tokens).
     """
 

@@ -30,7 +30,7 @@ from slime.documentation import doc_url
 from slime.errors import UserError
 from slime.files import write_atomically
 from slime.user_code import calls as user_calls
-from slime.user_code.calls import alone, in_thread, running
+from slime.user_code.calls import run_in_thread, run_isolated, running
 
 #: Variable by which other processes know the driver's working directory and the folder of its
 #: script.
@@ -568,10 +568,10 @@ async def call_hook(
     try:
         async with asyncio.timeout(limit) as clock:
             if is_async(fn):
-                return await alone(fn(*args, **kwargs), what)
+                return await run_isolated(fn(*args, **kwargs), what)
             seconds = {} if limit is None else {"limit": limit}
-            result = await in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
-            return await alone(result, what) if inspect.isawaitable(result) else result
+            result = await run_in_thread(functools.partial(fn, *args, **kwargs), what, **seconds)
+            return await run_isolated(result, what) if inspect.isawaitable(result) else result
     except TimeoutError:
         if clock is None or not clock.expired():  # one of its own making
             raise

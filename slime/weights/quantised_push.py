@@ -19,7 +19,7 @@ from slime.checkpoints.hf_io import HfExporter
 from slime.engines.wire.buckets import dtype_in, dtype_name, dtype_of
 from slime.engines.wire.expert_runs import ExpertRun
 from slime.engines.wire.quantised import quantise, quantise_run, require_library
-from slime.models.ignore_list import Matrix, check
+from slime.models.ignore_list import WeightMatrix, check
 from slime.models.quantised import Quantisation
 
 
@@ -61,7 +61,9 @@ class QuantisedExport:
         self._quantisation = quantisation
         self._dtype = dtype
         self._converts = converts
-        self._chosen: dict[str, Matrix] = {matrix.weight: matrix for matrix in found.quantised}
+        self._chosen: dict[str, WeightMatrix] = {
+            matrix.weight: matrix for matrix in found.quantised
+        }
         self.zeros: list[str] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,7 +106,7 @@ class QuantisedExport:
         stored = sum(math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in parts if dtype)
         return stored + self._exporter.nbytes()
 
-    def _matrix(self, name: str) -> Matrix | None:
+    def _matrix(self, name: str) -> WeightMatrix | None:
         """That is quantised; the first of a run, of which all are or none
         (`slime.models.ignore_list`)."""
         run = ExpertRun.parse(name)

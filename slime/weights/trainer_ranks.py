@@ -57,7 +57,7 @@ class StageError(Exception):
 
 
 @dataclass
-class Outcome:
+class RoundOutcome:
     """Of a round: what rank 0 puts here, every rank finds here after the block. JSON."""
 
     value: Any = None
@@ -93,7 +93,7 @@ class TrainerRanks:
         return self.sources.index(self.rank) if self.rank in self.sources else None
 
     @contextmanager
-    def round(self, what: str, limit: float) -> Iterator[Outcome]:
+    def round(self, what: str, limit: float) -> Iterator[RoundOutcome]:
         """All ranks leave the block with what rank 0 made of it: its value, or its error.
 
         Args:
@@ -105,7 +105,7 @@ class TrainerRanks:
         """
         self._round = self._round + 1
         self._reported = False
-        outcome = Outcome()
+        outcome = RoundOutcome()
         failure = None
         self._forget()
         try:

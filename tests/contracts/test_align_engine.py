@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.diagnosis.align.case import Case
+from slime.diagnosis.align.case import Discrepancy
 from slime.diagnosis.align.causes import WEIGHTS
 from slime.diagnosis.align.engines import EngineHere, EngineThere
 from slime.diagnosis.align.evidence import Scored
@@ -39,7 +39,7 @@ def test_its_weights_are_compared(engine: Server, model_dir: Path, other_dir: Pa
         "sample 0", torch.tensor(TOKENS[1]), torch.zeros(6).double(), None, torch.ones(6).bool()
     )
     trained = replace(sample, trainer=reference.log_probs(sample))
-    case = Case([trained], reference=reference, engine=there)
+    case = Discrepancy([trained], reference=reference, engine=there)
     same = examine(case, [WEIGHTS], always=True)
     assert "are the trainer's" in same.ranked[0].best.what
     engine.ok("/update_weights_from_disk", {"model_path": str(other_dir), "weight_version": "1"})

@@ -88,7 +88,7 @@ def how(spec: FlagSpec, pairs: set[tuple[str, str]]) -> str:
         return "one value"
     if spec.dest in {dest for dest, _ in pairs}:
         return "recorded"
-    return "worked in" if "config" in spec.meta.serves else "code"
+    return "worked in" if "config" in spec.meta.read_by else "code"
 
 
 def missed(world: World, reads: dict[str, list[Read]]) -> set[str]:

@@ -205,7 +205,7 @@ def served(reads: list[Read]) -> set[tuple[str, Part]]:
         spec = read.spec
         if spec is None or (read.by_name and read.file not in files_that_read(spec)):
             continue
-        found |= {(spec.dest, part) for part in spec.meta.serves if is_of(read, part)}
+        found |= {(spec.dest, part) for part in spec.meta.read_by if is_of(read, part)}
     return found
 
 
@@ -241,14 +241,14 @@ def must_serve(config: Config) -> Iterator[tuple[str, Part]]:
         if engine != config.engine.rollout_engine
     ]
     for dest, spec in WORKING.items():
-        if "config" in spec.meta.serves or not all(need.holds(values) for need in spec.meta.needs):
+        if "config" in spec.meta.read_by or not all(need.holds(values) for need in spec.meta.needs):
             continue
         files = [
             file
             for file in files_that_read(spec)
             if not any(is_within(file, other) for other in others)
         ]
-        for part in set(spec.meta.serves) - set(absent(values)):
+        for part in set(spec.meta.read_by) - set(absent(values)):
             if any(acts_for(file, part) for file in files):
                 yield dest, part
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.rollout.journal import Journal, RecordKind, drawn_as
 from slime.samples.types import Sample
 
 
@@ -33,6 +33,6 @@ def restored(journal: Journal, rollout_id: int, group: int, prompt: str = "1+1="
     return journal.restore(rollout_id, group_drawn, drawn_as(group_drawn))[0]
 
 
-def note(journal: Journal, kind: Kind, rollout_id: int, samples: list[Sample]) -> None:
+def note(journal: Journal, kind: RecordKind, rollout_id: int, samples: list[Sample]) -> None:
     assert samples[0].group_index is not None
     journal.note(kind, rollout_id, drawn_as(drawn(samples[0].group_index)), samples)

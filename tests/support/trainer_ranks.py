@@ -15,7 +15,7 @@ import torch
 
 from slime.config import Config, make_config
 from slime.models.spec import ModelSpec
-from slime.processes.garbage import settle
+from slime.processes.garbage import freeze_gc
 from slime.processes.host import free_port
 from slime.samples.batch import StepPlan, TrainBatch
 
@@ -75,7 +75,7 @@ def make_batch(
     seed: int = 0,
     num_steps: int = 1,
 ) -> TrainBatch:
-    """Samples of 4 to 24 tokens for one data-parallel rank; two of them are one execution."""
+    """Samples of 4 to 24 tokens for one data-parallel rank; two of them are one trajectory."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:
@@ -86,10 +86,10 @@ def make_batch(
     masks = [(torch.rand(r, generator=generator) > 0.2).float() for r in responses]
     for mask in masks:
         mask[0] = 1.0
-    executions = [0, 0, *range(1, num_samples - 1)]
+    trajectories = [0, 0, *range(1, num_samples - 1)]
     sums = [
-        sum(float(masks[j].sum()) for j in range(num_samples) if executions[j] == e)
-        for e in executions
+        sum(float(masks[j].sum()) for j in range(num_samples) if trajectories[j] == e)
+        for e in trajectories
     ]
     if micro_batches is None:
         micro_batches = [
@@ -113,7 +113,7 @@ def make_batch(
         raw_rewards=[0.0] * num_samples,
         sample_indices=[100 + i for i in range(num_samples)],
         group_indices=[0] * num_samples,
-        execution_ids=executions,
+        trajectory_ids=trajectories,
         rollout_mask_sums=sums,
         truncated=[False] * num_samples,
         steps=steps,
@@ -140,7 +140,7 @@ def shard(
         raw_rewards=pick(batch.raw_rewards),
         sample_indices=pick(batch.sample_indices),
         group_indices=pick(batch.group_indices),
-        execution_ids=pick(batch.execution_ids),
+        trajectory_ids=pick(batch.trajectory_ids),
         rollout_mask_sums=pick(batch.rollout_mask_sums),
         truncated=pick(batch.truncated),
         steps=[
@@ -253,7 +253,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
     from slime.trainer.megatron.backend import MegatronBackend  # noqa: F401  (installs the device redirect)
     from slime.trainer.megatron.parallel import RankInfo, shut_down
 
-    settle()
+    freeze_gc()
     while True:
         try:
             job, port, args = pipe.recv()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slime.processes.garbage import settle
+from slime.processes.garbage import freeze_gc
 from tests.support.trainer_ranks import Pools
 
 _MANY_THREADS, _FAR_TOO_MANY = 64, 256
@@ -28,7 +28,7 @@ def few_idle_threads() -> None:
     if threads > _kept + _MANY_THREADS:
         if threads > _FAR_TOO_MANY:
             gc.unfreeze()  # the trainer of a fixture that lived when this was called last
-        settle()  # and what is left is not looked at again
+        freeze_gc()  # and what is left is not looked at again
         _kept = len(os.listdir("/proc/self/task"))
 
 

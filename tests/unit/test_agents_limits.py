@@ -12,7 +12,7 @@ import pytest
 from slime.agents.conversation import Ask, clean
 from slime.agents.endpoint import AgentEndpoint, AgentError
 from slime.agents.session import Refusal
-from slime.engines.reasoning import FORMATS, THINK, Thought, reasoning_format
+from slime.engines.reasoning import FORMATS, THINK, SplitReasoning, reasoning_format
 from slime.engines.request_fields import BadRequest
 from slime.samples.types import SampleStatus
 from tests.support.agent_clients import openai_of
@@ -173,15 +173,15 @@ def test_a_reward_of_the_execution_is_that_of_all_its_samples() -> None:
 @pytest.mark.parametrize(
     ("text", "opened", "thought"),
     [
-        ("4", False, Thought(None, "4")),
-        ("<think>\na\n</think>\n\n4", False, Thought("a", "4")),
-        ("<think>\n\n</think>\n\n4", False, Thought("", "4")),
-        ("a\n</think>\n4", True, Thought("a", "4")),
-        ("a", True, Thought("a", "")),
-        ("so <think> is a word", False, Thought(None, "so <think> is a word")),
+        ("4", False, SplitReasoning(None, "4")),
+        ("<think>\na\n</think>\n\n4", False, SplitReasoning("a", "4")),
+        ("<think>\n\n</think>\n\n4", False, SplitReasoning("", "4")),
+        ("a\n</think>\n4", True, SplitReasoning("a", "4")),
+        ("a", True, SplitReasoning("a", "")),
+        ("so <think> is a word", False, SplitReasoning(None, "so <think> is a word")),
     ],
 )
-def test_reasoning_and_answer(text: str, opened: bool, thought: Thought) -> None:
+def test_reasoning_and_answer(text: str, opened: bool, thought: SplitReasoning) -> None:
     assert THINK.split(text, opened=opened) == thought
 
 

@@ -446,13 +446,13 @@ def test_flags_are_refused_exactly_where_they_would_do_nothing(name: str) -> Non
     assert accepts(name, normalize_advantages=False) is not row.facts.needs_whitening
     assert accepts(name, kl_coef=0.1) is row.facts.takes_token_kl
     assert accepts(name, gamma=0.9) is row.facts.discounts
-    assert accepts(name, eps_clip_c=3.0) is row.facts.clips_twice
+    assert accepts(name, eps_clip_c=3.0) is row.facts.dual_clip
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
     row, masks = ESTIMATORS[name], [torch.ones(3)]
-    assert (row.baseline is not None) is row.facts.compares_group
+    assert (row.baseline is not None) is row.facts.group_relative
 
     def advantages(**changes: Any) -> list[float]:
         return row.advantages(
@@ -468,4 +468,4 @@ def test_what_a_row_says_of_its_functions_is_so(name: str) -> None:
             PolicyInputs(far, -far, -far, torch.ones(2), torch.tensor([2]), **changes)
         ).loss.tolist()
 
-    assert (loss() != loss(eps_clip_c=1.5)) is row.facts.clips_twice
+    assert (loss() != loss(eps_clip_c=1.5)) is row.facts.dual_clip

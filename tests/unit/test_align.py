@@ -17,7 +17,7 @@ from slime.__main__ import main
 from slime.config import make_config
 from slime.config.flags import all_flags
 from slime.diagnosis.align import dumps
-from slime.diagnosis.align.case import Case
+from slime.diagnosis.align.case import Discrepancy
 from slime.diagnosis.align.causes import CAUSES
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Differences, Scored
@@ -25,11 +25,11 @@ from slime.diagnosis.align.examine import Ranked, Result, as_json, examine, text
 from slime.diagnosis.align.inside import integers
 from slime.diagnosis.align.layers import compare
 from slime.diagnosis.align.prepare import Wish, _ask_transformers, examined
-from slime.diagnosis.align.reference import Reference, Sampling, Setting, Watcher
+from slime.diagnosis.align.reference import Reference, ReferenceSettings, Sampling, Watcher
 from slime.diagnosis.align.trainer_here import TrainerHere
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
-from slime.trainer.dumps import Shard, save_train_data
+from slime.trainer.dumps import RankDump, save_train_data
 from tests.support.embedded_models import (
     byte_tokenizer,
     make_scheduler,
@@ -67,7 +67,7 @@ def sampled(directory: Path, temperature: float = TEMPERATURE, **options: Any) -
     ]
 
 
-def case_of(directory: Path, temperature: float = TEMPERATURE) -> Case:
+def case_of(directory: Path, temperature: float = TEMPERATURE) -> Discrepancy:
     """The engine's own log-probs, and a trainer that is the reference."""
     samples, reference = (
         sampled(directory, temperature),
@@ -77,7 +77,7 @@ def case_of(directory: Path, temperature: float = TEMPERATURE) -> Case:
         replace(sample, trainer=scores)
         for sample, scores in zip(samples, reference.of_all(samples))
     ]
-    return Case(trained, Sampling(temperature), reference, tokenizer=byte_tokenizer())
+    return Discrepancy(trained, Sampling(temperature), reference, tokenizer=byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +87,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def case(directory: Path) -> Case:
+def case(directory: Path) -> Discrepancy:
     return case_of(directory)
 
 
-def with_engine(case: Case, said: Callable[[Scored], Tensor], **more: Any) -> Case:
+def with_engine(case: Discrepancy, said: Callable[[Scored], Tensor], **more: Any) -> Discrepancy:
     return replace(
         case, samples=[replace(sample, engine=said(sample)) for sample in case.samples], **more
     )
 
 
-def under(case: Case, **changes: Any) -> Case:
-    """The engine computes with another `Setting`."""
+def under(case: Discrepancy, **changes: Any) -> Discrepancy:
+    """The engine computes with another `ReferenceSettings`."""
     model = case.model()
     return with_engine(
         case, lambda sample: model.log_probs(sample, replace(model.setting, **changes))
@@ -115,7 +115,7 @@ def first(result: Result) -> Ranked:
     return best
 
 
-def test_sides_that_are_alike(case: Case) -> None:
+def test_sides_that_are_alike(case: Discrepancy) -> None:
     result = examine(case)
     assert not result.parts_ways and result.case.differences.mean < 1e-5
     assert "nothing parts them" in text(result) and as_json(result)["ok"] is True
@@ -123,7 +123,7 @@ def test_sides_that_are_alike(case: Case) -> None:
     assert everything.ranked and not everything.findings
 
 
-def test_a_shift_by_one(case: Case) -> None:
+def test_a_shift_by_one(case: Discrepancy) -> None:
     moved = with_engine(case, lambda sample: torch.cat([sample.engine[1:], sample.engine[-1:]]))
     found = first(examine(moved))
     assert found.cause.trouble.name == "align-shift" and "of the token 1 later" in found.best.what
@@ -134,7 +134,7 @@ def test_a_shift_by_one(case: Case) -> None:
     )
 
 
-def test_another_temperature(case: Case) -> None:
+def test_another_temperature(case: Discrepancy) -> None:
     for temperature, said in (
         (1.0, "temperature 1 instead of --rollout-temperature 0.7 (none)"),
         (1.3, "1.3 "),
@@ -143,7 +143,7 @@ def test_another_temperature(case: Case) -> None:
         assert found.cause.trouble.name == "align-temperature" and said in found.best.what
 
 
-def test_filters_of_the_run_and_of_the_model(case: Case) -> None:
+def test_filters_of_the_run_and_of_the_model(case: Discrepancy) -> None:
     filtered = replace(case, sampling=Sampling(TEMPERATURE, top_p=0.8))
     found = first(
         examine(under(filtered, sampling=Sampling(TEMPERATURE, top_p=0.8, renormalised=True)))
@@ -164,7 +164,7 @@ def test_filters_of_the_run_and_of_the_model(case: Case) -> None:
     )
 
 
-def test_another_prompt(case: Case) -> None:
+def test_another_prompt(case: Discrepancy) -> None:
     head = byte_tokenizer().encode(HEAD, add_special_tokens=False)
     model = case.model()
 
@@ -188,7 +188,7 @@ def test_another_prompt(case: Case) -> None:
     )
 
 
-def test_other_token_ids(case: Case) -> None:
+def test_other_token_ids(case: Discrepancy) -> None:
     model, samples = case.model(), []
     for sample in case.samples:
         sent = sample.tokens.clone()
@@ -219,13 +219,13 @@ def test_other_token_ids(case: Case) -> None:
         ),
     ],
 )
-def test_positions(case: Case, changes: dict[str, Any], said: str) -> None:
+def test_positions(case: Discrepancy, changes: dict[str, Any], said: str) -> None:
     found = first(examine(under(case, **changes)))
     assert found.cause.trouble.name == "align-position" and said in found.best.what
     assert "rope_theta (2000)" in found.finding.advice[0]
 
 
-def test_quantised_weights_and_caches(case: Case) -> None:
+def test_quantised_weights_and_caches(case: Discrepancy) -> None:
     model = case.model()
     with model.holding(
         {name: integers(weight, 4, 128) for name, weight in model.matrices().items()}
@@ -240,12 +240,14 @@ def test_quantised_weights_and_caches(case: Case) -> None:
 @pytest.mark.parametrize(
     ("part", "said"), [("output layer", "the logits of"), ("rotary embedding", "the rotary")]
 )
-def test_one_operator_of_fewer_bits(case: Case, part: Any, said: str) -> None:
+def test_one_operator_of_fewer_bits(case: Discrepancy, part: Any, said: str) -> None:
     found = first(examine(under(case, rounded=frozenset({part}))))
     assert found.cause.trouble.name == "align-precision" and found.best.what.startswith(said)
 
 
-def test_an_engine_in_bfloat16_beside_a_trainer_in_float32(case: Case, directory: Path) -> None:
+def test_an_engine_in_bfloat16_beside_a_trainer_in_float32(
+    case: Discrepancy, directory: Path
+) -> None:
     rough = {sample.name: sample for sample in sampled(directory, dtype="bfloat16")}
     model = case.model()
     samples = [replace(sample, trainer=model.log_probs(sample)) for sample in rough.values()]
@@ -291,7 +293,7 @@ def test_both_sides_in_bfloat16(directory: Path) -> None:
     ].cause.trouble.name == "align-temperature" and "no larger than rounding" in text(small)
 
 
-def test_two_causes_at_once(case: Case) -> None:
+def test_two_causes_at_once(case: Discrepancy) -> None:
     model = case.model()
     warmer = replace(model.setting, sampling=Sampling(0.9))
     with model.holding(
@@ -337,7 +339,9 @@ def test_other_experts(tmp_path: Path) -> None:
         experts = torch.zeros(len(sample.tokens) - 1, 2, 2, dtype=torch.long)
         experts[:, 1] = (watcher.chosen[0] + 1) % 5
         elsewhere = replace(sample, experts=experts)
-        engine = model.log_probs(elsewhere, Setting(sampling=Sampling(TEMPERATURE), experts=True))
+        engine = model.log_probs(
+            elsewhere, ReferenceSettings(sampling=Sampling(TEMPERATURE), experts=True)
+        )
         samples.append(replace(elsewhere, engine=engine))
     found = first(examine(replace(case, samples=samples)))
     assert (
@@ -368,7 +372,7 @@ def test_weights_that_did_not_arrive(directory: Path) -> None:
     assert f"{name}: all zeros" in found.finding.detail
 
 
-def test_older_weights(case: Case, tmp_path: Path) -> None:
+def test_older_weights(case: Discrepancy, tmp_path: Path) -> None:
     older = save_tiny_model(
         tmp_path, "llama", seed=7, rope_parameters={"rope_type": "default", "rope_theta": 2000.0}
     )
@@ -461,7 +465,7 @@ def test_turns_and_growth() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def write_dumps(case: Case, folder: Path, engine: Callable[[Scored], Tensor]) -> list[str]:
+def write_dumps(case: Discrepancy, folder: Path, engine: Callable[[Scored], Tensor]) -> list[str]:
     generated, trained = [], []
     for index, sample in enumerate(case.samples):
         tokens, scores = sample.tokens.tolist(), engine(sample).tolist()
@@ -480,12 +484,14 @@ def write_dumps(case: Case, folder: Path, engine: Callable[[Scored], Tensor]) ->
             row | {"log_probs": sample.trainer, "rollout_log_probs": torch.tensor(scores)}
         )
     paths = [save_rollout(str(folder / "rollout_{rollout_id}.pt"), 0, generated)]
-    paths.append(save_train_data(str(folder / "train_{rollout_id}.pt"), 0, [Shard(0, trained, [])]))
+    paths.append(
+        save_train_data(str(folder / "train_{rollout_id}.pt"), 0, [RankDump(0, trained, [])])
+    )
     return [str(path) for path in paths]
 
 
 def test_the_command_reads_dumps(
-    case: Case, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Discrepancy, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--hf-checkpoint", str(directory), "--rollout-temperature", str(TEMPERATURE), "--fp32"]
     sound = write_dumps(case, tmp_path, lambda sample: sample.engine)
@@ -497,7 +503,7 @@ def test_the_command_reads_dumps(
     )
     assert "part by part: 12 parts are alike" in said
     model = case.model()
-    plain = write_dumps(case, tmp_path, lambda sample: model.log_probs(sample, Setting()))
+    plain = write_dumps(case, tmp_path, lambda sample: model.log_probs(sample, ReferenceSettings()))
     assert main(["align", plain[0], "--json", *flags]) == 1  # the reference in the trainer's place
     told = json.loads(capsys.readouterr().out)
     assert told["causes"][0]["name"] == "align-temperature" and "not kept" in told["notes"][0]
@@ -516,7 +522,7 @@ def test_the_command_reads_dumps(
 
 
 def test_the_command_reads_a_run_folder(
-    case: Case, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Discrepancy, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dumped, run_folder = tmp_path / "dumped", tmp_path / "run"
     flags: dict[str, Any] = {

@@ -24,7 +24,7 @@ from slime.embedded.quantised_weights import import_library_for
 from slime.models.quantised import Fp8, Int4, Quantisation
 from slime.rollout.debug_data import save_rollout
 from slime.samples.types import Sample
-from slime.trainer.dumps import Shard, save_train_data
+from slime.trainer.dumps import RankDump, save_train_data
 from tests.support.embedded_models import save_tiny_model
 
 IGNORE = ("lm_head", "model.embed_tokens.weight")
@@ -90,7 +90,7 @@ def _said_of_weights(result: Result) -> str:
 
 
 def test_samples_of_one_execution_are_found_by_their_tokens(tmp_path: Path) -> None:
-    """An execution that fans out gives samples of one index; none of them was sent other tokens."""
+    """A trajectory that fans out gives samples of one index; none of them was sent other tokens."""
     generated, rows = [], []
     for number, tokens in enumerate(([1, 2, 3, 4], [1, 2, 5, 6, 7], [9, 8, 7])):
         made = Sample(index=min(number, 1), prompt=f"{number}", tokens=tokens[:1])
@@ -105,7 +105,9 @@ def test_samples_of_one_execution_are_found_by_their_tokens(tmp_path: Path) -> N
         rows[-1]["rollout_log_probs"] = torch.full((len(tokens) - 1,), -0.5)
     rows[0]["tokens"] = torch.tensor([1, 2, 3, 3])  # and one that was
     paths = [save_rollout(str(tmp_path / "rollout_{rollout_id}.pt"), 0, generated[::-1])]
-    paths.append(save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, [Shard(0, rows, [])]))
+    paths.append(
+        save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, [RankDump(0, rows, [])])
+    )
     found = dumps.read(paths)
     assert [sample.prompt for sample in found] == ["0", "1", "2"]
     assert [None if sample.sent is None else sample.sent.tolist() for sample in found] == [

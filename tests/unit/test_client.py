@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from slime.engines import client as client_module
 from slime.engines.api import EngineClient, EngineError, GenerateResult
-from slime.engines.client import InFlight, RequestRefused, RolloutClient, Slots, num_requests
+from slime.engines.client import InFlight, RequestRefused, RequestSlots, RolloutClient, num_requests
 from slime.engines.client_counts import BusyClock
 from slime.engines.router import register_workers, remove_worker, router_policy, wants_routing_key
-from slime.engines.workers import Worker, list_workers
+from slime.engines.workers import RouterWorker, list_workers
 from slime.errors import UserError
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.router_server import router_process
@@ -145,7 +145,7 @@ def test_an_abort_leaves_other_servers_alone() -> None:
 
 def test_an_abort_beside_another_rollout_waits_for_its_own_requests_alone() -> None:
     async def test(engine: FakeEngine, base: RolloutClient) -> None:
-        with base.beside() as client, base.beside(own_slots=True) as other:
+        with base.fork() as client, base.fork(own_slots=True) as other:
             assert client.slots is base.slots and other.slots is not base.slots
             engine.hold.clear()
             mine = asyncio.create_task(client.generate([20], PARAMS))
@@ -178,7 +178,7 @@ def test_the_time_without_a_request_is_that_of_all_clients_together() -> None:
     async def test(engine: FakeEngine, base: RolloutClient) -> None:
         nonlocal now
         base.busy = BusyClock(clock=lambda: now)
-        with base.beside() as client, base.beside() as other:
+        with base.fork() as client, base.fork() as other:
             now = 1.0
             with client._tracked(InFlight("a", 0.0)):
                 now = 3.0
@@ -289,8 +289,11 @@ def test_an_engine_that_does_not_stop_is_named() -> None:
 
 def test_a_dead_engine_does_not_hold_up_an_abort_unless_requests_wait_for_it() -> None:
     async def test(engine: FakeEngine, client: RolloutClient) -> None:
-        async def workers(_router: EngineClient) -> list[Worker]:
-            return [Worker("0", engine.url, True), Worker("1", "http://127.0.0.1:9", True)]
+        async def workers(_router: EngineClient) -> list[RouterWorker]:
+            return [
+                RouterWorker("0", engine.url, True),
+                RouterWorker("1", "http://127.0.0.1:9", True),
+            ]
 
         with pytest.MonkeyPatch.context() as patch, client.abort_scope():
             patch.setattr(client_module, "list_workers", workers)
@@ -577,7 +580,7 @@ def test_slots_follow_the_engines(orders: list[str | int]) -> None:
     are without those."""
 
     async def main() -> None:
-        slots, held = Slots(3), 0
+        slots, held = RequestSlots(3), 0
         for order in orders:
             if order == "take" and not slots.locked():
                 await slots.acquire()
@@ -600,7 +603,7 @@ def test_slots_follow_the_engines(orders: list[str | int]) -> None:
 
 def test_who_waits_for_a_slot_gets_one_of_an_engine_that_joined() -> None:
     async def main() -> None:
-        slots = Slots(1)
+        slots = RequestSlots(1)
         await slots.acquire()
         waiting = asyncio.create_task(slots.acquire())
         await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, make_config
-from slime.config.flag import FlagSpec, Need, Part, option_of
+from slime.config.flag import FlagSpec, Part, Requirement, option_of
 from slime.config.flags import all_flags, own_flags
 from slime.config.foreign import to_argv
 from slime.config.parse import given_by_name
@@ -49,13 +49,13 @@ def unread(specs: Iterable[FlagSpec]) -> list[str]:
     """ "flag: part" for each part that a flag claims to serve and that does not read it."""
     found = []
     for spec in specs:
-        if "config" in spec.meta.serves:  # what follows from it may serve the others
+        if "config" in spec.meta.read_by:  # what follows from it may serve the others
             found += [] if names_of(spec) & worked_into_others() else [f"{spec.dest}: config"]
             continue
         files = files_that_read(spec)
         found += [
             f"{spec.dest}: {part}"
-            for part in spec.meta.serves
+            for part in spec.meta.read_by
             if not any(acts_for(file, part) for file in files)
         ]
     return found
@@ -67,7 +67,7 @@ def undeclared(specs: Iterable[FlagSpec]) -> list[str]:
         f"{spec.dest}: {file}"
         for spec in specs
         for file in sorted(readers().get((spec.group, spec.attribute), set()))
-        if not set(spec.meta.serves) & set(parts_of(file) or spec.meta.serves)
+        if not set(spec.meta.read_by) & set(parts_of(file) or spec.meta.read_by)
     ]
 
 
@@ -88,7 +88,7 @@ def test_a_flag_that_nobody_reads_is_found() -> None:
 def test_a_reader_that_a_flag_does_not_name_is_found() -> None:
     learning_rate = own_flags()["lr"]
     told = dataclasses.replace(
-        learning_rate, meta=dataclasses.replace(learning_rate.meta, serves=("engine",))
+        learning_rate, meta=dataclasses.replace(learning_rate.meta, read_by=("engine",))
     )
     assert undeclared([learning_rate, told]) == ["lr: trainer/megatron/optimizer.py"]
 
@@ -117,7 +117,7 @@ COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
 }  # fmt: skip
 
 
-def options(need: Need) -> Iterator[tuple[str, Any]]:
+def options(need: Requirement) -> Iterator[tuple[str, Any]]:
     """(flag, value) of the ways in which a need can be met."""
     for setting in need.settings:
         spec = all_flags()[setting.dest]
@@ -140,7 +140,7 @@ def given_value(dest: str) -> Any:
     return ("a", "a.jsonl") if dest == "eval_prompt_data" else other_than_default(all_flags()[dest])
 
 
-def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[str, Any]:
+def completed(settings: dict[str, Any], except_for: Requirement | None = None) -> dict[str, Any]:
     """The settings and, over and over, what they need: all but one need, which is kept from
     holding."""
     fixed = set(settings)
@@ -162,7 +162,7 @@ def completed(settings: dict[str, Any], except_for: Need | None = None) -> dict[
         }
 
 
-def against(need: Need) -> dict[str, Any]:
+def against(need: Requirement) -> dict[str, Any]:
     """Settings that keep each alternative of a need from holding."""
     settings = {}
     for setting in need.settings:
@@ -187,7 +187,9 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("spec", "need"), pairs())
-def test_where_it_does_nothing_it_is_refused_or_warned_of(spec: FlagSpec, need: Need) -> None:
+def test_where_it_does_nothing_it_is_refused_or_warned_of(
+    spec: FlagSpec, need: Requirement
+) -> None:
     settings = completed({spec.dest: other_than_default(spec), **against(need)}, except_for=need)
     said = f"{spec.option} has no effect {need.words(values_of(settings))}"
     if need.warns:
@@ -201,7 +203,7 @@ def test_where_it_does_nothing_it_is_refused_or_warned_of(spec: FlagSpec, need: 
     )
 
 
-def goes_with(dest: str, spec: FlagSpec, need: Need) -> bool:
+def goes_with(dest: str, spec: FlagSpec, need: Requirement) -> bool:
     """The flag, one that has the same need, or one that needs the flag: without them the settings
     are in order."""
     needs = all_flags()[dest].meta.needs
@@ -270,7 +272,7 @@ def completed_within(mode: Mapping[str, Any], settings: dict[str, Any]) -> dict[
 def acts_through_another(config: Config, dest: str, lacking: set[Part]) -> bool:
     """A flag that a part reads which is there was derived from this one."""
     return any(
-        set(all_flags()[other].meta.serves) - lacking - {"config"}
+        set(all_flags()[other].meta.read_by) - lacking - {"config"}
         for other, origin in config.origins.items()
         if origin.startswith("derived: ") and re.search(rf"\b{dest}\b", origin)
     )
@@ -288,7 +290,7 @@ def left_out_of(config: Config) -> set[str]:
 @pytest.mark.parametrize("dest", sorted(WORKING))
 def test_a_flag_that_no_part_of_the_run_reads_is_refused_or_warned_of(dest: str) -> None:
     spec = WORKING[dest]
-    readers_of_it = set(spec.meta.serves) - {"config"}
+    readers_of_it = set(spec.meta.read_by) - {"config"}
     for half, (mode, lacking) in HALVES.items():
         if dest in mode or (dest in _EVALUATION and "answers" in half):
             continue  # of another kind
@@ -315,7 +317,7 @@ def test_what_megatron_and_sglang_declare_is_warned_of_too(half: str, part: Part
         dest: not spec.default
         for dest, spec in ALL_WORKING.items()
         if spec.sections
-        and part in spec.meta.serves
+        and part in spec.meta.read_by
         and spec.kind == "bool"
         and not spec.meta.needs
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.config import make_config, parse_args
-from slime.config.draft import Given
+from slime.config.draft import UserFlags
 from slime.config.flags import all_flags, own_flags, spellings
 from slime.config.parse import read_argv, read_config_file, read_custom_config
 from slime.errors import UserError
@@ -271,4 +271,4 @@ def test_every_spelling_leads_somewhere() -> None:
 
 
 def test_read_argv_of_nothing() -> None:
-    assert read_argv([]) == Given()
+    assert read_argv([]) == UserFlags()

@@ -38,7 +38,7 @@ def make_sample(
 
 
 def make_groups(*rewards: list[Any]) -> list[Group]:
-    """One group per list, one execution of one sample per reward."""
+    """One group per list, one trajectory of one sample per reward."""
     counter = iter(range(1000))
     return [
         Group(g, [[make_sample(next(counter), r)] for r in values])
@@ -47,9 +47,9 @@ def make_groups(*rewards: list[Any]) -> list[Group]:
 
 
 def config_for(groups: list[Group], **flags: Any) -> Any:
-    executions = sum(group.num_executions for group in groups)
+    trajectories = sum(group.num_trajectories for group in groups)
     return make_config(
-        **{"rollout_batch_size": executions, "n_samples_per_prompt": 2, "num_rollout": 1, **flags}
+        **{"rollout_batch_size": trajectories, "n_samples_per_prompt": 2, "num_rollout": 1, **flags}
     )
 
 
@@ -67,24 +67,24 @@ def convert(
 
 @st.composite
 def rewards_of_groups(draw: st.DrawFn) -> list[tuple[float, int, int]]:
-    rows, execution = [], 0
+    rows, trajectory = [], 0
     for group in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(1, 5))):
             for _ in range(draw(st.integers(1, 3))):
-                rows.append((draw(st.floats(-100, 100)), group, execution))
-            execution += 1
+                rows.append((draw(st.floats(-100, 100)), group, trajectory))
+            trajectory += 1
     return rows
 
 
 @given(rewards_of_groups(), st.booleans())
-def test_advantages_of_a_group_sum_to_zero_over_executions(rows, scale) -> None:
+def test_advantages_of_a_group_sum_to_zero_over_trajectories(rows, scale) -> None:
     advantages = normalise_rewards(*map(list, zip(*rows)), scale=scale)
     for group in {row[1] for row in rows}:
-        by_execution: dict[int, list[float]] = {}
-        for advantage, (_, g, execution) in zip(advantages, rows):
+        by_trajectory: dict[int, list[float]] = {}
+        for advantage, (_, g, trajectory) in zip(advantages, rows):
             if g == group:
-                by_execution.setdefault(execution, []).append(advantage)
-        means = [math.fsum(values) / len(values) for values in by_execution.values()]
+                by_trajectory.setdefault(trajectory, []).append(advantage)
+        means = [math.fsum(values) / len(values) for values in by_trajectory.values()]
         # rounding of a mean near 100 is divided by the deviation, which is at least 1e-6
         assert abs(math.fsum(means)) < 1e-6 * max(1.0, max(map(abs, means)))
 
@@ -149,7 +149,7 @@ def test_cispo_averages_over_the_tokens_of_a_group(
     groups: list[list[int]], masks_one: bool
 ) -> None:
     """MiniMax-M1 (arXiv:2506.13585), equation 4: 1 / Σ_i |o_i| within a group; groups count by
-    their executions."""
+    their trajectories."""
     counter = iter(range(1000))
     made = [
         Group(
@@ -158,7 +158,7 @@ def test_cispo_averages_over_the_tokens_of_a_group(
         for g, lengths in enumerate(groups)
     ]
     if masks_one and groups[0][0] > 1:
-        made[0].executions[0][0].loss_mask = [1] * (groups[0][0] - 1) + [0]
+        made[0].trajectories[0][0].loss_mask = [1] * (groups[0][0] - 1) + [0]
     batch = convert(made, advantage_estimator="cispo")[0]
     step = batch.steps[0]
     weights = token_weights(
@@ -206,7 +206,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 def test_an_estimator_with_a_baseline_of_its_own_is_a_function_and_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = dataclasses.replace(FACTS["grpo"], divides_by_deviation=False)
+    facts = dataclasses.replace(FACTS["grpo"], std_normalized=False)
     row = dataclasses.replace(ESTIMATORS["grpo"], baseline=leave_one_out, facts=facts)
     monkeypatch.setitem(ESTIMATORS, "grpo", row)
     assert convert(make_groups([3.0, 1.0, 2.0]))[0].rewards == pytest.approx([1.5, -1.5, 0.0])
@@ -225,7 +225,7 @@ def test_dict_rewards_need_their_key() -> None:
 
 def test_removed_samples_count_as_executions_and_in_the_statistics_but_train_nothing() -> None:
     groups = make_groups([1.0, 0.0])
-    groups[0].executions[1][0].remove_sample = True
+    groups[0].trajectories[1][0].remove_sample = True
     batch = convert(groups, disable_grpo_std_normalization=True)[0]
     assert batch.rewards == [0.5, -0.5]
     assert [mask.tolist() for mask in batch.loss_masks] == [[1.0] * 4, [0.0] * 4]
@@ -235,7 +235,7 @@ def test_removed_samples_count_as_executions_and_in_the_statistics_but_train_not
 
 def test_failed_aborted_and_empty_samples_are_left_out_and_counted() -> None:
     groups = make_groups([1.0, None, None, 0.0], [1.0, 0.0])
-    failed, aborted, empty = (groups[0].executions[i][0] for i in (1, 2, 3))
+    failed, aborted, empty = (groups[0].trajectories[i][0] for i in (1, 2, 3))
     failed.status, aborted.status = SampleStatus.FAILED, SampleStatus.ABORTED
     empty.tokens, empty.response_length, empty.status = [1, 2, 3], 0, SampleStatus.TRUNCATED
     batch = convert(groups)[0]
@@ -278,7 +278,7 @@ def test_nothing_left_is_an_error_with_the_reasons() -> None:
 
 def test_samples_longer_than_seq_length_are_refused() -> None:
     groups = make_groups([1.0, 0.0])
-    groups[0].executions[1] = [make_sample(1, 0.0, response=20)]
+    groups[0].trajectories[1] = [make_sample(1, 0.0, response=20)]
     with pytest.raises(
         UserError, match=r"longer than --seq-length 16 \(longest: index 1, 23 tokens\)"
     ):
@@ -292,12 +292,12 @@ def test_samples_longer_than_seq_length_are_refused() -> None:
 def test_optional_fields_are_decided_by_any_sample() -> None:
     groups = make_groups([1.0, 0.0])
     assert convert(groups)[0].rollout_log_probs is None
-    groups[0].executions[1][0].rollout_log_probs = [-0.5] * 4
+    groups[0].trajectories[1][0].rollout_log_probs = [-0.5] * 4
     with pytest.raises(
         UserError, match=r"1 of 2 samples have no rollout_log_probs \(first: index 0\)"
     ):
         convert(groups)
-    groups[0].executions[0][0].remove_sample = True  # trains nothing, so it needs none
+    groups[0].trajectories[0][0].remove_sample = True  # trains nothing, so it needs none
     log_probs = convert(groups)[0].rollout_log_probs
     assert log_probs is not None and [row.tolist() for row in log_probs] == [[0.0] * 4, [-0.5] * 4]
 

@@ -20,7 +20,7 @@ from slime.rollout.debug_data import check_dumps, load_rollout, save_rollout
 from slime.rollout.sft import sft_rollout
 from slime.samples.convert import to_train_batches
 from slime.samples.types import Sample, SampleStatus, TokenSpan
-from slime.trainer.dumps import Shard, save_train_data
+from slime.trainer.dumps import RankDump, save_train_data
 from tests.support.megatron_jobs import make_model
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
 from tests.support.tiny_models import save_moe
@@ -298,7 +298,7 @@ def test_what_a_training_dump_holds(alone: Alone) -> None:
 def test_a_file_of_training_data_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shard = Shard(0, [{"sample_index": 0, "raw_reward": 1.0}], [[[0]]])
+    shard = RankDump(0, [{"sample_index": 0, "raw_reward": 1.0}], [[[0]]])
     path = save_train_data(str(tmp_path / "new" / "{rollout_id}.pt"), 4, [shard])
     assert path.name == "4.pt" and torch.load(path)["samples"] == shard.samples
 

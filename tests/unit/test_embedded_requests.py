@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.embedded.generate_request import Limits, parse_generate
+from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.generate_routes import final_text
 from slime.embedded.openai_request import parse_chat, parse_completion
 from slime.embedded.sequence import TextStream, find_stop, hold_back, trim_stop
@@ -20,7 +20,7 @@ from tests.support.embedded_models import EOS, VOCAB, byte_tokenizer
 TOKENIZER = byte_tokenizer()
 
 
-def limits(context: int = 64, **changes: Any) -> Limits:
+def limits(context: int = 64, **changes: Any) -> RequestLimits:
     fields = {
         "vocab_size": VOCAB,
         "context_length": context,
@@ -28,7 +28,7 @@ def limits(context: int = 64, **changes: Any) -> Limits:
         "tokenizer": TOKENIZER,
         "noise": random.Random(0),
     }
-    return Limits(**(fields | changes))
+    return RequestLimits(**(fields | changes))
 
 
 def test_one_prompt_is_one_answer_and_several_are_a_list() -> None:

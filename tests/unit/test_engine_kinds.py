@@ -14,7 +14,7 @@ import pytest
 import torch
 from sglang_router.launch_router import parse_router_args
 
-from slime.cluster.placement import Place, Slots, engine_parts
+from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
 from slime.cluster.server_process import ServerProcess
 from slime.cluster.trainer_group import trainer_environment
 from slime.config import Config, make_config
@@ -94,7 +94,9 @@ def config_of(**flags: Any) -> Config:
 
 def test_a_third_engine_is_placed_and_its_flags_are_checked(third: EngineKind) -> None:
     config = config_of(rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
-    slots = Slots(None, [Place(gpu, "10.0.0.1", "node", str(gpu)) for gpu in range(5)], on_gpu=True)  # type: ignore[arg-type]
+    slots = GpuSlots(
+        None, [GpuSlot(gpu, "10.0.0.1", "node", str(gpu)) for gpu in range(5)], on_gpu=True
+    )  # type: ignore[arg-type]
     parts = engine_parts(config, PlacementPlan.of(config), slots)
     assert [(part.name, part.slots, part.place.gpus) for part in parts] == [
         ("engine-0", (1, 2), ("1", "2")),

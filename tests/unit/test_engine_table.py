@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slime.cluster.engine_table import ALL_MEMORY, MOST_RESTARTS, Engine, EngineTable, State
+from slime.cluster.engine_table import ALL_MEMORY, MOST_RESTARTS, EngineEntry, EngineTable, State
 
 NUMBERS = st.integers(0, 3)
 TAGS = st.lists(st.sampled_from(ALL_MEMORY), min_size=1, max_size=3, unique=True)
@@ -20,9 +20,9 @@ class Events(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        policy = [Engine(number, (f"engine-{number}",)) for number in range(3)]
+        policy = [EngineEntry(number, (f"engine-{number}",)) for number in range(3)]
         self.table = EngineTable(
-            [*policy, Engine(3, ("engine-3",), False, False)], clock=lambda: self.now
+            [*policy, EngineEntry(3, ("engine-3",), False, False)], clock=lambda: self.now
         )
         self.held: dict[str, set[str]] = {}
         self.weights: dict[str, int] = {}
@@ -37,13 +37,13 @@ class Events(RuleBasedStateMachine):
         self.held[url] = set(ALL_MEMORY)
         return url
 
-    def engine(self, number: int, *states: State) -> Engine | None:
+    def engine(self, number: int, *states: State) -> EngineEntry | None:
         engine = self.table.engines[number]
         return engine if engine.state in states else None
 
     @rule(number=st.integers(0, 2))
     def dies(self, number: int) -> None:
-        if engine := self.engine(number, State.SERVING, State.RETURNING):
+        if engine := self.engine(number, State.SERVING, State.REJOINING):
             url, lost = engine.url, self.table.num_lost
             assert self.table.is_news(engine.name, url)
             del self.held[url]
@@ -68,15 +68,15 @@ class Events(RuleBasedStateMachine):
 
     @rule()
     def push(self) -> None:
-        self.table.taken_in()
+        self.table.rejoin()
         self.version += 1
         for engine in self.table.policy:
             self.weights[engine.url] = self.version
-        assert not self.table.those(State.UP)
+        assert not self.table.those(State.STARTED)
 
     @rule(number=NUMBERS)
     def is_admitted(self, number: int) -> None:
-        if engine := self.engine(number, State.RETURNING):
+        if engine := self.engine(number, State.REJOINING):
             self.now += 1.0
             assert self.table.admitted(number) == self.now - engine.since > 0
 
@@ -102,13 +102,13 @@ class Events(RuleBasedStateMachine):
 
     @precondition(lambda self: any(engine.paused for engine in self.table.policy))
     @rule()
-    def go_on(self) -> None:
+    def continue_generation(self) -> None:
         for engine in self.table.policy:
             self.table.went_on(engine.url)
 
     @rule()
     def rollout_is_completed(self) -> None:
-        self.table.proved()
+        self.table.reset_death_counts()
 
     @invariant()
     def nobody_who_is_dead_is_asked(self) -> None:
@@ -141,20 +141,20 @@ TestEvents = Events.TestCase
 
 
 def test_dying_once_too_often() -> None:
-    table = EngineTable([Engine(0, ("engine-0",))])
+    table = EngineTable([EngineEntry(0, ("engine-0",))])
     table.launched(0, ["http://host:1"])
     for _ in range(MOST_RESTARTS):
         assert not table.lost(0, "was killed").died_too_often
         table.started_again(0, {})
         table.came_up(0, ["http://host:1"])
-        table.taken_in()
+        table.rejoin()
         table.admitted(0)
     assert table.lost(0, "was killed").died_too_often
     assert len(table.pop_seconds_away()) == MOST_RESTARTS and table.pop_seconds_away() == []
 
 
 def test_what_is_no_state_for_it_is_our_mistake() -> None:
-    table = EngineTable([Engine(0, ("engine-0", "engine-0-node-1"))])
+    table = EngineTable([EngineEntry(0, ("engine-0", "engine-0-node-1"))])
     table.launched(0, ["http://a:1", "http://b:1"])
     with pytest.raises(AssertionError, match="engine 0 is serving"):
         table.came_up(0, ["http://a:1"])

@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 from slime.cluster import engines as module
 from slime.cluster import open_waits, waiting
 from slime.cluster import routers as routers_module
-from slime.cluster.engine_actor import Obituary
+from slime.cluster.engine_actor import ServerExit
 from slime.cluster.engine_memory import EnginesMemory
 from slime.cluster.engine_table import (
     CACHE,
     GRAPHS,
     MOST_RESTARTS,
     WEIGHTS,
-    Engine,
+    EngineEntry,
     EngineTable,
     State,
 )
 from slime.cluster.engines import Engines
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.gpu_memory import EngineMemory, GpuTurns, Turn
+from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner, MemoryHolder
 from slime.cluster.routers import Routers
-from slime.cluster.waiting import ActorDied, Worker
+from slime.cluster.waiting import ActorDied, NamedActor
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
 from slime.engines.api import EngineError
@@ -54,9 +54,9 @@ class Handle:
     """Of an engine's or the router's actor; a start is a `Future`, which the test completes."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name, self.worker = world, name, Worker(name)
+        self.world, self.name, self.worker = world, name, NamedActor(name)
 
-    def obituary(self) -> Future[Any]:
+    def server_exit(self) -> Future[Any]:
         return done(self.world.dead.get(self.name))
 
     def kill(self, how: str) -> Future[Any]:
@@ -66,7 +66,7 @@ class Handle:
             if self.name == "router" and self.name in self.world.dead
             else 4711
         )
-        return done(Obituary(how, "last words", "", pid=pid))
+        return done(ServerExit(how, "last words", "", pid=pid))
 
     def begin_start(self, model_path: str, meeting: None) -> Future[Any]:
         self.world.log.append(f"start {self.name[-1]}")
@@ -88,7 +88,7 @@ class World:
 
     def __init__(self, *, tolerant: bool = True, **limits: Any) -> None:
         self.log: list[str] = []
-        self.dead: dict[str, Obituary] = {}
+        self.dead: dict[str, ServerExit] = {}
         self.starts: list[tuple[int, Future[str]]] = []
         self.behind_router = {0, 1}
         self.refused, self.hanging = False, set[int]()
@@ -128,7 +128,7 @@ class World:
         self.routers.urls = {"policy": "http://router:4000"}
         self.routers._health, self.routers._fleet, self.routers._restarts = None, None, 0
         self.routers._last_pid, self.routers._deaths = {}, Counter()
-        engines.table = self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
+        engines.table = self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.launched(n, [f"http://engine-{n}/0"])
         engines.external = ExternalEngines(config, self.table, engines, None, shares_gpus=False)
@@ -147,7 +147,7 @@ class World:
 
     def die(self, number: int) -> None:
         url = self.table.engines[number].url
-        self.dead[f"engine-{number}"] = Obituary(KILLED, "last words", url, pid=4711)
+        self.dead[f"engine-{number}"] = ServerExit(KILLED, "last words", url, pid=4711)
 
     def come_up(self) -> None:
         """All starts end well."""
@@ -226,7 +226,7 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
 ) -> None:
     world = worlds()
     world.die(1)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     assert world.log == ["out 1", "start 1"] and world.behind_router == {0}
     assert (
         "engine-1 (pid 4711) was killed (SIGKILL); it is started again; engines that go on "
@@ -253,19 +253,19 @@ def test_a_dead_engine_leaves_at_once_and_comes_back_with_a_push(
 
 def test_late_news_of_the_former_server_are_no_death(worlds: Worlds) -> None:
     world = worlds()
-    former = Obituary(KILLED, "", world.table.engines[1].url)
-    world.engines.heard("engine-1", former)
-    world.engines.heard("engine-1", former)
+    former = ServerExit(KILLED, "", world.table.engines[1].url)
+    world.engines.on_server_exit("engine-1", former)
+    world.engines.on_server_exit("engine-1", former)
     world.come_up()
     world.weights.push()
-    world.engines.heard("engine-1", former)
+    world.engines.on_server_exit("engine-1", former)
     assert world.table.num_lost == 1 and not world.table.away
 
 
 def test_without_the_flag_the_death_of_the_router_ends_the_run(worlds: Worlds) -> None:
     with pytest.raises(RunFailed, match=r"router \(pid 7\) was killed"):
-        worlds(tolerant=False).engines.heard(
-            "router", Obituary(KILLED, "its log", "http://router", pid=7)
+        worlds(tolerant=False).engines.on_server_exit(
+            "router", ServerExit(KILLED, "its log", "http://router", pid=7)
         )
 
 
@@ -273,8 +273,8 @@ def test_a_router_that_dies_is_started_again_at_its_address(
     worlds: Worlds, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = worlds()
-    former = world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
-    world.engines.ask()
+    former = world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=7)
+    world.engines.poll_for_deaths()
     assert world.log == [
         "out r",
         "router at 4000",
@@ -284,16 +284,16 @@ def test_a_router_that_dies_is_started_again_at_its_address(
     assert re.search(
         r"router \(pid 7\) was killed .* started again within .* http://router:4000", caplog.text
     )
-    world.engines.heard("router", former)
+    world.engines.on_server_exit("router", former)
     assert len(world.log) == 4, "its end is told twice, by a watch and when it is asked for"
     assert world.engines.metrics()["rollout/router_restarts"] == 1
 
 
 def test_who_died_with_the_router_is_not_behind_the_new_one(worlds: Worlds) -> None:
     world = worlds()
-    world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+    world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=7)
     world.die(1)
-    world.engines.heard("router", world.dead["router"])
+    world.engines.on_server_exit("router", world.dead["router"])
     assert world.behind_router == world.serving == {0}
     world.come_up()
     world.weights.push()
@@ -303,11 +303,11 @@ def test_who_died_with_the_router_is_not_behind_the_new_one(worlds: Worlds) -> N
 def test_a_router_that_dies_before_an_engine_comes_back_is_no_refusal(worlds: Worlds) -> None:
     world = worlds()
     world.die(1)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     world.come_up()
 
     def die(number: int) -> None:
-        world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
+        world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=7)
 
     world.fails = die
     world.weights.push()
@@ -318,12 +318,12 @@ def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
     world = worlds()
 
     def die(pid: int) -> None:
-        world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=pid)
-        world.engines.ask()
+        world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=pid)
+        world.engines.poll_for_deaths()
 
     for pid in range(MOST_RESTARTS):
         die(pid)
-    world.engines.proved()
+    world.engines.reset_death_counts()
     for pid in range(10, 10 + MOST_RESTARTS):
         die(pid)
     with pytest.raises(RunFailed, match=r"router \(pid 20\) died 4 times .* was killed"):
@@ -333,8 +333,8 @@ def test_a_router_that_dies_too_often_ends_the_run(worlds: Worlds) -> None:
 def test_an_engine_that_hangs_when_the_router_is_started_again_is_lost(worlds: Worlds) -> None:
     world = worlds()
     world.hanging = {1}
-    world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=7)
-    world.engines.ask()
+    world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=7)
+    world.engines.poll_for_deaths()
     assert world.log == ["out r", "router at 4000", "router 0", "out 1", "start 1"]
     assert world.behind_router == world.serving == {0}
 
@@ -379,28 +379,28 @@ def test_dying_too_often_ends_the_run_with_its_last_words(worlds: Worlds) -> Non
 
     def die_and_return() -> None:
         world.die(0)
-        world.engines.ask()
+        world.engines.poll_for_deaths()
         world.come_up()
         world.weights.push()
 
     for _ in range(3):
         for _ in range(MOST_RESTARTS):
             die_and_return()
-        world.engines.proved()
+        world.engines.reset_death_counts()
     for _ in range(MOST_RESTARTS):
         die_and_return()
     world.die(0)
     with pytest.raises(
         RunFailed, match=r"engine-0 \(pid 4711\) died 4 times .* was killed \(SIGKILL\)"
     ) as failed:
-        world.engines.ask()
+        world.engines.poll_for_deaths()
     assert "last words" in failed.value.why and 0 not in world.behind_router
 
 
 def test_a_start_that_fails_is_tried_again_so_many_times(worlds: Worlds) -> None:
     world = worlds()
     world.die(0)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     for attempt in range(MOST_RESTARTS):
         assert len(world.starts) == attempt + 1
         world.starts[-1][1].set_exception(UserError("out of memory"))
@@ -413,7 +413,7 @@ def test_a_start_that_fails_is_tried_again_so_many_times(worlds: Worlds) -> None
 def test_an_engine_that_the_router_refuses_is_lost_again(worlds: Worlds) -> None:
     world = worlds()
     world.die(0)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     world.come_up()
     world.refused = True
     world.weights.push()
@@ -445,7 +445,7 @@ def test_the_first_of_all_is_enough(worlds: Worlds) -> None:
     world = worlds()
     world.die(0)
     world.die(1)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     world.starts[1][1].set_result("http://engine-1/1")
     world.weights.push()
     assert world.behind_router == {1} and [engine.number for engine in world.table.away] == [0]
@@ -485,8 +485,8 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
     for event in events:
         try:
             if event == "die r":
-                world.dead["router"] = Obituary(KILLED, "", "http://router:4000", pid=next(pids))
-                world.engines.ask()
+                world.dead["router"] = ServerExit(KILLED, "", "http://router:4000", pid=next(pids))
+                world.engines.poll_for_deaths()
             elif event.startswith("die") and world.table.engines[int(event[-1])].runs:
                 world.die(int(event[-1]))
             elif event == "come up":
@@ -494,13 +494,13 @@ def test_in_any_order_requests_go_only_to_engines_with_the_current_weights(
             elif event == "look":
                 world.engines.look()
             elif event == "push":
-                world.engines.ask()
+                world.engines.poll_for_deaths()
                 if not world.table.policy:
                     world.come_up()
                 world.weights.push()
                 assert not world.table.away or any(not start.done() for _, start in world.starts)
             elif event == "rollout":
-                world.engines.proved()
+                world.engines.reset_death_counts()
         except RunFailed as failed:
             assert "died 4 times" in str(failed)
             return
@@ -519,7 +519,7 @@ def test_a_restarted_engine_gets_weights_before_requests(worlds: Worlds) -> None
     world.weights.connect()
     world.weights.push()
     world.die(0)
-    world.engines.ask()
+    world.engines.poll_for_deaths()
     world.weights.push()
     world.come_up()
     world.weights.push()
@@ -580,7 +580,7 @@ def test_engines_are_not_blamed_for_the_death_of_a_trainer(
     monkeypatch.setattr(Engines, "_lose_silent", lambda self: pytest.fail("they are asked"))
 
     def die(number: int) -> None:
-        raise ActorDied("trainer-0 died").of(Worker("trainer-0"))
+        raise ActorDied("trainer-0 died").of(NamedActor("trainer-0"))
 
     world.fails = die
     with pytest.raises(ActorDied):
@@ -648,9 +648,9 @@ def test_the_end_of_one_that_has_left_is_no_death(
     world.weights.connect()
     monkeypatch.setattr(ExternalEngines, "_leave_router", lambda self, url: True)
     monkeypatch.setattr(ExternalEngines, "_drain", lambda self, url: True)
-    obituary = Obituary(KILLED, "", world.table.engines[1].url)
+    server_exit = ServerExit(KILLED, "", world.table.engines[1].url)
     world.engines.external.remove("engine-1")
-    world.engines.heard("engine-1", obituary)
+    world.engines.on_server_exit("engine-1", server_exit)
     world.weights.push()
     assert world.log == ["connect", "out 1", "connect", "push"] and world.serving == {0}
 
@@ -659,9 +659,9 @@ def test_the_end_of_one_that_has_left_is_no_death(
 # --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("turn", [Turn.TRAINER, Turn.PUSH, Turn.ENGINES])
+@pytest.mark.parametrize("turn", [MemoryHolder.TRAINER, MemoryHolder.PUSH, MemoryHolder.ENGINES])
 def test_an_engine_starts_while_the_others_generate(
-    turn: Turn, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+    turn: MemoryHolder, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
     log, table = world.log, world.table
@@ -684,7 +684,7 @@ def test_an_engine_starts_while_the_others_generate(
         log.append("wake")
         return {}
 
-    turns = world.weights._turns = GpuTurns(
+    turns = world.weights._turns = GpuMemoryOwner(
         release, resume, sleep, wake, offload_train=True, offload_rollout=True
     )
     world.engines.restarts_at_once = False
@@ -693,14 +693,14 @@ def test_an_engine_starts_while_the_others_generate(
     )
     everything, rest = f"{GRAPHS} {CACHE} {WEIGHTS}", f"{GRAPHS} {CACHE}"
     turns.before_trainer()
-    if turn is not Turn.TRAINER:
-        turns.to_push()
-    if turn is Turn.ENGINES:
+    if turn is not MemoryHolder.TRAINER:
+        turns.onload_weights()
+    if turn is MemoryHolder.ENGINES:
         world.weights.wake_engines()
     world.die(1)
     log.clear()
-    world.engines.ask()
-    if turn is Turn.ENGINES:
+    world.engines.poll_for_deaths()
+    if turn is MemoryHolder.ENGINES:
         assert log == ["out 1", "start 1"], (
             "the trainer sleeps, and what died has left its GPU to itself"
         )
@@ -708,7 +708,7 @@ def test_an_engine_starts_while_the_others_generate(
         assert log == ["out 1"], "it does not start beside others' memory"
         log.clear()
         world.weights.push()  # to the survivor
-        woken = [f"engine-0 releases {WEIGHTS}", "wake"] if turn is Turn.PUSH else []
+        woken = [f"engine-0 releases {WEIGHTS}", "wake"] if turn is MemoryHolder.PUSH else []
         assert log == [
             *woken,
             "connect",
@@ -720,7 +720,7 @@ def test_an_engine_starts_while_the_others_generate(
         world.weights.wake_engines()
         assert log == ["sleep", f"engine-0 resumes {rest}", "start 1"]
     log.clear()
-    world.weights.to_trainer()
+    world.weights.onload_trainer()
     assert log == [f"engine-0 releases {everything}", f"engine-1 releases {everything}", "wake"]
     assert world.serving == {0}, "it has no weights yet"
     log.clear()
@@ -748,7 +748,7 @@ def test_where_no_engine_is_left_it_starts_while_nobody_has_memory(
 
     def no_memory(tags: Any) -> None: ...
 
-    turns = GpuTurns(
+    turns = GpuMemoryOwner(
         no_memory, no_memory, note("sleep"), note("wake"), offload_train=True, offload_rollout=True
     )
     world.weights._turns, world.engines.restarts_at_once = turns, False
@@ -807,7 +807,7 @@ def test_an_engine_that_dies_of_taking_its_memory_back_for_a_push(
     def note(*words: str) -> Callable[..., dict[str, float]]:
         return lambda *keep: log.append(words[any(keep)]) or {}  # type: ignore[func-returns-value]
 
-    turns = world.weights._turns = GpuTurns(
+    turns = world.weights._turns = GpuMemoryOwner(
         memory.release, memory.resume, note("sleep", "sleep but for weights"), note("wake"),
         offload_train=True, offload_rollout=True,
     )  # fmt: skip

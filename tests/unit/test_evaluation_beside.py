@@ -19,7 +19,7 @@ from slime.loop import train_on
 from slime.observe.run_data import merge_rows
 from slime.run import session as module
 from slime.run.stopping import StopSignals
-from slime.samples.types import Versions
+from slime.samples.types import VersionWindow
 
 LAST = 6
 
@@ -57,7 +57,7 @@ class Cluster:
     def turns(self) -> dict[str, float]:
         return {}
 
-    def start_generating(self, rollout_id: int, versions: Versions) -> int:
+    def start_generating(self, rollout_id: int, versions: VersionWindow) -> int:
         return rollout_id
 
     def collect(self, generating: int) -> Any:
@@ -261,7 +261,7 @@ def test_a_trainer_that_begins_again_keeps_what_will_not_be_evaluated_again(
     session.trained(1, {})
     session.evaluate(1)
     cluster.restarts_at = restarts_at
-    session.begin_again()
+    session.restart_trainer()
     assert (
         cluster.done == ["evaluate 0", "restart", "evaluated 0", "push 2"]
         and evaluated(session) == kept

@@ -20,10 +20,10 @@ from aiohttp import web
 
 from slime.cli import engines as command
 from slime.cluster import external_engines as module
-from slime.cluster.command_inbox import FOLDER, Order, OrderDesk, give_order
-from slime.cluster.engine_table import ALL_MEMORY, Engine, EngineTable, State, external_engine
+from slime.cluster.command_inbox import FOLDER, CommandInbox, EngineCommand, give_order
+from slime.cluster.engine_table import ALL_MEMORY, EngineEntry, EngineTable, State, external_engine
 from slime.cluster.external_engines import ExternalEngines
-from slime.cluster.waiting import ActorDied, Worker
+from slime.cluster.waiting import ActorDied, NamedActor
 from slime.config import Config, make_config
 from slime.config.addresses import engine_url
 from slime.engines.api import EngineError
@@ -110,31 +110,31 @@ class Company:
     """Two engines of the run's own, a router, and what is done to them."""
 
     def __init__(
-        self, config: Config, desk: OrderDesk | None = None, *, shares_gpus: bool = False
+        self, config: Config, desk: CommandInbox | None = None, *, shares_gpus: bool = False
     ) -> None:
         self.log: list[str] = []
         self.routers: Any = SimpleNamespace(
             urls={"policy": "http://router:1"}, take_out=lambda url: self.log.append(f"out {url}")
         )
         self.answers_alone = True
-        self.table = EngineTable([Engine(n, (f"engine-{n}",)) for n in (0, 1)])
+        self.table = EngineTable([EngineEntry(n, (f"engine-{n}",)) for n in (0, 1)])
         for n in (0, 1):
             self.table.launched(n, [f"http://127.0.0.1:{n + 1}"])
         self.external = ExternalEngines(config, self.table, self, desk, shares_gpus=shares_gpus)
 
     def drop_fleets(self) -> None: ...
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: EngineEntry) -> None:
         self.log.append(f"end {engine.name}")
 
     def admit(self) -> None:
-        for engine in self.table.those(State.RETURNING):
+        for engine in self.table.those(State.REJOINING):
             self.table.admitted(engine.number)
 
-    def join(self, url: str) -> Engine:
+    def join(self, url: str) -> EngineEntry:
         """As after `add` and a push."""
         engine = self.table.joined(url, 1)
-        self.table.taken_in()
+        self.table.rejoin()
         self.table.admitted(engine.number)
         return engine
 
@@ -143,7 +143,9 @@ class Company:
 def companies(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Company]]:
     made: list[Company] = []
 
-    def make(desk: OrderDesk | None = None, *, shares_gpus: bool = False, **flags: Any) -> Company:
+    def make(
+        desk: CommandInbox | None = None, *, shares_gpus: bool = False, **flags: Any
+    ) -> Company:
         flags = {"hf_checkpoint": str(model), **flags}
         made.append(Company(make_config(**flags), desk, shares_gpus=shares_gpus))
         return made[-1]
@@ -165,9 +167,9 @@ def test_it_joins_with_the_next_push(companies: Companies, serve: Serve) -> None
     company, server = companies(), serve()
     said = company.external.add(server.url.removeprefix("http://"))
     assert said == f"{server.url} gets weights with the next push, then requests"
-    [engine] = company.table.those(State.UP)
+    [engine] = company.table.those(State.STARTED)
     assert engine.url == server.url and engine not in company.table.policy
-    company.table.taken_in()
+    company.table.rejoin()
     assert engine in company.table.policy and not company.table.to_release([engine], ALL_MEMORY)
     assert company.table.admitted(engine.number) >= 0
     assert company.table.pop_seconds_away() == [], "it is no restart"
@@ -185,7 +187,7 @@ def test_an_engine_of_several_ranks(companies: Companies, serve: Serve) -> None:
     loaders = ["slime.engines.sglang.weight_probe.report"]
     company, server = companies(), serve(version="0.5.16", tp_size=4, custom_weight_loader=loaders)
     company.external.add(server.url)
-    assert company.table.those(State.UP)[0].ranks == 4
+    assert company.table.those(State.STARTED)[0].ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_what_it_was_started_with_does_not_fit(
     assert (
         why in caught.value.why
         and "start it" in caught.value.fix
-        and not company.table.those(State.UP)
+        and not company.table.those(State.STARTED)
     )
 
 
@@ -246,7 +248,7 @@ def test_engines_must_be_alike(companies: Companies, serve: Serve) -> None:
     external.check_named()
 
 
-def unlaunched(*urls: str) -> list[Engine]:
+def unlaunched(*urls: str) -> list[EngineEntry]:
     return [external_engine(number, url) for number, url in enumerate(urls)]
 
 
@@ -337,7 +339,7 @@ def test_one_that_joins_may_leave_before_it_serves(companies: Companies, serve: 
     company, server = companies(), serve()
     company.external.add(server.url)
     company.external.remove(server.url)
-    assert company.log == [] and not company.table.those(State.UP) and not server.aborted
+    assert company.log == [] and not company.table.those(State.STARTED) and not server.aborted
 
 
 def test_one_that_is_restarted_cannot_leave(companies: Companies) -> None:
@@ -396,7 +398,7 @@ def test_with_it_the_run_goes_on_and_it_may_come_back(
     company = companies(use_fault_tolerance=True)
     company.join("http://ext:1")
     answering(company, dead(), dead())
-    company.external.ask()
+    company.external.poll_for_deaths()
     assert company.log == ["out http://ext:1"] and company.table.num_lost == 1
     assert len(company.table.policy) == 2 and "it is taken out, 2 go on" in caplog.text
     company.join("http://ext:1")
@@ -428,9 +430,9 @@ def test_numbers_are_not_given_twice(companies: Companies) -> None:
 def test_newcomers_are_not_blamed_for_the_death_of_a_trainer(companies: Companies) -> None:
     company = companies()
     company.table.joined("http://ext:1", 1)
-    company.table.taken_in()
+    company.table.rejoin()
     with pytest.raises(ActorDied), company.external.newcomers_are_blamed():
-        raise ActorDied("trainer-0 died").of(Worker("trainer-0"))
+        raise ActorDied("trainer-0 died").of(NamedActor("trainer-0"))
     assert company.table.num_lost == 0 and len(company.table.policy) == 3
 
 
@@ -440,7 +442,7 @@ def test_who_is_slow_lives(companies: Companies) -> None:
     answering(company, *(slow() for _ in range(4)))
     for _ in range(3):
         company.external.look()
-    company.external.ask()
+    company.external.poll_for_deaths()
     assert len(company.table.policy) == 3
 
 
@@ -457,7 +459,7 @@ def test_the_last_one_ends_the_run(companies: Companies) -> None:
 def test_a_push_that_fails_of_a_newcomer_is_repeated_without_it(companies: Companies) -> None:
     company = companies()
     company.table.joined("http://ext:1", 1)
-    company.table.taken_in()
+    company.table.rejoin()
     with pytest.raises(UserError, match="shapes differ"), company.external.newcomers_are_blamed():
         raise UserError("shapes differ")
     assert company.table.num_lost == 1 and len(company.table.policy) == 2
@@ -477,7 +479,7 @@ def order(run: Path, name: str, **words: str) -> Path:
 
 
 def test_orders_are_obeyed_and_answered(companies: Companies, serve: Serve, tmp_path: Path) -> None:
-    company, server = companies(OrderDesk(tmp_path)), serve()
+    company, server = companies(CommandInbox(tmp_path)), serve()
     order(tmp_path, "1", verb="add", url=server.url)
     order(tmp_path, "2", verb="add", url=server.url)
     order(tmp_path, "3", verb="dance")
@@ -493,18 +495,18 @@ def test_orders_are_obeyed_and_answered(companies: Companies, serve: Serve, tmp_
 
 
 def test_nobody_moves_during_a_push(companies: Companies, serve: Serve, tmp_path: Path) -> None:
-    company, server = companies(OrderDesk(tmp_path)), serve()
+    company, server = companies(CommandInbox(tmp_path)), serve()
     waiting = order(tmp_path, "1", verb="add", url=server.url)
     listing = order(tmp_path, "2", verb="list")
-    with company.external.nobody_moves():
+    with company.external.freeze_membership():
         company.external.look()
-        assert waiting.exists() and not listing.exists() and not company.table.those(State.UP)
+        assert waiting.exists() and not listing.exists() and not company.table.those(State.STARTED)
     company.external.look()
-    assert not waiting.exists() and company.table.those(State.UP)
+    assert not waiting.exists() and company.table.those(State.STARTED)
 
 
 def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
-    order_desk = OrderDesk(tmp_path)
+    order_desk = CommandInbox(tmp_path)
     folder = tmp_path / FOLDER
     (folder / "notes.txt").write_text("hello")
     order(tmp_path, "1", verb="x" * 5000)
@@ -521,14 +523,14 @@ def test_what_others_put_there_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_an_idle_folder_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = OrderDesk(tmp_path, clock=lambda: time.time() + 60)
+    desk = CommandInbox(tmp_path, clock=lambda: time.time() + 60)
     assert desk.take() == []
     monkeypatch.setattr(Path, "iterdir", lambda self: pytest.fail("nothing has changed"))
     assert desk.take() == []
     monkeypatch.undo()
     os.utime(tmp_path / FOLDER, (1, 1))
     order(tmp_path, "1", verb="list")
-    assert desk.take() == [Order(f"{1:016}", "list")]
+    assert desk.take() == [EngineCommand(f"{1:016}", "list")]
 
 
 def running(run: Path, state: str = "running", pid: int | None = None) -> Path:
@@ -554,7 +556,7 @@ def test_a_folder_of_no_run_and_a_run_without_engines(tmp_path: Path) -> None:
 
 
 def test_an_order_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
-    OrderDesk(running(tmp_path))
+    CommandInbox(running(tmp_path))
     with pytest.raises(RunFailed, match=r"no answer within 0 s, and the order was taken back"):
         give_order(tmp_path, "add", "host:1", seconds=0.0)
     assert not list((tmp_path / FOLDER).iterdir())
@@ -564,7 +566,7 @@ def test_the_command(
     companies: Companies, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a driver that looks about, in a thread."""
-    company, server = companies(OrderDesk(running(tmp_path))), serve()
+    company, server = companies(CommandInbox(running(tmp_path))), serve()
     server.requests = 2
     company.table.left(0)
     company.join(server.url)

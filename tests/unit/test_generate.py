@@ -622,13 +622,16 @@ def test_fan_out_is_one_execution_scored_together() -> None:
         rewards=rewards,
         custom_generate_function_path=HOOKS + "fan_out",
     )
-    assert [len(execution.samples) for execution in group.executions] == [2, 2]
-    assert [[s.rollout_id for s in e.samples] for e in group.executions] == [[5, 5], [6, 6]]
+    assert [len(trajectory.samples) for trajectory in group.trajectories] == [2, 2]
+    assert [[s.rollout_id for s in e.samples] for e in group.trajectories] == [[5, 5], [6, 6]]
     assert sorted(rewards.groups) == [[5, 5], [6, 6]] and not rewards.scored
     made = group.to_group()
-    assert made.num_executions == 2 and len(made.samples) == 4
+    assert made.num_trajectories == 2 and len(made.samples) == 4
     again = GroupRun.of(made.samples)  # put back flat, taken up again
-    assert [len(execution.samples) for execution in again.executions] == [2, 2] and again.is_scored
+    assert [len(trajectory.samples) for trajectory in again.trajectories] == [
+        2,
+        2,
+    ] and again.is_scored
 
 
 def test_a_mask_over_all_tokens_is_cut_and_other_lengths_are_refused() -> None:
@@ -700,7 +703,7 @@ def in_an_abort(sample: Sample, rewards: Any = None, **flags: Any) -> GroupRun:
             make_state(client, args=hook_args(**flags)), rewards or FakeRewards(), rollout_id=7
         )
         task = asyncio.create_task(runner.run(group))
-        while not group.executions[0].samples[0].response_length:
+        while not group.trajectories[0].samples[0].response_length:
             await asyncio.sleep(0)
         with client.abort_scope():
             await asyncio.wait_for(task, timeout=10)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster.engine_table import CACHE, GRAPHS, WEIGHTS, Engine, EngineTable
-from slime.cluster.gpu_memory import EngineMemory, GpuTurns, Turn
+from slime.cluster.engine_table import CACHE, GRAPHS, WEIGHTS, EngineEntry, EngineTable
+from slime.cluster.gpu_memory import EngineMemory, GpuMemoryOwner, MemoryHolder
 from slime.engines.api import EngineError
 
 ALL = {CACHE, GRAPHS, WEIGHTS}
@@ -23,7 +23,7 @@ class GPU:
     def __init__(self, **flags: bool) -> None:
         self.engine, self.trainer = set(ALL), {"weights", "rest"}
         self.log: list[str] = []
-        self.turns = GpuTurns(
+        self.turns = GpuMemoryOwner(
             self.release, self.resume, self.sleep, self.wake,
             offload_train=flags.get("train", True), offload_rollout=flags.get("rollout", True),
         )  # fmt: skip
@@ -57,10 +57,10 @@ def test_one_step_in_order() -> None:
     gpu.trainer = set()  # it is not there yet
     gpu.turns.before_trainer()
     gpu.trainer = {"weights", "rest"}
-    gpu.turns.to_push()
-    gpu.turns.to_engines()
-    gpu.turns.to_trainer()
-    gpu.turns.to_trainer()  # to save
+    gpu.turns.onload_weights()
+    gpu.turns.onload_engines()
+    gpu.turns.onload_trainer()
+    gpu.turns.onload_trainer()  # to save
     assert gpu.log == [
         "release cuda_graph kv_cache weights",
         "sleep but for weights",
@@ -88,14 +88,14 @@ def test_any_order_of_phases_fits(verbs: list[str]) -> None:
     gpu.trainer = {"weights", "rest"}
     for verb in verbs:  # the account itself asserts
         if verb in ("generate", "evaluate"):
-            gpu.turns.to_engines()
+            gpu.turns.onload_engines()
             assert gpu.engine == ALL and not gpu.trainer
         else:
-            gpu.turns.to_trainer()
+            gpu.turns.onload_trainer()
             assert not gpu.engine and gpu.trainer == {"weights", "rest"}
         if verb == "train and push":
-            gpu.turns.to_push()
-            gpu.turns.to_push()  # tried again after a failure
+            gpu.turns.onload_weights()
+            gpu.turns.onload_weights()  # tried again after a failure
             assert gpu.engine == {WEIGHTS} and gpu.trainer == {"weights"}
 
 
@@ -107,14 +107,19 @@ def test_one_side_alone(side: str) -> None:
         return lambda *given: log.append(verb) or {}  # type: ignore[func-returns-value]
 
     sides = {"offload_train": side == "train", "offload_rollout": side == "rollout"}
-    turns = GpuTurns(note("release"), note("resume"), note("sleep"), note("wake"), **sides)
-    for verb in (turns.before_trainer, turns.to_push, turns.to_engines, turns.to_trainer):
+    turns = GpuMemoryOwner(note("release"), note("resume"), note("sleep"), note("wake"), **sides)
+    for verb in (
+        turns.before_trainer,
+        turns.onload_weights,
+        turns.onload_engines,
+        turns.onload_trainer,
+    ):
         verb()
     assert (
         set(log)
         == {"train": {"sleep", "wake"}, "rollout": {"release", "resume"}, "nobody": set()}[side]
     )
-    assert turns.taken is (side != "nobody") and turns.turn is Turn.TRAINER
+    assert turns.taken is (side != "nobody") and turns.turn is MemoryHolder.TRAINER
 
 
 @pytest.mark.parametrize("rollout", [True, False])
@@ -130,7 +135,7 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(
         if len(tried) == 1:
             raise EngineError("http://engine-0/0", "connection reset")
 
-    turns = GpuTurns(
+    turns = GpuMemoryOwner(
         lambda tags: None,
         resume,
         lambda keep: {},
@@ -141,8 +146,8 @@ def test_whether_engines_lacked_something_is_told_also_when_it_was_tried_again(
     turns.before_trainer()
     if rollout:
         with pytest.raises(EngineError):
-            turns.to_engines()
-    assert turns.to_engines() is rollout and turns.to_engines() is False
+            turns.onload_engines()
+    assert turns.onload_engines() is rollout and turns.onload_engines() is False
 
 
 # -- engines that die
@@ -154,7 +159,9 @@ class Fleet:
     next request ends."""
 
     def __init__(self) -> None:
-        self.table = EngineTable([Engine(number, (f"engine-{number}",)) for number in range(3)])
+        self.table = EngineTable(
+            [EngineEntry(number, (f"engine-{number}",)) for number in range(3)]
+        )
         for number in range(3):
             self.table.launched(number, [f"http://engine-{number}/0"])
         self.held = {engine.url: set(ALL) for engine in self.table.policy}
@@ -211,7 +218,7 @@ class Fleet:
             self.held[url] = set(ALL)
             self.table.started_again(engine.number, {})
             self.table.came_up(engine.number, [url])
-        self.table.taken_in()
+        self.table.rejoin()
 
 
 #: Of each turn: which engine dies of its first request, if it has that many, whether a rollout that
@@ -241,11 +248,15 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(
         return {}
 
     memory = fleet.memory
-    turns = GpuTurns(
+    turns = GpuMemoryOwner(
         memory.release, memory.resume, sleep, wake, offload_train=True, offload_rollout=True
     )
     turns.before_trainer()
-    order = [(turns.to_push, {WEIGHTS}), (turns.to_engines, ALL), (turns.to_trainer, set[str]())]
+    order = [
+        (turns.onload_weights, {WEIGHTS}),
+        (turns.onload_engines, ALL),
+        (turns.onload_trainer, set[str]()),
+    ]
     for number, (victim, busy, then) in enumerate(events):
         verb, held = order[number % 3]
         fleet.busy = busy
@@ -256,14 +267,14 @@ def test_who_survives_the_death_of_another_is_not_asked_twice(
         except EngineError:
             fleet.lose()
             if then == "restart":
-                with turns.to_nobody():
+                with turns.offload_all():
                     fleet.start_again()
                     assert trainer_sleeps[0]
                 assert not trainer_sleeps[0] and not any(fleet.held.values())
             verb()
         assert all(tags == held for tags in fleet.held.values())
-        assert trainer_sleeps[0] is (verb != turns.to_trainer)
-        assert verb != turns.to_engines or not fleet.paused, "engines that were paused go on"
+        assert trainer_sleeps[0] is (verb != turns.onload_trainer)
+        assert verb != turns.onload_engines or not fleet.paused, "engines that were paused go on"
 
 
 def test_engines_that_were_paused_beside_a_dead_one_go_on_later() -> None:
@@ -280,7 +291,10 @@ def test_engines_that_were_paused_beside_a_dead_one_go_on_later() -> None:
 
 def test_a_model_that_judges_gives_and_takes_all_at_once() -> None:
     table = EngineTable(
-        [Engine(0, ("engine-0",)), Engine(1, ("engine-1",), is_policy=False, can_restart=False)]
+        [
+            EngineEntry(0, ("engine-0",)),
+            EngineEntry(1, ("engine-1",), is_policy=False, can_restart=False),
+        ]
     )
     fleet = Fleet()
     fleet.table = table

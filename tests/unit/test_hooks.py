@@ -248,10 +248,10 @@ def test_rollout_functions_may_return_bare_lists_and_dicts(wrap) -> None:
         asyncio.run(call_rollout_fn(lambda *a, **k: 3, None, 0, None, evaluation=False))
 
 
-def test_fan_out_shapes_become_executions() -> None:
+def test_fan_out_shapes_become_trajectories() -> None:
     a, b, c, d = (Sample(index=i, rollout_id=r) for i, r in enumerate([None, 7, 7, None]))
-    assert [len(e) for e in groups_from_nested([[a, [b, c], d]])[0].executions] == [1, 2, 1]
-    assert [len(e) for e in groups_from_nested([[a, b, c, d]])[0].executions] == [1, 2, 1]
+    assert [len(e) for e in groups_from_nested([[a, [b, c], d]])[0].trajectories] == [1, 2, 1]
+    assert [len(e) for e in groups_from_nested([[a, b, c, d]])[0].trajectories] == [1, 2, 1]
     for bad in ([[[a, d]]], [[[a, b]]]):
         with pytest.raises(UserError, match=r"set the same sample\.rollout_id"):
             groups_from_nested(bad, "my.fn")

@@ -16,8 +16,8 @@ from slime.checkpoints.directory import retain, set_latest
 from slime.cluster.rollout_actor import oldest_needed
 from slime.config import make_config
 from slime.rollout import journal as module
-from slime.rollout.journal import Journal, Kind, drawn_as, open_journal
-from slime.samples.types import SampleStatus, Versions
+from slime.rollout.journal import Journal, RecordKind, drawn_as, open_journal
+from slime.samples.types import SampleStatus, VersionWindow
 from tests.support.checkpoint_dirs import complete
 from tests.support.journals import drawn, generated, note, restored
 
@@ -32,7 +32,7 @@ def test_samples_come_back_as_they_were(folder: Path) -> None:
     samples = generated(
         4, metadata={"path": Path("/x"), "score": [0.1]}, reward={"total": 0.5}, rollout_id=9
     )
-    note(first, Kind.FINISHED, 1, samples)
+    note(first, RecordKind.FINISHED, 1, samples)
     samples[0].tokens.append(99)  # what happens to them afterwards is not what was judged
     first.close()
     again = Journal(folder, "flags")
@@ -48,8 +48,8 @@ def test_what_a_group_became_later_does_not_count_yet(folder: Path) -> None:
     """Rollout 1 put it back as far as it was, rollout 3 ended it; whoever goes on with rollout 1
     lives through both."""
     journal = Journal(folder, "flags")
-    note(journal, Kind.BEGUN, 1, generated(4, (7,)))
-    note(journal, Kind.FINISHED, 3, generated(4))
+    note(journal, RecordKind.BEGUN, 1, generated(4, (7,)))
+    note(journal, RecordKind.FINISHED, 3, generated(4))
     for each in (journal, Journal(folder, "flags")):
         assert [len(restored(each, rollout_id, 4)[0].tokens) for rollout_id in range(5)] == [
             2,
@@ -67,32 +67,34 @@ def test_what_nobody_knows_the_weights_of_counts_for_its_own_rollout_alone(folde
     unknown = generated(4)
     for sample in unknown:
         sample.token_spans = []
-    note(journal, Kind.FINISHED, 3, unknown)
-    note(journal, Kind.FINISHED, 3, generated(5))  # by weights 3
+    note(journal, RecordKind.FINISHED, 3, unknown)
+    note(journal, RecordKind.FINISHED, 3, generated(5))  # by weights 3
 
     def comes(group: int, rollout_id: int, **versions: Any) -> bool:
         group_drawn = drawn(group)
         found, _ = journal.restore(
-            rollout_id, group_drawn, drawn_as(group_drawn), Versions(**versions)
+            rollout_id, group_drawn, drawn_as(group_drawn), VersionWindow(**versions)
         )
         return found != group_drawn
 
     assert [comes(4, rollout_id, newest=9) for rollout_id in (2, 3)] == [False, True]
     assert [comes(5, rollout_id, newest=9) for rollout_id in (2, 3)] == [True, True]
     assert [comes(5, 2, newest=newest) for newest in (None, 2, 3)] == [False, False, True]
-    assert [comes(4, 3, newest=9, gone=frozenset(gone)) for gone in ([], [7])] == [True, False]
+    assert [
+        comes(4, 3, newest=9, unreachable=frozenset(unreachable)) for unreachable in ([], [7])
+    ] == [True, False]
     journal.forget_newer(3, 9)
     assert [comes(group, 3, newest=9) for group in (4, 5)] == [False, True]
 
 
 def test_what_is_forgotten_is_generated_again(folder: Path) -> None:
     journal = Journal(folder, "flags")
-    note(journal, Kind.FINISHED, 1, generated(4))
-    note(journal, Kind.FINISHED, 1, generated(5))
+    note(journal, RecordKind.FINISHED, 1, generated(4))
+    note(journal, RecordKind.FINISHED, 1, generated(5))
     journal.forget(1, [4, 77])
     for each in (journal, Journal(folder, "flags")):
         assert restored(each, 1, 4) == drawn(4) and restored(each, 1, 5) == generated(5)
-    note(journal, Kind.FINISHED, 2, generated(6))
+    note(journal, RecordKind.FINISHED, 2, generated(6))
     journal.forget(1, None)
     for each in (journal, Journal(folder, "flags")):
         assert restored(each, 1, 5) == drawn(5) and restored(each, 2, 6) == generated(6)
@@ -102,7 +104,7 @@ def test_other_data_and_other_flags_are_not_mixed_up(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(folder, "flags")
-    note(journal, Kind.FINISHED, 1, generated(4))
+    note(journal, RecordKind.FINISHED, 1, generated(4))
     assert restored(journal, 1, 4, prompt="2+2=") == drawn(4, "2+2=")
     assert restored(Journal(folder, "other flags"), 1, 4) == drawn(4)
     assert "1 groups of the journal were made with another model" in caplog.text
@@ -129,7 +131,7 @@ def test_any_end_of_the_file_leaves_what_was_whole(
     journal, ends = Journal(folder, "flags"), []
     path = folder / "rollout_000002.log"
     for group, length in records:
-        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(length))))
+        note(journal, RecordKind.FINISHED, 2, generated(group, tuple(range(length))))
         ends.append(path.stat().st_size)
     journal.close()
     content = bytearray(path.read_bytes())
@@ -142,7 +144,7 @@ def test_any_end_of_the_file_leaves_what_was_whole(
     path.write_bytes(content)
     expected = {group: length for (group, length), end in zip(records, ends) if end <= whole}
     again = Journal(folder, "flags")
-    note(again, Kind.FINISHED, 2, generated(then, (1, 2, 3)))
+    note(again, RecordKind.FINISHED, 2, generated(then, (1, 2, 3)))
     again.close()
     expected[then] = 3
     last = Journal(folder, "flags")
@@ -155,7 +157,7 @@ def test_files_go_when_two_checkpoints_have_passed_them(tmp_path: Path, folder: 
     journal, root = Journal(folder, "flags"), tmp_path / "checkpoints"
     config = make_config(save=str(root), rollout_batch_size=1)
     for rollout_id in range(8):
-        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+        note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))
         if rollout_id in (2, 4, 6):
             complete(root, rollout_id)
             journal.drop(oldest_needed(config))
@@ -169,7 +171,7 @@ def test_the_one_checkpoint_that_is_kept_is_enough(tmp_path: Path, folder: Path)
     journal, root = Journal(folder, "flags"), tmp_path / "checkpoints"
     config = make_config(save=str(root), save_retain=1, rollout_batch_size=1)
     for rollout_id in range(6):
-        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+        note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))
         journal.drop(oldest_needed(config))
         complete(root, rollout_id)
         retain(root, 1)
@@ -181,10 +183,10 @@ def test_the_one_checkpoint_that_is_kept_is_enough(tmp_path: Path, folder: Path)
 
 def test_what_cannot_be_revoked_is_not_found(small_disk: Path) -> None:
     journal = Journal(small_disk / "journal", "flags")
-    note(journal, Kind.FINISHED, 1, generated(1))
+    note(journal, RecordKind.FINISHED, 1, generated(1))
     group = 2
     while not journal._unwritable:
-        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(500))))
+        note(journal, RecordKind.FINISHED, 2, generated(group, tuple(range(500))))
         group += 1
     journal.forget(2, [2])
     for each in (journal, Journal(small_disk / "journal", "flags")):
@@ -193,10 +195,10 @@ def test_what_cannot_be_revoked_is_not_found(small_disk: Path) -> None:
 
 def test_what_is_cut_off_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(folder, "flags")
-    note(journal, Kind.FINISHED, 1, generated(1))
+    note(journal, RecordKind.FINISHED, 1, generated(1))
     [path] = folder.iterdir()
     whole = path.stat().st_size
-    note(journal, Kind.FINISHED, 1, generated(2))
+    note(journal, RecordKind.FINISHED, 1, generated(2))
     journal.close()
     os.truncate(path, whole + 10)
     assert restored(Journal(folder, "flags"), 1, 1) == generated(1)
@@ -211,7 +213,7 @@ def test_a_new_files_name_is_on_the_disk(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "bring_to_disk", forced.append)
     journal = Journal(folder, "flags")
     for group in range(3):
-        note(journal, Kind.FINISHED, 1, generated(group))
+        note(journal, RecordKind.FINISHED, 1, generated(group))
     assert forced == [folder]
 
 
@@ -221,7 +223,7 @@ def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
     monkeypatch.setattr(module, "_SYNC_SECONDS", 1000.0)
     journal = Journal(folder, "flags")
     for rollout_id in (1, 2):
-        note(journal, Kind.FINISHED, rollout_id, generated(rollout_id))
+        note(journal, RecordKind.FINISHED, rollout_id, generated(rollout_id))
     journal.drop(2)
     forced: list[str] = []
     monkeypatch.setattr(
@@ -234,7 +236,7 @@ def test_what_was_written_is_on_the_disk_when_the_journal_is_closed(
 def test_the_newest_version_is_known_after_a_crash(folder: Path) -> None:
     journal = Journal(folder, "flags")
     assert journal.newest_version == 0
-    note(journal, Kind.FINISHED, 1, generated(4))  # of version 3
+    note(journal, RecordKind.FINISHED, 1, generated(4))  # of version 3
     journal.forget(1, [4])
     assert journal.newest_version == Journal(folder, "flags").newest_version == 3
 
@@ -251,9 +253,9 @@ def test_what_cannot_be_written_does_not_end_the_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(folder, "flags")
-    note(journal, Kind.FINISHED, 1, generated(4))
-    note(journal, Kind.FINISHED, 1, generated(5, metadata={"stream": (x for x in ())}))
-    note(journal, Kind.FINISHED, 1, generated(6))
+    note(journal, RecordKind.FINISHED, 1, generated(4))
+    note(journal, RecordKind.FINISHED, 1, generated(5, metadata={"stream": (x for x in ())}))
+    note(journal, RecordKind.FINISHED, 1, generated(6))
     assert caplog.text.count("the journal ends here") == 1
     assert restored(Journal(folder, "flags"), 1, 4) == generated(4)
 
@@ -272,14 +274,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(small_disk / "journal", "flags")
     for group in range(100):
-        note(journal, Kind.FINISHED, 1, generated(group, tuple(range(500))))
+        note(journal, RecordKind.FINISHED, 1, generated(group, tuple(range(500))))
     said = "the journal of rollout 1 ends here"
     assert "No space left on device" in caplog.text and caplog.text.count(said) == 1
     for group in range(200, 300):
-        note(journal, Kind.FINISHED, 2, generated(group, tuple(range(500))))
+        note(journal, RecordKind.FINISHED, 2, generated(group, tuple(range(500))))
     assert caplog.text.count("the journal of rollout 2 ends here") == 1, "it is full, still"
     journal.drop(2)
-    note(journal, Kind.FINISHED, 3, generated(300))
+    note(journal, RecordKind.FINISHED, 3, generated(300))
     assert restored(Journal(small_disk / "journal", "flags"), 3, 300) == generated(300), (
         "there is room again"
     )
@@ -289,7 +291,7 @@ def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None
 def test_a_full_disk_keeps_what_was_whole(small_disk: Path) -> None:
     journal = Journal(small_disk / "journal", "flags")
     for group in range(100):
-        note(journal, Kind.FINISHED, 1, generated(group, tuple(range(500))))
+        note(journal, RecordKind.FINISHED, 1, generated(group, tuple(range(500))))
     journal.close()
     again = Journal(small_disk / "journal", "flags")
     count = sum(restored(again, 1, group) != drawn(group) for group in range(100))
@@ -325,8 +327,8 @@ def test_what_cannot_be_read_is_generated_again(
 ) -> None:
     """A class that has gone, and a file that is a folder."""
     journal = Journal(folder, "flags")
-    note(journal, Kind.FINISHED, 1, generated(4, metadata={"x": Gone()}))
-    note(journal, Kind.FINISHED, 1, generated(5))
+    note(journal, RecordKind.FINISHED, 1, generated(4, metadata={"x": Gone()}))
+    note(journal, RecordKind.FINISHED, 1, generated(5))
     (folder / "rollout_000009.log").mkdir()
     kept = globals().pop("Gone")
     try:

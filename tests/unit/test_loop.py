@@ -71,7 +71,7 @@ class Session:
         self.restarts -= isinstance(error, Lost)
         return isinstance(error, Lost) and self.restarts >= 0
 
-    def begin_again(self) -> None:
+    def restart_trainer(self) -> None:
         self._at("begin again")
         self.start = self.saved
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from slime.config import make_config
 from slime.engines.api import GenerateResult
 from slime.loop import train_on
-from slime.rollout.dynamic_sampling import Collected, Collector
+from slime.rollout.dynamic_sampling import Collected, DynamicSampler
 from slime.rollout.trajectory import GroupRunner
-from slime.run.schedule import Ages, Schedule
-from slime.samples.types import Versions
+from slime.run.schedule import Schedule, StalenessTracker
+from slime.samples.types import VersionWindow
 from tests.support.fake_engine import answer
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 
@@ -52,7 +52,7 @@ class Session:
 
     def __init__(self, *, draw_size: int = TARGET, train_turns: int = 50, **flags: Any) -> None:
         self.config = make_config(rollout_batch_size=TARGET, num_rollout=ROLLOUTS, **flags)
-        self.schedule, self.ages = Schedule(self.config), Ages(self.config)
+        self.schedule, self.ages = Schedule(self.config), StalenessTracker(self.config)
         self.schedule.begin(0, 0)
         self.saving = SimpleNamespace(is_due=lambda rollout_id: False)
         self.draw_size, self.train_turns, self.step = draw_size, train_turns, 0
@@ -70,10 +70,10 @@ class Session:
             self.loop.close()
         return self.trained
 
-    async def _generate(self, rollout_id: int, versions: Versions) -> Collected:
-        with self.client.beside() as client:
+    async def _generate(self, rollout_id: int, versions: VersionWindow) -> Collected:
+        with self.client.fork() as client:
             state = make_state(client, max_new_tokens=MOST_TOKENS)
-            collector = Collector(
+            collector = DynamicSampler(
                 GroupRunner(state, FakeRewards(), rollout_id=rollout_id),
                 self.source,
                 target=TARGET,

@@ -180,7 +180,7 @@ def test_what_training_knew_of_recorded_tokens_is_kept_beside_them(
     siblings = [
         with_tokens(7, [1, 2, 3], 2),
         with_tokens(7, [4, 5, 3], 2),
-    ]  # of one execution, and as long
+    ]  # of one trajectory, and as long
     samples = [
         with_tokens(5, [1, 2, 3], 2),
         with_tokens(6, [1, 2], 0),
@@ -258,15 +258,15 @@ def test_tokens_are_kept_one_by_one_until_the_file_has_enough(
 ) -> None:
     monkeypatch.setattr("slime.observe.recorder.MAX_TOKENS", 5)
     drawn = groups(1, 3)
-    for (sample,) in drawn[0].executions:
+    for (sample,) in drawn[0].trajectories:
         sample.tokens, sample.response_length, sample.rollout_log_probs = (
             [7, 1, 2, 3],
             3,
             [-0.12345, -1.0, math.nan],
         )
-    drawn[0].executions[2][0].tokens = [7, 1, 2]
-    drawn[0].executions[2][0].response_length = 2
-    drawn[0].executions[2][0].rollout_log_probs = None
+    drawn[0].trajectories[2][0].tokens = [7, 1, 2]
+    drawn[0].trajectories[2][0].response_length = 2
+    drawn[0].trajectories[2][0].rollout_log_probs = None
     recorder.record_rollout(0, drawn)
     kept = [
         row.get("tokens")

@@ -262,9 +262,9 @@ def test_advantages_agree_with_the_formulas() -> None:
 def test_a_schedule_places_each_sample_once() -> None:
     args = Namespace(use_dynamic_batch_size=True, max_tokens_per_gpu=10, balance_data=True)
     layout = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-    lengths, executions = [8, 7, 3, 4, 2, 5], [0, 0, 1, 2, 3, 3]
+    lengths, trajectories = [8, 7, 3, 4, 2, 5], [0, 0, 1, 2, 3, 3]
     shards, micro_batches, counts, sizes = old("utils.dp_schedule").build_dp_schedule(
-        args, layout, lengths, global_batch_size=2, rollout_indices=executions
+        args, layout, lengths, global_batch_size=2, rollout_indices=trajectories
     )
     assert sorted(shards[0] + shards[1]) == list(range(6)) and sizes == [2, 2] and len(counts) == 2
     for shard, bins in zip(shards, micro_batches):

@@ -15,7 +15,7 @@ from slime.config import make_config
 from slime.config.config import Config
 from slime.errors import UserError
 from slime.loop import train_on
-from slime.run.schedule import Ages, Schedule
+from slime.run.schedule import Schedule, StalenessTracker
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Session:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.schedule, self.ages = Schedule(self.config), Ages(self.config)
+        self.schedule, self.ages = Schedule(self.config), StalenessTracker(self.config)
         self.schedule.begin(self.start, 0)
         self.saving = SimpleNamespace(is_due=lambda rollout_id: False)
         self.step, self.under_way = self.start, set[int]()
@@ -185,7 +185,7 @@ def test_what_a_launch_says_of_the_bound() -> None:
 def test_the_oldest_weights_that_a_rollout_may_have(
     flags: dict[str, Any], trained_at: dict[int, int], rollout_id: int, expected: int
 ) -> None:
-    ages = Ages(make_config(rollout_batch_size=1, **flags))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, **flags))
     for version, trained in trained_at.items():
         ages.pushed(version, trained)
     assert ages.versions(rollout_id)[:4] == (expected, max(trained_at), set(), set())
@@ -195,7 +195,7 @@ def test_weights_of_later_steps_than_those_that_a_run_has_gone_back_to() -> None
     """The third weights are of the second step, then the run began again behind the first: what the
     third ones have finished for the rollout behind the second step is as young as what the fifth
     would make."""
-    ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, max_staleness=1))
     for version, trained in {1: 0, 2: 1, 3: 2, 4: 1, 5: 2}.items():
         ages.pushed(version, trained)
     assert ages.versions(3)[:4] == (3, 5, {4}, set())
@@ -217,7 +217,7 @@ def test_weights_are_stale_by_the_steps_that_they_are_of(
     trained: list[int], most: int, rollout_id: int
 ) -> None:
     """Whatever checkpoints the run has gone back to between its pushes."""
-    ages = Ages(make_config(rollout_batch_size=1, max_staleness=most))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, max_staleness=most))
     for number, step in enumerate(trained):
         ages.pushed(number + 1, step)
     versions = ages.versions(rollout_id)
@@ -232,7 +232,7 @@ def test_weights_are_stale_by_the_steps_that_they_are_of(
 
 def test_samples_that_are_too_old_all_the_same_are_counted() -> None:
     """A generate function of the user's own may bring tokens from anywhere."""
-    ages = Ages(make_config(rollout_batch_size=1, max_staleness=1))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, max_staleness=1))
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
     assert ages.metrics({(3,): 5, (2,): 2, (1,): 3}, trained=2) == {
@@ -256,7 +256,7 @@ def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
     flags: dict[str, Any], expected: float | None
 ) -> None:
     """Three samples were put back: they are two pushes old."""
-    ages = Ages(make_config(rollout_batch_size=1, **flags))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, **flags))
     for version in (1, 2, 3):
         ages.pushed(version, version - 1)
     assert (
@@ -268,10 +268,10 @@ def test_without_max_staleness_the_bound_that_the_launch_says_is_checked(
 def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
     assert (
         "may be older, and are counted"
-        in Ages(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
+        in StalenessTracker(make_config(rollout_batch_size=4, entry="train_async")).of_put_back
     )
     said = {
-        name: Ages(make_config(max_staleness=2, stale_samples=name)).of_put_back
+        name: StalenessTracker(make_config(max_staleness=2, stale_samples=name)).of_put_back
         for name in ("requeue", "drop")
     }
     assert said["requeue"].startswith("are generated anew when they are older than 2")
@@ -281,7 +281,7 @@ def test_what_a_launch_says_of_groups_that_were_put_back() -> None:
 def test_no_sample_is_younger_than_its_training() -> None:
     """A run that began again has groups that were sampled with weights that it has not reached
     yet."""
-    ages = Ages(make_config(rollout_batch_size=1))
+    ages = StalenessTracker(make_config(rollout_batch_size=1))
     for version, trained in (
         (1, 0),
         (2, 1),
@@ -298,7 +298,7 @@ def test_no_sample_is_younger_than_its_training() -> None:
 def test_a_sample_of_two_lives_is_as_old_as_its_oldest_token() -> None:
     """The second weights are of this step and the third of the one behind it, although they are
     newer."""
-    ages = Ages(make_config(rollout_batch_size=1))
+    ages = StalenessTracker(make_config(rollout_batch_size=1))
     for version, trained in ((1, 0), (2, 1), (3, 3), (4, 1)):
         ages.pushed(version, trained)
     assert ages.metrics({(2, 3): 1, (2, 4): 1}, trained=1) == {
@@ -309,10 +309,10 @@ def test_a_sample_of_two_lives_is_as_old_as_its_oldest_token() -> None:
 def test_ages_over_a_resume_between_two_pushes() -> None:
     """Saved after rollout 2; the journal has samples of versions 3 and 4, which were pushed behind
     that checkpoint."""
-    first = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+    first = StalenessTracker(make_config(rollout_batch_size=1, update_weights_interval=2))
     first.pushed(1, trained=0)
     first.pushed(2, trained=2)
-    second = Ages(make_config(rollout_batch_size=1, update_weights_interval=2))
+    second = StalenessTracker(make_config(rollout_batch_size=1, update_weights_interval=2))
     second.remember(first.recent_pushes())
     second.pushed(5, trained=3)
     assert [second.trained_when(version) for version in range(1, 6)] == [0, 2, 4, 6, 3]

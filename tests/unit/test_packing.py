@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.samples.packing import PackingRules, Schedule, plan_steps, split_steps
+from slime.samples.packing import PackingPlan, PackingRules, plan_steps, split_steps
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 def packing_problems(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], PackingRules]:
     lengths = draw(LENGTHS)
     ids, current = [], 0
-    for _ in lengths:  # runs of one id: executions that fanned out
+    for _ in lengths:  # runs of one id: trajectories that fanned out
         ids.append(current)
         current += draw(st.sampled_from([1, 1, 1, 0]))
     mask_sums = [draw(st.integers(0, length)) for length in lengths]
@@ -30,7 +30,7 @@ def packing_problems(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], 
     return lengths, ids, mask_sums, rules
 
 
-def batches_of(schedule: Schedule) -> list[list[list[list[int]]]]:
+def batches_of(schedule: PackingPlan) -> list[list[list[list[int]]]]:
     """[step][rank][micro-batch] → positions."""
     return [
         [
@@ -63,7 +63,7 @@ def test_every_invariant(problem: tuple[list[int], list[int], list[int], Packing
         assert counts.pop() % rules.micro_batch_multiple == 0
         inside = [i for rank in step for batch in rank for i in batch]
         for i in inside:
-            assert step_of.setdefault(ids[i], number) == number, "an execution stays in one step"
+            assert step_of.setdefault(ids[i], number) == number, "a trajectory stays in one step"
         for plans in schedule.steps:
             assert plans[number].global_batch_size == len({ids[i] for i in inside})
             assert plans[number].num_loss_tokens == sum(mask_sums[i] for i in inside)
@@ -124,7 +124,7 @@ def test_costs_replace_tokens_as_what_is_balanced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("executions", "batch", "sizes"),
+    ("trajectories", "batch", "sizes"),
     [
         (256, 256, [256]),
         (255, 128, [128, 127]),
@@ -133,8 +133,8 @@ def test_costs_replace_tokens_as_what_is_balanced() -> None:
         (193, 128, [97, 96]),
     ],
 )
-def test_step_sizes(executions: int, batch: int, sizes: list[int]) -> None:
-    assert [len(step) for step in split_steps(list(range(executions)), batch)] == sizes
+def test_step_sizes(trajectories: int, batch: int, sizes: list[int]) -> None:
+    assert [len(step) for step in split_steps(list(range(trajectories)), batch)] == sizes
 
 
 def test_static_batches_without_balance_keep_the_order() -> None:

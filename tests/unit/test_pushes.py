@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.config import Config, make_config
-from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.rollout.journal import Journal, RecordKind, drawn_as
 from slime.run.ancestry import PushLog, training_of
-from slime.run.schedule import Ages
-from slime.samples.types import Versions
+from slime.run.schedule import StalenessTracker
+from slime.samples.types import VersionWindow
 from tests.support.journals import drawn, generated, note
 
 
@@ -50,8 +50,8 @@ class Run:
                 self.saved[trained] = log.recent_lineages(trained)
         return log
 
-    def gone(self, training: str, start: int) -> set[int]:
-        return set(self.live(training, start).gone)
+    def unreachable(self, training: str, start: int) -> set[int]:
+        return set(self.live(training, start).unreachable)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ FIVE = ((1, 0), (2, 1), (3, 2), (4, 3), (5, 4))
 
 def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
     """What is no whole line is left out, and does not spoil the one behind it."""
-    assert PushLog(run.folder, config_of("a")).earlier == [] and run.gone("a", 0) == set()
+    assert PushLog(run.folder, config_of("a")).earlier == [] and run.unreachable("a", 0) == set()
     run.live("a", 0, (1, 0), (2, 1))
     with open(run.folder / "pushes.jsonl", "ab") as file:
         file.write(
@@ -73,7 +73,7 @@ def test_whoever_goes_on_reads_what_was_noted(run: Run) -> None:
     run.live("b", 0, (4, 1))
     found = PushLog(run.folder, config_of("b")).earlier
     assert [(push.version, push.trained) for push in found] == [(1, 0), (2, 1), (4, 1)]
-    assert found[1].lineage != found[2].lineage, "of one step each, in another way"
+    assert found[1].ancestry != found[2].ancestry, "of one step each, in another way"
 
 
 def test_a_push_that_cannot_be_noted_does_not_end_the_run(
@@ -88,18 +88,20 @@ def test_weights_behind_a_checkpoint_are_gone_when_training_changes(run: Run) ->
     """Saved after 2 rollouts; the first life came to 4, and so did the second, which trained in
     another way."""
     run.live("a", 0, *FIVE)
-    assert run.gone("b", 2) == {4, 5}
+    assert run.unreachable("b", 2) == {4, 5}
     run.live("b", 2, (6, 2), (7, 3), (8, 4))
-    assert run.gone("b", 2) == {4, 5}
-    assert run.gone("b", 4) == {4, 5}, "a checkpoint of the second life does not bring them back"
-    assert run.gone("c", 2) == {4, 5, 7, 8}
+    assert run.unreachable("b", 2) == {4, 5}
+    assert run.unreachable("b", 4) == {4, 5}, (
+        "a checkpoint of the second life does not bring them back"
+    )
+    assert run.unreachable("c", 2) == {4, 5, 7, 8}
 
 
 def test_who_returns_to_the_first_way_finds_its_weights_again(run: Run) -> None:
     """A launch with a wrong flag that was ended at once costs nothing."""
     run.live("a", 0, *FIVE)
     run.live("b", 2, (6, 2), (7, 3))
-    assert run.gone("a", 2) == {7}
+    assert run.unreachable("a", 2) == {7}
 
 
 def test_weights_of_a_branch_that_was_left_behind_a_damaged_checkpoint(run: Run) -> None:
@@ -107,11 +109,11 @@ def test_weights_of_a_branch_that_was_left_behind_a_damaged_checkpoint(run: Run)
     of 4, 5, 6 and 7."""
     run.live("a", 0, *FIVE)
     run.live("b", 4, (6, 4), (7, 5))
-    assert run.gone("b", 4) == set()
-    assert run.gone("b", 2) == {4, 5, 6, 7}
+    assert run.unreachable("b", 4) == set()
+    assert run.unreachable("b", 2) == {4, 5, 6, 7}
     life = run.live("b", 4, (8, 4))
     life.begin(2, run.saved[2])  # its trainer was started again there
-    assert life.gone == {4, 5, 6, 7, 8}
+    assert life.unreachable == {4, 5, 6, 7, 8}
 
 
 def test_a_life_that_noted_nothing(run: Run) -> None:
@@ -119,30 +121,30 @@ def test_a_life_that_noted_nothing(run: Run) -> None:
     are gone."""
     run.live("a", 0, *FIVE, (6, 5), (7, 6), (8, 7))
     run.live("b", 2, (6, 2), (7, 3), (8, 4), notes=False)
-    assert run.gone("a", 4) == {4, 5, 6, 7, 8}
+    assert run.unreachable("a", 4) == {4, 5, 6, 7, 8}
 
 
 def test_a_push_that_a_crash_kept_from_being_noted(run: Run) -> None:
     """5 was pushed and is in the journal, and not in the log; where nothing changes it is what it
     seems to be."""
     run.live("a", 0, *FIVE[:4])
-    for training, gone in (("a", set()), ("b", {4, 5})):
+    for training, unreachable in (("a", set()), ("b", {4, 5})):
         life = run.live(training, 2)
         life.note(6, 2)
-        assert life.gone == gone
+        assert life.unreachable == unreachable
         life.begin(2, run.saved[2])  # its trainer was started again
         life.note(7, 2)
-        assert life.gone == gone
+        assert life.unreachable == unreachable
 
 
 def test_a_number_that_is_given_again_is_not_gone(run: Run) -> None:
     run.live("a", 0, *FIVE)
     life = run.live("b", 2, (5, 2))
-    assert life.gone == {4}
+    assert life.unreachable == {4}
     life.begin(2, run.saved[2])  # its trainer was started again
-    assert life.gone == {4}
+    assert life.unreachable == {4}
     run.live("b", 2, (6, 3), (7, 4))
-    assert run.gone("c", 2) == {4, 6, 7}
+    assert run.unreachable("c", 2) == {4, 6, 7}
 
 
 def test_the_log_of_an_earlier_release(run: Run) -> None:
@@ -151,17 +153,17 @@ def test_the_log_of_an_earlier_release(run: Run) -> None:
     (run.folder / "pushes.jsonl").write_text(
         '{"version": 1, "trained": 0}\n{"version": 2, "trained": 1}\n'
     )
-    assert run.gone("b", 0) == set()
+    assert run.unreachable("b", 0) == set()
 
 
 def test_other_weights_at_the_beginning(tmp_path: Path) -> None:
     first = PushLog(tmp_path, make_config(rollout_batch_size=1, num_rollout=1, load="one"))
     first.begin(0, {})
     first.note(1, 0)
-    for load, gone in (("one", set()), ("two", {1})):
+    for load, unreachable in (("one", set()), ("two", {1})):
         later = PushLog(tmp_path, make_config(rollout_batch_size=1, num_rollout=1, load=load))
         later.begin(0, {})
-        assert later.gone == gone
+        assert later.unreachable == unreachable
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=5), st.integers(0, 6))
@@ -175,48 +177,53 @@ def test_without_a_change_nothing_is_gone(
             "a", start // 2 * 2, *((version + i + 9, start // 2 * 2 + i) for i in range(count))
         )
         version += count
-    assert run.gone("a", trained // 2 * 2) == set()
+    assert run.unreachable("a", trained // 2 * 2) == set()
 
 
 def test_of_a_long_run_the_last_lineages_are_kept(run: Run) -> None:
     log = run.live("a", 0, *((i + 1, i) for i in range(200)))
-    assert sorted(log.recent_lineages(198)) == list(range(135, 199)) and run.gone("a", 198) == set()
-    assert run.gone("b", 196) == {198, 199, 200}
+    assert (
+        sorted(log.recent_lineages(198)) == list(range(135, 199))
+        and run.unreachable("a", 198) == set()
+    )
+    assert run.unreachable("b", 196) == {198, 199, 200}
 
 
 def test_the_journal_leaves_out_what_gone_weights_have_generated(tmp_path: Path) -> None:
     """In the rollout that noted it as well as in others, and what is behind it counts."""
     journal, group = Journal(tmp_path, "flags"), drawn(4)
-    note(journal, Kind.BEGUN, 1, generated(4, (7,)))
+    note(journal, RecordKind.BEGUN, 1, generated(4, (7,)))
     samples = generated(4)
     for span in (span for sample in samples for span in sample.token_spans):
         span.weight_version = 5
-    note(journal, Kind.FINISHED, 2, samples)
+    note(journal, RecordKind.FINISHED, 2, samples)
 
-    def length(gone: set[int], newest: int | None, rollout_id: int = 2) -> int:
-        versions = Versions(newest=newest, gone=frozenset(gone))
+    def length(unreachable: set[int], newest: int | None, rollout_id: int = 2) -> int:
+        versions = VersionWindow(newest=newest, unreachable=frozenset(unreachable))
         return journal.restore(rollout_id, group, drawn_as(group), versions)[0][0].response_length
 
     unknown = drawn(9)
     text = [dataclasses.replace(sample, tokens=[5, 6, 7], response_length=1) for sample in unknown]
-    note(journal, Kind.FINISHED, 2, text)
-    for gone, comes in ((frozenset[int](), True), (frozenset({1}), False)):
-        found = journal.restore(2, unknown, drawn_as(unknown), Versions(newest=6, gone=gone))[0]
+    note(journal, RecordKind.FINISHED, 2, text)
+    for unreachable, comes in ((frozenset[int](), True), (frozenset({1}), False)):
+        found = journal.restore(
+            2, unknown, drawn_as(unknown), VersionWindow(newest=6, unreachable=unreachable)
+        )[0]
         assert (found is not unknown) == comes, (
             "nobody knows whose it is: a generate function gave text alone"
         )
     for newest in (None, 6):
-        assert [length(gone, newest) for gone in ({4}, {5}, {3, 5})] == [2, 1, 0]
+        assert [length(unreachable, newest) for unreachable in ({4}, {5}, {3, 5})] == [2, 1, 0]
     assert length({5}, 6, rollout_id=1) == 1
 
 
 def test_a_rollout_is_told_what_is_gone() -> None:
     for flags in ({}, {"async_buffer_size": 1, "max_staleness": 1}):
-        ages = Ages(make_config(rollout_batch_size=1, **flags))
+        ages = StalenessTracker(make_config(rollout_batch_size=1, **flags))
         ages.remember({1: 0, 2: 1, 3: 2})
         ages.pushed(4, 1)
-        ages.gone = frozenset({3})
-        assert ages.versions(1).gone == {3}
+        ages.unreachable = frozenset({3})
+        assert ages.versions(1).unreachable == {3}
 
 
 # -- what makes other weights

@@ -370,14 +370,14 @@ def test_what_workers_crash_of_scores_nothing_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second one was not killed by chance."""
-    ask = grading_pool._Worker.ask
+    ask = grading_pool._GradingWorker.ask
 
     async def dies(worker: Any, request: dict[str, Any], timeout: float) -> Any:
         if request["response"] == "deadly":
             os.kill(worker.process.pid, signal.SIGKILL)
         return await ask(worker, request, timeout)
 
-    monkeypatch.setattr(grading_pool._Worker, "ask", dies)
+    monkeypatch.setattr(grading_pool._GradingWorker, "ask", dies)
 
     async def use(pool: RewardPool) -> None:
         assert await pool.score(Sample(response="1", label="1")) == 1.0

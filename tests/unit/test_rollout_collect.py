@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from slime.errors import UserError
 from slime.rollout import dynamic_sampling as collect
-from slime.rollout.dynamic_sampling import Collected, Collector
+from slime.rollout.dynamic_sampling import Collected, DynamicSampler
 from slime.rollout.failed_groups import too_many_failed
 from slime.rollout.generate import sample_seed
 from slime.rollout.group_run import GroupRun
 from slime.rollout.trajectory import GroupRunner
 from slime.rollout.watchdog import RolloutStalled, Watchdog
-from slime.samples.types import Sample, SampleStatus, Versions
+from slime.samples.types import Sample, SampleStatus, VersionWindow
 from slime.user_code.hooks import DynamicFilterOutput
 from slime.user_code.loading import FunctionFailed
 from tests.support import rollout_hooks
@@ -70,7 +70,7 @@ class Setup:
             if self.max_age is not None:
                 client.weight_version = rollout_id + 1
             runner = GroupRunner(state, rewards, rollout_id=rollout_id, group_rm=self.group_rm)
-            collector = Collector(
+            collector = DynamicSampler(
                 runner,
                 source,
                 target=self.target,
@@ -80,7 +80,9 @@ class Setup:
                 deterministic=self.deterministic,
                 partial_rollout=self.partial_rollout,
                 max_failed_fraction=self.max_failed_fraction,
-                versions=Versions(0 if self.max_age is None else rollout_id + 1 - self.max_age),
+                versions=VersionWindow(
+                    0 if self.max_age is None else rollout_id + 1 - self.max_age
+                ),
                 stale_samples=self.stale_samples,
             )
             results.append(await collector.collect())
@@ -237,7 +239,7 @@ def test_what_is_generated_anew_begins_with_the_sample_that_was_drawn() -> None:
         client.weight_version = 9
         rollout_hooks.calls.clear()
         again = await collect_with(
-            client, source, args=args, target=1, draw_size=1, versions=Versions(oldest=5)
+            client, source, args=args, target=1, draw_size=1, versions=VersionWindow(oldest=5)
         )
         assert again.stale["rollout/num_stale_requeued"] == 1 and [
             run.index for run in again.chosen
@@ -390,7 +392,7 @@ def test_failing_groups_are_replaced_and_too_many_stop_the_run() -> None:
 )
 def test_what_stops_the_run_tells_the_remedy_of_what_failed(cause: Exception, fix: str) -> None:
     run = GroupRun.of([Sample(index=3)])
-    run.executions[0].failure = cause
+    run.trajectories[0].failure = cause
     error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
     assert (
         error.fix == fix
@@ -404,7 +406,7 @@ def test_what_stops_the_run_points_to_the_users_line() -> None:
     try:
         raise OSError("the sandbox is gone")
     except OSError as error:
-        run.executions[0].failure = error
+        run.trajectories[0].failure = error
     error = too_many_failed("2 groups have failed", "the last one", run, "failed_*.jsonl")
     assert (
         error.fix == "mend it at the line below"
@@ -452,7 +454,7 @@ def test_watchdog_names_who_waits_for_whom() -> None:
         client, source = FakeClient([10**9], max_concurrency=1), FakeSource(2)
         state = make_state(client)
         runner = GroupRunner(state, FakeRewards(), rollout_id=0)
-        collector = Collector(
+        collector = DynamicSampler(
             runner, source, target=1, draw_size=1, group_size=2, stall_timeout=0.05
         )
         with pytest.raises(RolloutStalled) as caught:
@@ -492,7 +494,7 @@ def test_mistakes_in_user_code_stop_the_rollout_and_leave_no_task() -> None:
                 raise UserError("the reward of sample is no number")
 
         state = make_state(client, args=hook_args())
-        collector = Collector(
+        collector = DynamicSampler(
             GroupRunner(state, Wrong(), rollout_id=0), source, target=2, draw_size=2, group_size=2
         )
         with pytest.raises(UserError, match="no number"):
@@ -509,7 +511,7 @@ async def collect_with(
     state = make_state(client, args=options.pop("args", None))
     runner = GroupRunner(state, FakeRewards(), rollout_id=0)
     options = {"target": 2, "draw_size": 2, "group_size": source.group_size, **options}
-    collector = Collector(runner, source, dynamic_filter=verdict, **options)
+    collector = DynamicSampler(runner, source, dynamic_filter=verdict, **options)
     return await asyncio.wait_for(collector.collect(), timeout=20)
 
 

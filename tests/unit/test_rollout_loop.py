@@ -444,7 +444,7 @@ def test_dumps_come_back_as_the_same_groups(tmp_path: Path) -> None:
     )
     loaded = load_rollout(make(load_debug_rollout_data=pattern), 3)
     assert (
-        loaded == output.samples and loaded[0].num_executions == 2 and len(loaded[0].samples) == 4
+        loaded == output.samples and loaded[0].num_trajectories == 2 and len(loaded[0].samples) == 4
     )
     half = load_rollout(
         make(load_debug_rollout_data=pattern, load_debug_rollout_data_subsample=0.5), 3

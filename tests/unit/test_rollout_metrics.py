@@ -19,7 +19,7 @@ from slime.trainer.rollout_metrics import (
 )
 from tests.support.trainer_ranks import trainer_config
 
-#: Two executions of two and three tokens; the first of the second one is not trained.
+#: Two trajectories of two and three tokens; the first of the second one is not trained.
 MASKS = [[1.0, 1.0], [0.0, 1.0, 1.0]]
 
 
@@ -37,7 +37,7 @@ def batch() -> TrainBatch:
         raw_rewards=[0.0, 0.0],
         sample_indices=[0, 1],
         group_indices=[0, 0],
-        execution_ids=[0, 1],
+        trajectory_ids=[0, 1],
         rollout_mask_sums=[2.0, 2.0],
         truncated=[False, False],
         steps=[StepPlan([[0], [1]], 2, 4)],

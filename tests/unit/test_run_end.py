@@ -17,7 +17,7 @@ from slime.checkpoints.load_plan import LoadPlan
 from slime.cluster import trainer_group, waiting
 from slime.cluster.launch import Launch
 from slime.cluster.run_cluster import Cluster
-from slime.cluster.waiting import Worker
+from slime.cluster.waiting import NamedActor
 from slime.config import make_config
 from slime.errors import RunFailed, UserError
 from slime.run import saving
@@ -382,7 +382,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     trainers = trainer_group.Trainers.__new__(
         trainer_group.Trainers
     )  # no actors: that would need Ray
-    trainers._actors = {Worker("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
+    trainers._actors = {NamedActor("trainer-0"): SimpleNamespace(finish_saving=_FinishSaving)}
     cluster._trainers = trainers
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -419,7 +419,7 @@ def test_a_run_that_goes_on_does_not_forget_that_it_was_asked_to_stop(
 
     def waits_for_the_checkpoint(session: module.Session, error: BaseException) -> None:
         signal.raise_signal(signal.SIGTERM)
-        session.saving.settle(session.signals if ends else None)
+        session.saving.wait_for_async_save(session.signals if ends else None)
         still_asked.append(session.signals.requested())
 
     monkeypatch.setattr(module.Session, "failed", waits_for_the_checkpoint)

@@ -25,7 +25,7 @@ from slime.config import Config, make_config
 from slime.errors import UserError
 from slime.files import read_object
 from slime.page.server import Runs
-from slime.rollout.journal import Kind, open_journal
+from slime.rollout.journal import RecordKind, open_journal
 from slime.run.ancestry import PushLog
 from slime.run.session import Session
 from slime.run.stopping import StopSignals
@@ -96,7 +96,7 @@ def case() -> Iterator[Case]:
     journal = open_journal(config, run.journal)
     assert journal is not None
     for group in range(8):
-        note(journal, Kind.FINISHED, 4 + group // 4, generated(group))
+        note(journal, RecordKind.FINISHED, 4 + group // 4, generated(group))
     journal.close()
     shutil.copytree(run.path, base / "original")
     yield Case(run.path, base / "original")

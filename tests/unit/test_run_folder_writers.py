@@ -22,7 +22,7 @@ from slime.errors import UserError
 from slime.observe.jsonl_sink import JsonlSink
 from slime.observe.run_folder import RunFolder
 from slime.page.folders import RunWatch
-from slime.rollout.journal import Kind, open_journal
+from slime.rollout.journal import RecordKind, open_journal
 from slime.run.preflight import check_outputs
 from slime.run.session import Session
 from tests.support.checkpoint_dirs import complete
@@ -70,7 +70,7 @@ class Going:
         """A rollout: generated, trained on, saved."""
         journal = open_journal(self.config, self.run.journal)
         assert journal is not None
-        note(journal, Kind.FINISHED, self.step, generated(self.step))
+        note(journal, RecordKind.FINISHED, self.step, generated(self.step))
         journal.close()
         sink = JsonlSink(self.run)
         sink.log(self.step + 1, {"train/loss": 0.5})

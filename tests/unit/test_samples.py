@@ -166,7 +166,7 @@ def test_a_conversation_that_the_template_rewrites_becomes_several_samples_of_on
     path = write_jsonl(tmp_path / "s.jsonl", rows)
     config = config_for(prompt_data=path, input_key="messages", global_batch_size=2)
     output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
-    (split,), (whole,) = (group.executions for group in output.samples)
+    (split,), (whole,) = (group.trajectories for group in output.samples)
     answers = ["hello", "4"]
     assert [trained_text(one, tokenizer) for one in split] == [
         [THOUGHT + text + "<|im_end|>"] for text in answers
@@ -211,7 +211,7 @@ def test_a_split_conversation_weighs_what_an_unsplit_one_does(
     )
     output = generate_sft(config, PromptSource(config, tokenizer), tokenizer)
     assert len(output.samples) == size and all(
-        group.num_executions == 1 for group in output.samples
+        group.num_trajectories == 1 for group in output.samples
     )
     if template == THINKING and seq_length is None:
         assert [len(group.samples) for group in output.samples] == turns
@@ -221,11 +221,11 @@ def test_a_split_conversation_weighs_what_an_unsplit_one_does(
     ):
         [step] = batch.steps
         assert step.global_batch_size == size
-        for execution, mask, total in zip(
-            batch.execution_ids, batch.loss_masks, batch.rollout_mask_sums
+        for trajectory, mask, total in zip(
+            batch.trajectory_ids, batch.loss_masks, batch.rollout_mask_sums
         ):
             weight = token_weights([mask], [total], step.global_batch_size).sum().item()
-            weights[execution] = weights.get(execution, 0.0) + weight
+            weights[trajectory] = weights.get(trajectory, 0.0) + weight
     assert list(weights.values()) == pytest.approx([1 / size] * size)
 
 

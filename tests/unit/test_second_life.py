@@ -11,11 +11,11 @@ import pytest
 
 from slime.config import make_config
 from slime.prompts.source import PromptSource
-from slime.rollout.dynamic_sampling import Collected, Collector
-from slime.rollout.journal import Journal, Kind, drawn_as
+from slime.rollout.dynamic_sampling import Collected, DynamicSampler
+from slime.rollout.journal import Journal, RecordKind, drawn_as
 from slime.rollout.trajectory import GroupRunner
-from slime.run.schedule import Ages
-from slime.samples.types import Sample, Versions
+from slime.run.schedule import StalenessTracker
+from slime.samples.types import Sample, VersionWindow
 from tests.support.fake_rollout import FakeClient, FakeRewards, FakeSource, make_state
 from tests.support.journals import drawn, generated, note, restored
 from tests.support.prompt_fixtures import make_tokenizer, write_jsonl
@@ -43,9 +43,9 @@ class Life:
     async def collect(
         self, rollout_id: int, newest: int | None = 1, target: int = 2, draw_size: int = 2
     ) -> Collected:
-        with self.client.beside() as client:
+        with self.client.fork() as client:
             self.state = make_state(client, tokenizer=self.tokenizer)
-            collector = Collector(
+            collector = DynamicSampler(
                 GroupRunner(self.state, FakeRewards(), rollout_id=rollout_id),
                 self.source,
                 target=target,
@@ -56,7 +56,7 @@ class Life:
                 ),
                 deterministic=self.deterministic,
                 journal=self.journal,
-                versions=Versions(newest=newest),
+                versions=VersionWindow(newest=newest),
             )
             return await collector.collect()
 
@@ -133,7 +133,7 @@ def test_what_is_of_weights_that_training_has_not_reached_is_generated_again(
 
 def test_weights_of_a_future_that_was_given_up_are_not_reached() -> None:
     """Versions 1, 2 and 3 were pushed, then ranks were lost, and rollout 1 is done again with 4."""
-    ages = Ages(make_config(rollout_batch_size=1, entry="train_async"))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, entry="train_async"))
     for version, trained in ((1, 0), (2, 1), (3, 2)):
         ages.pushed(version, trained)
     assert ages.versions(2)[1:4] == (3, set(), set())
@@ -146,7 +146,7 @@ def test_weights_of_a_future_that_was_given_up_are_not_reached() -> None:
 def test_weights_of_now_count_however_often_a_run_has_begun_again(tmp_path: Path) -> None:
     """Begun again twice at the same checkpoint: 5 and 6 are of step 1, as 2 is; 3 and 4 are of
     steps that are open."""
-    ages = Ages(make_config(rollout_batch_size=1, entry="train_async"))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, entry="train_async"))
     for version, trained in ((1, 0), (2, 1), (3, 2), (4, 3), (5, 1), (6, 1)):
         ages.pushed(version, trained)
     _, newest, _, ahead, _ = ages.versions(1)
@@ -156,15 +156,15 @@ def test_weights_of_now_count_however_often_a_run_has_begun_again(tmp_path: Path
         samples = generated(4)
         for span in (span for sample in samples for span in sample.token_spans):
             span.weight_version = version
-        note(journal, Kind.FINISHED, 2, samples)
-        versions = Versions(newest=newest, ahead=ahead)
+        note(journal, RecordKind.FINISHED, 2, samples)
+        versions = VersionWindow(newest=newest, ahead=ahead)
         assert (journal.restore(1, group, drawn_as(group), versions)[0] is not group) == counts
 
 
 def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
     """Saved at step 5; the first life pushed up to step 7, the second one begins at 5 again, and so
     does the third."""
-    ages = Ages(make_config(rollout_batch_size=1, async_buffer_size=1, max_staleness=1))
+    ages = StalenessTracker(make_config(rollout_batch_size=1, async_buffer_size=1, max_staleness=1))
     first_life = {version: version - 1 for version in range(1, 9)}
     ages.remember({**first_life, 9: 5, 10: 6, 11: 7})
     ages.pushed(12, 5)
@@ -175,11 +175,13 @@ def test_a_resumed_run_knows_when_lost_lives_have_pushed() -> None:
 
 def test_a_later_record_does_not_hide_an_earlier_one(tmp_path: Path) -> None:
     journal, group = Journal(tmp_path, "flags"), drawn(4)
-    note(journal, Kind.FINISHED, 1, generated(4, (7,)))
-    note(journal, Kind.FINISHED, 3, generated(4, (7, 8)))  # of weights 3, as all in that module
+    note(journal, RecordKind.FINISHED, 1, generated(4, (7,)))
+    note(
+        journal, RecordKind.FINISHED, 3, generated(4, (7, 8))
+    )  # of weights 3, as all in that module
 
     def found(newest: int | None) -> tuple[int, bool]:
-        samples, is_kept = journal.restore(2, group, drawn_as(group), Versions(newest=newest))
+        samples, is_kept = journal.restore(2, group, drawn_as(group), VersionWindow(newest=newest))
         return samples[0].response_length, is_kept
 
     assert found(None) == (1, False) and found(2) == (1, False) and found(3) == (2, True)
@@ -249,7 +251,7 @@ def test_a_group_that_finishes_when_there_are_enough_is_noted_too(
     life.journal.close()
     again = Journal(tmp_path, "flags")
     [place] = again._places[2]
-    assert place.kind is (Kind.BEGUN if left.reward is None else Kind.FINISHED)
+    assert place.kind is (RecordKind.BEGUN if left.reward is None else RecordKind.FINISHED)
 
 
 # -- a push that broke
@@ -265,8 +267,8 @@ def test_what_was_finished_before_a_push_that_broke_is_kept(tmp_path: Path) -> N
         for sample in samples:
             for span in sample.token_spans:
                 span.weight_version = {4: 2, 5: 3, 6: None}[group]
-        note(journal, Kind.FINISHED, 1, samples)
-    note(journal, Kind.FINISHED, 2, generated(7))
+        note(journal, RecordKind.FINISHED, 1, samples)
+    note(journal, RecordKind.FINISHED, 2, generated(7))
     journal.forget_newer(1, 2)
     for each in (journal, Journal(tmp_path, "flags")):
         assert [restored(each, 2, group)[0].response_length for group in (4, 5, 6, 7)] == [

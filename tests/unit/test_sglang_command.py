@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.cluster.placement import Place, Slots, engine_parts
+from slime.cluster.placement import GpuSlot, GpuSlots, engine_parts
 from slime.cluster.server_process import ServerDied
 from slime.config import make_config
 from slime.config.engine_flags import stored_sglang_args
@@ -239,13 +239,13 @@ def test_groups_become_engines(tmp_path: Path) -> None:
     )
 
 
-def slots_on(*gpus_per_node: int) -> Slots:
+def slots_on(*gpus_per_node: int) -> GpuSlots:
     places = [
-        Place(sum(gpus_per_node[:node]) + gpu, f"10.0.0.{node}", f"node{node}", str(gpu))
+        GpuSlot(sum(gpus_per_node[:node]) + gpu, f"10.0.0.{node}", f"node{node}", str(gpu))
         for node, count in enumerate(gpus_per_node)
         for gpu in range(count)
     ]
-    return Slots(None, places, on_gpu=True)  # type: ignore[arg-type]
+    return GpuSlots(None, places, on_gpu=True)  # type: ignore[arg-type]
 
 
 def test_no_engine_reads_model_code_that_another_one_is_copying(

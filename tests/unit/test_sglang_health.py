@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.engine_actor import Obituary, raise_obituary
+from slime.cluster.engine_actor import ServerExit, raise_server_exit
 from slime.cluster.server_process import ServerProcess, exception_line
 from slime.config import make_config
 from slime.engines.health import HealthChecks
@@ -185,8 +185,8 @@ def test_an_obituary_says_what_was_done_and_what_it_died_of(
     engine: str, exception: str, remedies: str
 ) -> None:
     with pytest.raises(RunFailed) as failed:
-        obituary = Obituary("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
-        raise_obituary(
+        obituary = ServerExit("was killed (SIGKILL)", "the end", "u", exception, pid=4711)
+        raise_server_exit(
             "engine-1", obituary, engine_kind(engine).remedies(exception), what="giving memory up"
         )
     assert failed.value.what == "giving memory up: engine-1 (pid 4711) was killed (SIGKILL)"

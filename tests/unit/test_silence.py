@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slime.cluster import slow_waits as module
-from slime.cluster.slow_waits import Silence, own_actors, stopped_parts
+from slime.cluster.slow_waits import SlowWaitLogger, own_actors, stopped_parts
 from slime.processes.host import own_addresses
 from tests.support.processes import wait_until
 
@@ -56,7 +56,7 @@ def test_lines_come_at_growing_intervals_while_somebody_works(
     caplog.set_level("INFO")
     clock, used = Clock(), itertools.count(0.0, 20.0)
     monkeypatch.setattr(module, "_cpu_seconds", lambda pid: next(used))
-    silence = Silence("training", clock)
+    silence = SlowWaitLogger("training", clock)
     said = {}
     for second in range(500):
         clock.now = float(second)
@@ -74,7 +74,7 @@ def test_lines_come_at_growing_intervals_while_somebody_works(
 def test_a_sign_begins_the_silence_anew(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = Clock()
-    silence = Silence("generating", clock)
+    silence = SlowWaitLogger("generating", clock)
     for second in range(130):
         clock.now = float(second)
         silence.look([worker("rollout")], sign=second // 50)
@@ -95,7 +95,7 @@ def test_who_is_stopped_is_named_every_minute(
     wait_until(lambda: sleeper.pid in stopped_parts(), "it is stopped")
     assert stopped_parts()[sleeper.pid].startswith(f"pid {sleeper.pid} (python")
     clock = Clock()
-    silence = Silence("pushing weights", clock)
+    silence = SlowWaitLogger("pushing weights", clock)
     for second in range(200):
         clock.now = float(second)
         silence.look([worker("trainer-0", sleeper.pid)])
@@ -104,7 +104,7 @@ def test_who_is_stopped_is_named_every_minute(
         f"trainer-0 (pid {sleeper.pid} on {HERE}: stopped)" in line for line in lines
     )
     assert "stopped besides" not in lines[0]
-    other = Silence("training", clock)
+    other = SlowWaitLogger("training", clock)
     clock.now = 300.0
     other.look([worker("trainer-1", 1, "192.0.2.77")])
     [line] = lines_of(caplog)
@@ -117,7 +117,7 @@ def test_an_idle_one_is_told_and_so_is_one_that_is_gone(
     sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    silence = Silence("saving a checkpoint", clock)
+    silence = SlowWaitLogger("saving a checkpoint", clock)
     for second in (30, 60, 90, 120):
         clock.now = float(second)
         silence.look([worker("trainer-0", sleeper.pid)])

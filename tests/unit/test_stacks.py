@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.slow_waits import Silence
+from slime.cluster.slow_waits import SlowWaitLogger
 from slime.cluster.waiting import Process, _deadline_passed
 from slime.processes import stacks
 from tests.support.processes import wait_until
@@ -65,7 +65,7 @@ def test_whoever_waits_for_it_asks(
     assert log.read_text().count("in spin_without_an_end") == 1
 
     clock = [0.0]
-    silence = Silence("training", lambda: clock[0])
+    silence = SlowWaitLogger("training", lambda: clock[0])
     for clock[0] in (30.0, 60.0, 130.0, 270.0):
         silence.look([worker])
     said = ["Python stacks: trainer-0.log" in line for line in caplog.messages]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.waiting import StartNews, Worker
+from slime.cluster.waiting import NamedActor, StartupProgress
 
 
 def test_who_is_late_is_named_with_the_last_line_of_its_log(
@@ -18,9 +18,9 @@ def test_who_is_late_is_named_with_the_last_line_of_its_log(
     (tmp_path / "engine-1.log").write_text("")
     now, finished = [0.0], {"rollout"}
     coming_up: Any = {
-        Worker(name): name for name in ("engine-0", "engine-1", "engine-2", "rollout")
+        NamedActor(name): name for name in ("engine-0", "engine-1", "engine-2", "rollout")
     }
-    news = StartNews(
+    news = StartupProgress(
         coming_up, tmp_path, clock=lambda: now[0], done=lambda ref: str(ref) in finished
     )
     said = []

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime.embedded.engine import Engine, Hub
-from slime.embedded.generate_request import Limits
+from slime.embedded.generate_request import RequestLimits
 from slime.embedded.generate_routes import ServerState
 from slime.embedded.openai_request import OpenAIRequest, parse_chat, render_chat
 from slime.embedded.openai_routes import _chat_choice, _chat_chunks
@@ -320,7 +320,7 @@ class Scripted:
 def asked_for(body: dict[str, Any], name: str) -> OpenAIRequest:
     tokenizer, limits = (
         byte_tokenizer(),
-        Limits(VOCAB, 512, frozenset({EOS}), None, random.Random(0)),
+        RequestLimits(VOCAB, 512, frozenset({EOS}), None, random.Random(0)),
     )
     messages = [{"role": "user", "content": "Hi"}]
     return parse_chat(

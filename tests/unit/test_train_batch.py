@@ -27,7 +27,7 @@ def tensors(shapes: list[list[int]], dtypes: list[torch.dtype]) -> list[torch.Te
 def batch(**fields: Any) -> TrainBatch:
     n = len(fields["tokens"])
     plain: dict[str, Any] = dict.fromkeys(
-        ("response_lengths", "sample_indices", "group_indices", "execution_ids"), [1] * n
+        ("response_lengths", "sample_indices", "group_indices", "trajectory_ids"), [1] * n
     )
     plain |= dict.fromkeys(("rewards", "raw_rewards", "rollout_mask_sums"), [0.5] * n) | {
         "truncated": [False] * n

@@ -199,7 +199,7 @@ def test_a_missing_number_among_log_probs_is_named(name: str) -> None:
     config = make_config(rollout_batch_size=1, n_samples_per_prompt=2, hf_checkpoint="/nowhere")
     with pytest.raises(UserError) as caught:
         to_train_batches(
-            [Group(index=0, executions=[[s] for s in samples])], config, TrainLayout(), 0
+            [Group(index=0, trajectories=[[s] for s in samples])], config, TrainLayout(), 0
         )
     assert (
         f"a sample (index 8) with {name} that are not finite: nan at position 1"

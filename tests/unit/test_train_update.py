@@ -72,9 +72,9 @@ def test_reused_log_probs_are_those_of_a_pass_of_their_own(backend: MegatronBack
     before = backend.log_probs(batch)
     assert before is not None and reuses_log_probs(backend.config, batch)
     metrics = backend.train(batch)
-    executions = batch.steps[0].global_batch_size
+    trajectories = batch.steps[0].global_batch_size
     expected = sum(
-        float((lp * mask).sum()) / total / executions
+        float((lp * mask).sum()) / total / trajectories
         for lp, mask, total in zip(before, batch.loss_masks, batch.rollout_mask_sums)
     )
     assert metrics["rollout/log_probs"] == pytest.approx(expected, abs=1e-5)
@@ -465,7 +465,7 @@ def test_advantages_that_are_returned_and_not_set_are_refused(backend: MegatronB
 def test_custom_loss_gets_logits_and_the_reducer(backend: MegatronBackend) -> None:
     metrics = backend.train(make_batch())
     assert metrics["train/my_metric"] == pytest.approx(metrics["train/loss"])
-    # per sample, not per execution: the sum over 6 samples divided by 5 executions
+    # per sample, not per trajectory: the sum over 6 samples divided by 5 trajectories
     assert metrics["train/loss"] > 0
 
 
@@ -641,7 +641,7 @@ def test_the_mismatch_is_that_of_the_trainer_whatever_the_ratio_is_taken_against
 
 
 def trained_weight(batch: TrainBatch) -> float:
-    """What the weights of all tokens add up to: 1, unless an execution trains no token."""
+    """What the weights of all tokens add up to: 1, unless a trajectory trains no token."""
     return sum(float(m.sum()) / t for m, t in zip(batch.loss_masks, batch.rollout_mask_sums)) / 5
 
 

@@ -15,7 +15,7 @@ from slime.cluster import run_cluster as module
 from slime.cluster.launch import Generating, connect
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.trainer_group import TrainerStart
-from slime.cluster.waiting import NobodyAnswers, StopRequested
+from slime.cluster.waiting import NoEngineLeft, StopRequested
 from slime.config import make_config
 from slime.engines.api import EngineError
 from slime.errors import RunFailed
@@ -37,7 +37,7 @@ class Told(Cluster):
         )
         self._weights: Any = SimpleNamespace(is_pushing=half_pushed)
         self._engines: Any = SimpleNamespace(
-            watch=lambda: None, go_on=lambda: self.done.append("go on")
+            watch=lambda: None, continue_generation=lambda: self.done.append("go on")
         )
         self._trainers: Any = SimpleNamespace(close=lambda seconds: self.done.append("close"))
         self._rollout: Any = SimpleNamespace(
@@ -51,7 +51,7 @@ class Told(Cluster):
     def collect(self, generating: Generating) -> Any:
         assert self._lacks_trainers, "no engine is waited for that only a push brings back"
         if not self._answers:
-            raise NobodyAnswers
+            raise NoEngineLeft
         self.done.append(f"collect {generating.rollout_id}")
 
     def _make_trainers(self, *_: Any) -> Any:

@@ -129,7 +129,7 @@ def long_batch() -> TrainBatch:
         raw_rewards=[1.0] * count,
         sample_indices=list(range(count)),
         group_indices=[0] * count,
-        execution_ids=list(range(count)),
+        trajectory_ids=list(range(count)),
         rollout_mask_sums=[float(r) for r in responses],
         truncated=[False] * count,
         steps=[StepPlan(micro_batches, global_batch_size=count, num_loss_tokens=sum(responses))],

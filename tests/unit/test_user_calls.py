@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slime.user_code import calls as user_calls
-from slime.user_code.calls import alone, hung_threads, in_thread, running, watch_loop
+from slime.user_code.calls import hung_threads, run_in_thread, run_isolated, running, watch_loop
 from slime.user_code.loading import FunctionHangs, call_hook
 from tests.support.processes import wait_until
 
@@ -118,7 +118,7 @@ def test_threads_are_used_again() -> None:
     """One that has just answered may not be idle yet."""
 
     async def main() -> set[int]:
-        return {await in_thread(threading.get_ident, "mine") for _ in range(50)}
+        return {await run_in_thread(threading.get_ident, "mine") for _ in range(50)}
 
     assert len(asyncio.run(main())) < 10
 
@@ -197,7 +197,7 @@ def test_code_that_blocks_the_loop_is_named_and_ended(caplog: pytest.LogCaptureF
             time.sleep(0.001)
 
     with pytest.raises(RuntimeError, match="it hung, and was ended"):
-        watched(lambda: alone(blocks(), "my.generate on sample 3"))
+        watched(lambda: run_isolated(blocks(), "my.generate on sample 3"))
     assert "my.generate on sample 3 blocks the event loop for" in caplog.text
     assert "in blocks\n    time.sleep(0.001)" in caplog.text
 
@@ -216,7 +216,7 @@ def waiting_for_a_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         children[0].kill()  # or the test would hang
 
     with pytest.raises(RuntimeError, match="it hung, and was ended"):
-        watched(lambda: alone(waits(), "mine"), lost)
+        watched(lambda: run_isolated(waits(), "mine"), lost)
     assert not given_up
 
 
@@ -256,7 +256,7 @@ def test_whoever_owns_the_loop_is_told_of_what_cannot_be_ended() -> None:
         gate.set()
 
     with pytest.raises(RuntimeError, match="it hung, and was ended"):
-        watched(lambda: alone(deadlocks(), "mine"), lost)
+        watched(lambda: run_isolated(deadlocks(), "mine"), lost)
     assert "mine blocks the event loop and cannot be ended" in told[0] and "gate.wait()" in told[0]
 
 

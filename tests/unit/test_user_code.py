@@ -15,7 +15,7 @@ from slime.engines.request_fields import BadRequest, parse_params
 from slime.errors import UserError
 from slime.page.report import write_report
 from slime.prompts.source import make_source, save_source
-from slime.rollout.dynamic_sampling import Collector
+from slime.rollout.dynamic_sampling import DynamicSampler
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rewards.pool import RewardPool
 from slime.rollout.trajectory import GroupRunner
@@ -104,7 +104,7 @@ async def generated(path: str, **flags: Any) -> Any:
         FakeClient(), args=hook_args(**{"custom_generate_function_path": None, **flags})
     )
     runner = GroupRunner(state, FakeRewards(), rollout_id=0)
-    collector = Collector(runner, FakeSource(2), target=1, draw_size=1, group_size=2)
+    collector = DynamicSampler(runner, FakeSource(2), target=1, draw_size=1, group_size=2)
     return await collector.collect()
 
 

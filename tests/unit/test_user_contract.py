@@ -28,7 +28,7 @@ from slime.config import make_config
 from slime.errors import UserError
 from slime.observe.alarms import find_alarms
 from slime.rollout.debug_data import save_rollout
-from slime.rollout.dynamic_sampling import Collector
+from slime.rollout.dynamic_sampling import DynamicSampler
 from slime.rollout.filters import call_dynamic_filter, verdict_of
 from slime.rollout.finish import finish_evaluation, finish_rollout
 from slime.rollout.generate import generate
@@ -222,7 +222,7 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Sample], Any]]] = {
     "the length": ("response_length", setting("response_length", 1)),
     "the index": ("index", setting("index", 17)),
     "the group": ("group_index", setting("group_index", 17)),
-    "the execution": ("rollout_id", setting("rollout_id", 17)),
+    "the trajectory": ("rollout_id", setting("rollout_id", 17)),
     "the prompt": ("prompt", setting("prompt", "other")),
     "a message of the prompt": ("prompt", lambda s: s.prompt[0].__setitem__("content", "other")),
     "the response": ("response", setting("response", "other")),
@@ -669,7 +669,7 @@ WRONG: dict[str, tuple[Callable[[Sample], Any], str]] = {
     "a response of None": (setting("response", None), "response None"),
     "a prompt": (setting("prompt", 3), "prompt 3"),
     "an index of text": (setting("index", "3"), "index '3'"),
-    "an execution": (setting("rollout_id", [1]), "rollout_id [1]"),
+    "a trajectory": (setting("rollout_id", [1]), "rollout_id [1]"),
     "seconds of nan": (setting("non_generation_time", math.nan), "non_generation_time nan"),
     "counters": (setting("spec_info", None), "spec_info None"),
     "experts of text": (setting("rollout_routed_experts", "x"), "rollout_routed_experts"),
@@ -693,7 +693,7 @@ RIGHT: dict[str, Callable[[Sample], Any]] = {
     "a status of text": setting("status", "truncated"),
     "the index of a row": setting("index", 0),
     "the group of a row": setting("group_index", 0),
-    "one execution for all": setting("rollout_id", 0),
+    "one trajectory for all": setting("rollout_id", 0),
     "its own prompt": lambda s: (
         setattr(s, "prompt", "other"),
         setattr(s, "tokens", [3, *s.tokens]),
@@ -725,7 +725,7 @@ def test_a_sample_in_other_words_is_trained_on(right: str) -> None:
     assert group.failure is None and [sample.index for sample in group.samples] == [0, 1]
     for sample in group.samples:
         sample.reward = 1.0
-    assert len(group.executions) == len(GroupRun.of(group.for_later()).executions)
+    assert len(group.trajectories) == len(GroupRun.of(group.for_later()).trajectories)
     [batch] = to_train_batches([group.to_group()], config(), TrainLayout(), 0)
     assert batch.num_samples == 2
 
@@ -808,7 +808,7 @@ def test_a_data_source_that_gives_each_sample_one_index_is_refused(field: str) -
     with pytest.raises(
         FunctionFailed, match=r"'mine.Source' \(--data-source-path\) gave a group"
     ) as caught:
-        asyncio.run(Collector(runner, Zeros(2), target=4, draw_size=4, group_size=2).collect())
+        asyncio.run(DynamicSampler(runner, Zeros(2), target=4, draw_size=4, group_size=2).collect())
     assert field.split("_")[-1] in caught.value.what
 
 

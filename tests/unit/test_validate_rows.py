@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slime.__main__ import main
 from slime.config import Config, make_config
 from slime.diagnosis.checks_data import data as doctor_data
-from slime.diagnosis.look import Case, Look
+from slime.diagnosis.look import CheckedRun, Look
 from slime.diagnosis.troubles import DATA_ROWS
 from slime.errors import UserError
 from slime.log import untold
@@ -174,7 +174,7 @@ def test_doctor_says_what_the_launch_says(
     with pytest.raises(UserError) as refused:
         preflight.check_data(config)
     look = Look(DATA_ROWS)
-    doctor_data(Case(config), look)
+    doctor_data(CheckedRun(config), look)
     fatal, warning = look.findings
     assert (
         fatal.is_fatal

@@ -14,10 +14,10 @@ from slime.cluster import waiting
 from slime.cluster.waiting import (
     ActorDied,
     DeadlinePassed,
+    NamedActor,
     Process,
     StopRequested,
     Watch,
-    Worker,
     raise_failed,
     wait_for,
 )
@@ -55,8 +55,8 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 HERE = Process(4711, "10.0.0.3")
 
 
-def worker(name: str, process: Any = HERE) -> Worker:
-    return Worker(name, process)
+def worker(name: str, process: Any = HERE) -> NamedActor:
+    return NamedActor(name, process)
 
 
 def test_who_does_not_answer_is_named_with_the_pid_to_dump() -> None:

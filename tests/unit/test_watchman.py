@@ -15,7 +15,7 @@ import pytest
 
 from slime.cluster import open_waits
 from slime.cluster import stopped_processes as module
-from slime.cluster.stopped_processes import Watchman
+from slime.cluster.stopped_processes import StoppedProcessMonitor
 from slime.cluster.waiting import DeadlinePassed
 
 STOPPED = {4711: "pid 4711 (ray::TrainerActor)"}
@@ -26,7 +26,7 @@ class Scene:
 
     def __init__(self, log: Path) -> None:
         self.now, self.stopped, self.ended = time.monotonic(), dict(STOPPED), [BaseException()][:0]
-        self.watchman = Watchman(
+        self.watchman = StoppedProcessMonitor(
             60.0, log, self.ended.append, lambda: self.stopped, lambda: self.now
         )
         self.watchman._is_main = True
@@ -182,7 +182,7 @@ def test_it_is_raised_in_a_main_thread_that_does_not_look(
     monkeypatch.setattr(module, "_TAKES_UP_SECONDS", 0.1)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         process.send_signal(signal.SIGSTOP)
-        watchman = Watchman(0.4, tmp_path / "driver.log", lambda error: None)
+        watchman = StoppedProcessMonitor(0.4, tmp_path / "driver.log", lambda error: None)
         try:
             watchman.begin()
             with pytest.raises(DeadlinePassed, match=f"pid {process.pid} "):

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slime.checkpoints.quantised_files import quantise_directory
-from slime.cluster.gpu_memory import GpuTurns
+from slime.cluster.gpu_memory import GpuMemoryOwner
 from slime.cluster.run_cluster import Cluster
 from slime.cluster.weight_push import WeightPush
 from slime.config import make_config
-from slime.embedded.generate_request import Limits, parse_generate
+from slime.embedded.generate_request import RequestLimits, parse_generate
 from slime.embedded.generate_routes import Answer
 from slime.embedded.scheduler import Scheduler
 from slime.engines.api import EngineError
@@ -67,7 +67,7 @@ class EmbeddedEngine(Fleet):
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         super().__init__([], dtype=dtype, version="slime-embedded")
         self.scheduler: Scheduler = make_scheduler(model, dtype=dtype)
-        self.limits = Limits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
+        self.limits = RequestLimits(VOCAB, 256, frozenset({EOS}), None, random.Random(0))
 
     def post(self, path: str, body: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         [job] = parse_generate(body, self.limits).jobs
@@ -465,7 +465,7 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
 
     class Engines:
         fleet = None
-        table = SimpleNamespace(policy=[1], taken_in=lambda: None)
+        table = SimpleNamespace(policy=[1], rejoin=lambda: None)
 
         def start_again(self) -> None: ...
 
@@ -479,7 +479,7 @@ def cluster(tmp_path: Path) -> tuple[Cluster, list[str]]:
         def explained(self) -> AbstractContextManager[None]:
             return nullcontext()
 
-    turns = GpuTurns(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
+    turns = GpuMemoryOwner(*[lambda *given: {}] * 4, offload_train=True, offload_rollout=True)  # type: ignore[arg-type, list-item]
     cluster._engines, cluster._turns = Engines(), turns  # type: ignore[assignment]
     cluster._weights = WeightPush(cluster._engines, None, turns, Logged(), tolerant=False)  # type: ignore[arg-type]
     return cluster, log

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from slime.diagnosis.align.case import Case
+from slime.diagnosis.align.case import Discrepancy
 from slime.diagnosis.align.evidence import size
 
 
 @torch.inference_mode()
-def by_transformers(case: Case) -> float:
+def by_transformers(case: Discrepancy) -> float:
     """How far the reference is from transformers, on the first sample: mean over its response, nats
     per token.
 

@@ -55,7 +55,7 @@ class AskableEngine(Protocol):
 
 
 @dataclass
-class Case:
+class Discrepancy:
     """A difference with all that can be asked about it.
 
     Attributes:
@@ -236,7 +236,7 @@ class Cause:
 
     trouble: Trouble
     test: str
-    measure: Callable[[Case], Iterable[Tried]]
+    measure: Callable[[Discrepancy], Iterable[Tried]]
 
     def finding(self, tried: Tried) -> Finding:
         """In the words of this run."""

@@ -76,7 +76,7 @@ def _partners(
     trained: Sequence[dict[str, Any]], generated: Sequence[Sample]
 ) -> list[Sample | None]:
     """What each trained sample was generated as: the same tokens under the same index, which the
-    samples of one execution share; else what is left of that index, where that is one."""
+    samples of one trajectory share; else what is left of that index, where that is one."""
     waiting: dict[int | None, list[Sample]] = {}
     for sample in generated:
         waiting.setdefault(sample.index, []).append(sample)

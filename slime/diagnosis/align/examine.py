@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.diagnosis.align.case import ALIKE, Case, Cause, Tried, Untested
+from slime.diagnosis.align.case import ALIKE, Cause, Discrepancy, Tried, Untested
 from slime.diagnosis.align.causes import CAUSES
 from slime.diagnosis.align.layers import PartByPart
 from slime.diagnosis.align.together import Together, together
@@ -53,7 +53,7 @@ class Result:
         notes: what else is worth knowing.
     """
 
-    case: Case
+    case: Discrepancy
     ranked: list[Ranked]
     untested: dict[str, str]
     together: Together | None = None
@@ -84,7 +84,7 @@ class Result:
         return [one.finding for one in self.told]
 
 
-def examine(case: Case, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
+def examine(case: Discrepancy, causes: Iterable[Cause] = CAUSES, *, always: bool = False) -> Result:
     """Measure every cause that can be.
 
     Args:

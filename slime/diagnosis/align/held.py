@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slime.diagnosis.align.case import AskableEngine, Case, Tried, Untested
+from slime.diagnosis.align.case import AskableEngine, Discrepancy, Tried, Untested
 from slime.diagnosis.align.evidence import explained, size
 from slime.diagnosis.align.reference import Reference
 from slime.engines.wire.buckets import fingerprint
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSPECIFIC = 0.9
 
 
-def weights(case: Case) -> Iterator[Tried]:
+def weights(case: Discrepancy) -> Iterator[Tried]:
     """The engine holds other weights than the trainer."""
     model = case.model()
     tried = False
@@ -83,7 +83,7 @@ def _given_out(engine: AskableEngine, names: Sequence[str]) -> tuple[dict[str, T
     return theirs, kept_back
 
 
-def _differing(case: Case, held: Mapping[str, str]) -> tuple[list[str], int]:
+def _differing(case: Discrepancy, held: Mapping[str, str]) -> tuple[list[str], int]:
     """Names of the engine's tensors that are the reference's in no dtype, and how many were
     compared. What the engine stores quantised is compared as a push would bring it."""
     model = case.model()
@@ -102,7 +102,7 @@ def _differing(case: Case, held: Mapping[str, str]) -> tuple[list[str], int]:
     return found, compared
 
 
-def _weights_of(case: Case, names: Sequence[str]) -> list[str]:
+def _weights_of(case: Discrepancy, names: Sequence[str]) -> list[str]:
     """The weights that tensors are, or are the quantised parts of."""
     modules = case.stored_parts.items() if case.stored is not None else ()
     weight_of = {name: f"{module}.weight" for module, parts in modules for name in parts}
@@ -131,7 +131,7 @@ def _how(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[str,
     return tuple(lines)
 
 
-def batch(case: Case) -> Iterator[Tried]:
+def batch(case: Discrepancy) -> Iterator[Tried]:
     """The engine says other log-probs in company than alone."""
     if case.engine is None:
         raise Untested("there is no engine to ask: --engine URL, or a fresh round")
@@ -159,7 +159,7 @@ def batch(case: Case) -> Iterator[Tried]:
     yield Tried(what, "engine", share * _UNSPECIFIC, left, remedies=remedies)
 
 
-def _asked(case: Case, answers: Sequence[Sequence[float]]) -> list[Tensor]:
+def _asked(case: Discrepancy, answers: Sequence[Sequence[float]]) -> list[Tensor]:
     """[R] of each sample."""
     return [
         torch.tensor(answer[-sample.response_length :], dtype=torch.float64)

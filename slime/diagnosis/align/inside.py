@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.diagnosis.align.case import Case, Tried, Untested
+from slime.diagnosis.align.case import Discrepancy, Tried, Untested
 from slime.diagnosis.align.evidence import size
-from slime.diagnosis.align.reference import PARTS, Setting, Watcher
+from slime.diagnosis.align.reference import PARTS, ReferenceSettings, Watcher
 from slime.engines.wire.quantised import dequantise
 
 #: Bases of rotary embeddings in use.
@@ -24,7 +24,7 @@ _BY_SIZE = 0.5
 # --------------------------------------------------------------------------------------------------
 
 
-def position(case: Case) -> Iterator[Tried]:
+def position(case: Discrepancy) -> Iterator[Tried]:
     """Positions or rotary frequencies are others."""
     spec = case.model().arch.spec
     growth = case.differences.growth()
@@ -81,7 +81,7 @@ def _moved(prompt: int, length: int, by: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def quantisation(case: Case) -> Iterator[Tried]:
+def quantisation(case: Discrepancy) -> Iterator[Tried]:
     """One side has its weights, or its cache, in fewer bits."""
     model = case.model()
     given = case.facts.get("quantization")
@@ -167,7 +167,7 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 # --------------------------------------------------------------------------------------------------
 
 
-def routing(case: Case) -> Iterator[Tried]:
+def routing(case: Discrepancy) -> Iterator[Tried]:
     """The engine's tokens went to other experts."""
     model = case.model()
     if model.arch.experts is None:
@@ -206,7 +206,7 @@ def routing(case: Case) -> Iterator[Tried]:
     yield case.tried_change(what, {"engine": change}, remedies=remedies)
 
 
-def _replaying(setting: Setting) -> Setting:
+def _replaying(setting: ReferenceSettings) -> ReferenceSettings:
     return replace(setting, experts=True)
 
 
@@ -214,7 +214,7 @@ def _replaying(setting: Setting) -> Setting:
 # --------------------------------------------------------------------------------------------------
 
 
-def precision(case: Case) -> Iterator[Tried]:
+def precision(case: Discrepancy) -> Iterator[Tried]:
     """One operator, or all of them, computes in fewer bits."""
     model = case.model()
     low = str(model.low_dtype).removeprefix("torch.")
@@ -231,7 +231,7 @@ def precision(case: Case) -> Iterator[Tried]:
             dtype=model.low_dtype,
             remedies=remedies,
         )
-    whole = Setting(frozenset(PARTS), model.low_dtype, model.setting.sampling)
+    whole = ReferenceSettings(frozenset(PARTS), model.low_dtype, model.setting.sampling)
     makes = size(case.flat(model.of_all(case.samples, whole)) - case.flat(case.base))
     seen = case.differences.mean
     fits = min(makes / seen, seen / makes) if makes and seen else 0.0

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slime.diagnosis.align.case import Case, Side, Tried, Untested
+from slime.diagnosis.align.case import Discrepancy, Side, Tried, Untested
 from slime.diagnosis.align.evidence import Scored, explained, size
 from slime.diagnosis.align.reference import Sampling
 from slime.errors import UserError
@@ -29,7 +29,7 @@ _BETTER = 0.05
 # --------------------------------------------------------------------------------------------------
 
 
-def other_tokens(case: Case) -> Iterator[Tried]:
+def other_tokens(case: Discrepancy) -> Iterator[Tried]:
     """The two sides scored other token ids."""
     if any(sample.sent is not None for sample in case.samples):
         yield _of_two_dumps(case)
@@ -38,7 +38,7 @@ def other_tokens(case: Case) -> Iterator[Tried]:
     yield from _contexts(case, {"the prompt's text was tokenised again": partial(_again, case)})
 
 
-def _of_two_dumps(case: Case) -> Tried:
+def _of_two_dumps(case: Discrepancy) -> Tried:
     model = case.model()
     count = 0
     first = ""
@@ -63,7 +63,7 @@ def _of_two_dumps(case: Case) -> Tried:
     return case.tried(what, variant, details=(first,) if first else (), remedies=remedies)
 
 
-def _again(case: Case, sample: Scored) -> list[int]:
+def _again(case: Discrepancy, sample: Scored) -> list[int]:
     text = case.tokenizer.decode(
         sample.tokens[: sample.prompt_length].tolist(), skip_special_tokens=False
     )
@@ -74,7 +74,7 @@ def _again(case: Case, sample: Scored) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 
 
-def shift(case: Case) -> Iterator[Tried]:
+def shift(case: Discrepancy) -> Iterator[Tried]:
     """Log-probs stand at their neighbours' tokens."""
     whole = case.differences.values
     at_fault: Side = ""
@@ -115,7 +115,7 @@ def _shifted(values: Tensor, by: int) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def template(case: Case) -> Iterator[Tried]:
+def template(case: Discrepancy) -> Iterator[Tried]:
     """The response was scored behind another prompt: template, its head, the token that begins a
     text."""
     tokenizer = case.tokenizer
@@ -150,7 +150,7 @@ def template(case: Case) -> Iterator[Tried]:
 
 
 def _contexts(
-    case: Case,
+    case: Discrepancy,
     makers: dict[str, Callable[[Scored], list[int] | None]],
     remedies: tuple[str, ...] = (),
 ) -> Iterator[Tried]:
@@ -177,22 +177,22 @@ def _prompt(sample: Scored) -> list[int]:
     return [int(token) for token in sample.tokens[: sample.prompt_length]]
 
 
-def _text(case: Case, sample: Scored) -> str:
+def _text(case: Discrepancy, sample: Scored) -> str:
     return str(case.tokenizer.decode(_prompt(sample), skip_special_tokens=False))
 
 
-def _encoded(case: Case, text: str) -> list[int]:
+def _encoded(case: Discrepancy, text: str) -> list[int]:
     return list(case.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _templated(case: Case, sample: Scored) -> list[int] | None:
+def _templated(case: Discrepancy, sample: Scored) -> list[int] | None:
     try:
         return _encoded(case, render_prompt(case.tokenizer, _text(case, sample)))
     except UserError:
         return None
 
 
-def _bare(case: Case, sample: Scored) -> list[int] | None:
+def _bare(case: Discrepancy, sample: Scored) -> list[int] | None:
     """What stands between the head and the end of a user's turn."""
     mark = "the user's words"
     try:
@@ -206,7 +206,7 @@ def _bare(case: Case, sample: Scored) -> list[int] | None:
     return _encoded(case, text[len(head) : len(text) - len(end)])
 
 
-def _head(case: Case) -> list[int]:
+def _head(case: Discrepancy) -> list[int]:
     """What the template writes for the assistant to go on with."""
     messages = [{"role": "user", "content": "hello"}]
     try:
@@ -217,7 +217,7 @@ def _head(case: Case) -> list[int]:
     return _encoded(case, whole[len(without) :]) if whole.startswith(without) else []
 
 
-def _without_head(case: Case, sample: Scored) -> list[int] | None:
+def _without_head(case: Discrepancy, sample: Scored) -> list[int] | None:
     head = _head(case)
     prompt = _prompt(sample)
     return prompt[: -len(head)] if head and prompt[-len(head) :] == head else None
@@ -227,7 +227,7 @@ def _without_head(case: Case, sample: Scored) -> list[int] | None:
 # ------------------------------------------------------------------------------------------
 
 
-def temperature(case: Case) -> Iterator[Tried]:
+def temperature(case: Discrepancy) -> Iterator[Tried]:
     """One side divides logits by another temperature."""
     model = case.model()
     now = case.sampling.temperature
@@ -249,7 +249,7 @@ def _said(value: float, now: float) -> str:
     return f"log-probs are at temperature {value:.3g} instead of --rollout-temperature {now:g}"
 
 
-def _narrowed(case: Case, near: float, ratio: float) -> Tried:
+def _narrowed(case: Discrepancy, near: float, ratio: float) -> Tried:
     """The best temperature around ``near``, to a hundredth."""
     now = case.sampling.temperature
     best = None
@@ -264,7 +264,7 @@ def _narrowed(case: Case, near: float, ratio: float) -> Tried:
     return best
 
 
-def filters(case: Case) -> Iterator[Tried]:
+def filters(case: Discrepancy) -> Iterator[Tried]:
     """One side's log-probs are those of what top-p, top-k or min-p left, or behind a repetition
     penalty."""
     now = case.sampling
@@ -318,7 +318,10 @@ def _default(name: str, value: float) -> str:
 
 
 def _made_of_logits(
-    case: Case, samplings: Sequence[Sampling], said: Sequence[str], remedies: tuple[str, ...] = ()
+    case: Discrepancy,
+    samplings: Sequence[Sampling],
+    said: Sequence[str],
+    remedies: tuple[str, ...] = (),
 ) -> Iterator[Tried]:
     model = case.model()
     by_sample = [model.by_sampling(sample, samplings) for sample in case.samples]

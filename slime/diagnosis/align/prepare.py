@@ -13,7 +13,7 @@ import torch
 from slime.config.config import Config
 from slime.diagnosis.align import dumps
 from slime.diagnosis.align.arbiter import by_transformers
-from slime.diagnosis.align.case import ALIKE, AskableEngine, Case
+from slime.diagnosis.align.case import ALIKE, AskableEngine, Discrepancy
 from slime.diagnosis.align.engines import EngineHere
 from slime.diagnosis.align.evidence import Scored, size
 from slime.diagnosis.align.examine import Result, examine
@@ -124,7 +124,7 @@ def examined(
 
 def case_of(
     config: Config, samples: list[Scored], wish: Wish, engine: AskableEngine | None
-) -> Case:
+) -> Discrepancy:
     rollout = config.rollout
     sampling = Sampling(
         rollout.rollout_temperature,
@@ -133,7 +133,9 @@ def case_of(
         rollout.rollout_min_p,
     )
     stored = _stored(config)
-    case = Case(samples, sampling, engine=engine, facts=_facts(config, wish.model), stored=stored)
+    case = Discrepancy(
+        samples, sampling, engine=engine, facts=_facts(config, wish.model), stored=stored
+    )
     if stored is not None:
         case.facts["quantization"] = str(stored)
     case.facts["weights_compared"] = wish.is_fresh
@@ -207,7 +209,7 @@ def _facts(config: Config, model: Path | None) -> dict[str, Any]:
     return facts
 
 
-def _ask_transformers(case: Case, result: Result) -> None:
+def _ask_transformers(case: Discrepancy, result: Result) -> None:
     """Whether the reference is what it is taken for."""
     try:
         apart = by_transformers(case)
@@ -225,7 +227,7 @@ def _ask_transformers(case: Case, result: Result) -> None:
     result.notes.append(told)
 
 
-def _compare_parts(config: Config, case: Case, result: Result) -> None:
+def _compare_parts(config: Config, case: Discrepancy, result: Result) -> None:
     """The hidden states of the trainer's model, the embedded engine's and the reference, of one
     sample."""
     model = case.model()

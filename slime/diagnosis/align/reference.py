@@ -87,7 +87,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ReferenceSettings:
     """How the reference computes.
 
     Attributes:
@@ -133,7 +133,7 @@ class Reference:
         )
         for linear in self.store.linears:
             linear.packs = False  # products go through F.linear, where they can be rounded
-        self.setting = Setting(sampling=sampling, experts=replays)
+        self.setting = ReferenceSettings(sampling=sampling, experts=replays)
         if dtype != torch.float32:
             self.write(
                 {name: tensor.to(dtype).float() for name, tensor in self.store.named.items()}
@@ -144,7 +144,7 @@ class Reference:
         """What "rounded" means: the run's dtype where that has 16 bits."""
         return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
 
-    def as_the_run(self) -> Setting:
+    def as_the_run(self) -> ReferenceSettings:
         """With the roundings of a run in 16 bits."""
         rounded = frozenset() if self.dtype == torch.float32 else IN_16_BITS
         return replace(self.setting, rounded=rounded, dtype=self.low_dtype)
@@ -177,12 +177,17 @@ class Reference:
     # -- log-probs
     # ----------------------------------------------------------------------------------------------
 
-    def of_all(self, samples: Sequence[Scored], setting: Setting | None = None) -> list[Tensor]:
+    def of_all(
+        self, samples: Sequence[Scored], setting: ReferenceSettings | None = None
+    ) -> list[Tensor]:
         """float64 [R] of each."""
         return [self.log_probs(sample, setting) for sample in samples]
 
     def log_probs(
-        self, sample: Scored, setting: Setting | None = None, context: Tensor | None = None
+        self,
+        sample: Scored,
+        setting: ReferenceSettings | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
         """float64 [R].
 
@@ -197,7 +202,7 @@ class Reference:
         self,
         sample: Scored,
         samplings: Sequence[Sampling],
-        setting: Setting | None = None,
+        setting: ReferenceSettings | None = None,
         context: Tensor | None = None,
     ) -> list[Tensor]:
         """`log_probs` for several ways to make them of the same logits."""
@@ -224,7 +229,7 @@ class Reference:
         self,
         tokens: Tensor,
         prompt: int,
-        setting: Setting,
+        setting: ReferenceSettings,
         experts: Tensor | None = None,
         watcher: Watcher | None = None,
     ) -> Tensor:
@@ -311,7 +316,7 @@ def _penalised(logits: Tensor, tokens: Tensor, first: int, sampling: Sampling) -
 class _Rounding(TorchFunctionMode):
     """Rounds what the parts of a forward pass give, told apart by the function that makes it."""
 
-    def __init__(self, setting: Setting, num_experts: int) -> None:
+    def __init__(self, setting: ReferenceSettings, num_experts: int) -> None:
         super().__init__()
         parts: dict[Any, Part] = {F.rms_norm: "norms", F.linear: "products", F.silu: "activation"}
         parts |= {
@@ -339,7 +344,7 @@ class _Rounding(TorchFunctionMode):
 class _Attention:
     """Causal attention of one sequence, without a cache."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ReferenceSettings) -> None:
         self._setting = setting
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def load(model: nn.Module, named_tensors: NamedTensors) -> None:
         _load_weights(model, rest)
 
 
-class Experts:
+class StackedExperts:
     """The stacked experts of one model.
 
     Kinds of layers are told apart by class, parameter and shape: what holds for one of a kind holds
@@ -107,12 +107,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other.to(one.dtype))
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, StackedExperts] = weakref.WeakKeyDictionary()
 
 
-def _experts_of(model: nn.Module) -> Experts:
+def _experts_of(model: nn.Module) -> StackedExperts:
     if model not in _known:
-        _known[model] = Experts(model)
+        _known[model] = StackedExperts(model)
     return _known[model]
 
 

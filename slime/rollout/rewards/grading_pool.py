@@ -62,8 +62,8 @@ class GradingPool:
         self._module = module
         self._package = package
         self._limit = asyncio.Semaphore(num_workers)
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._idle: list[_GradingWorker] = []
+        self._all: set[_GradingWorker] = set()
 
     async def grade(self, grader: str, response: str, label: Any, deadline: float) -> Grade:
         """Grade one response; never raises for what the response contains.
@@ -82,7 +82,7 @@ class GradingPool:
                 grade = await self._ask(await self._start(), request, deadline)
             return Grade(grade.score, "timeout") if grade.failure == "stopped" else grade
 
-    async def _ask(self, worker: _Worker, request: dict[str, Any], deadline: float) -> Grade:
+    async def _ask(self, worker: _GradingWorker, request: dict[str, Any], deadline: float) -> Grade:
         """What this worker says; the failure "stopped" where it could not."""
         try:
             answer = await worker.ask(request, deadline + _GRACE)
@@ -110,28 +110,28 @@ class GradingPool:
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._all]
 
-    async def _start(self) -> _Worker:
+    async def _start(self) -> _GradingWorker:
         try:
-            worker = await _Worker.start(self._module, self._package)
+            worker = await _GradingWorker.start(self._module, self._package)
         except UserError as error:  # killed while it started, maybe
             logger.warning("%s; another one is tried", error)
-            worker = await _Worker.start(self._module, self._package)
+            worker = await _GradingWorker.start(self._module, self._package)
         self._all.add(worker)
         return worker
 
-    async def _discard(self, worker: _Worker) -> str:
+    async def _discard(self, worker: _GradingWorker) -> str:
         """End a worker; says what was wrong with it."""
         self._all.discard(worker)
         return await asyncio.shield(worker.end())
 
 
-class _Worker:
+class _GradingWorker:
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self.process = process
         self._errors = errors
 
     @staticmethod
-    async def start(module: str, package: str) -> _Worker:
+    async def start(module: str, package: str) -> _GradingWorker:
         package_parent = str(Path(slime.__file__).parent.parent)
         env = {
             **os.environ,
@@ -145,7 +145,7 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, env=env,
             limit=_LINE_LIMIT,
         )  # fmt: skip
-        worker = _Worker(process, errors)
+        worker = _GradingWorker(process, errors)
         if await worker._read(_START_TIMEOUT) is None:
             said = worker.last_error()
             await worker.end()

@@ -80,7 +80,7 @@ class Union_:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MathMatrix:
     rows: tuple[tuple[Any, ...], ...]
     kind: str
 
@@ -101,7 +101,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Clock:
+class WorkLimit:
     minutes: int
     has_half: bool
 
@@ -432,10 +432,10 @@ def _clock(found: re.Match[str]) -> Any:
         whole = found[0]
         if found[7] is None and "clock" not in whole:
             return None  # a ratio, perhaps; its reader looks at both
-        return Clock(hour * 3600 + minute * 60 + second, has_half=False)
+        return WorkLimit(hour * 3600 + minute * 60 + second, has_half=False)
     if not 1 <= hour <= 12 or minute > 59:
         return None
-    return Clock(
+    return WorkLimit(
         (hour % 12 + (12 if half == "p" else 0)) * 3600 + minute * 60 + second, has_half=True
     )
 
@@ -495,14 +495,14 @@ def _read_scaled_matrix(text: str, depth: int) -> Any:
         factor = factor or read_expression(prefix)
     except NotMath:
         return None
-    if not isinstance(matrix, Matrix) or not all(
+    if not isinstance(matrix, MathMatrix) or not all(
         isinstance(cell, Quantity) for row in matrix.rows for cell in row
     ):
         return None
     rows = tuple(
         tuple(Quantity("", ("*", factor, cell.node)) for cell in row) for row in matrix.rows
     )
-    return Matrix(rows, matrix.kind) if matrix.kind == "matrix" else None
+    return MathMatrix(rows, matrix.kind) if matrix.kind == "matrix" else None
 
 
 def _read_matrix(text: str, depth: int) -> Any:
@@ -519,7 +519,9 @@ def _read_matrix(text: str, depth: int) -> Any:
         if found[1] == "cases":
             return _cases(cells, depth)
         kind = "det" if found[1] in ("vmatrix", "Vmatrix") else "matrix"
-        return Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), kind)
+        return MathMatrix(
+            tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), kind
+        )
     whole = enclosed(text)
     if whole and whole[0] == "[" and re.match(r"\[", whole[1]):
         rows, _ = split_top(whole[1], _ONLY_COMMA)
@@ -527,7 +529,7 @@ def _read_matrix(text: str, depth: int) -> Any:
         if all(row and row[0] == "[" and row[2] == "]" for row in inner):
             cells = [split_top(row[1], _ONLY_COMMA)[0] for row in inner if row]
             if len({len(row) for row in cells}) == 1:
-                return Matrix(
+                return MathMatrix(
                     tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells), "matrix"
                 )
     if whole and r"\begin" in whole[1] and _MATRIX.fullmatch(whole[1]):
@@ -1194,10 +1196,12 @@ def _same_date(date: Date, other: Any) -> bool | None:
     )
 
 
-def _same_clock(clock: Clock, other: Any) -> bool | None:
+def _same_clock(clock: WorkLimit, other: Any) -> bool | None:
     if isinstance(other, Ratio) and other.clock:
-        other = Clock(other.clock[0] * 3600 + other.clock[1] * 60 + other.clock[2], has_half=False)
-    if not isinstance(other, Clock):
+        other = WorkLimit(
+            other.clock[0] * 3600 + other.clock[1] * 60 + other.clock[2], has_half=False
+        )
+    if not isinstance(other, WorkLimit):
         return False
     if clock.has_half and other.has_half:
         return clock.minutes == other.minutes
@@ -1243,10 +1247,10 @@ def _same_ratio(ratio: Ratio, other: Any) -> bool | None:
     return False
 
 
-def _same_matrix(matrix: Matrix, other: Any) -> bool | None:
+def _same_matrix(matrix: MathMatrix, other: Any) -> bool | None:
     if isinstance(other, Relation) and other.signs == ("=",):
         return _same_matrix(matrix, other.sides[-1])
-    if isinstance(other, Matrix):
+    if isinstance(other, MathMatrix):
         if matrix.kind != other.kind or [len(row) for row in matrix.rows] != [
             len(row) for row in other.rows
         ]:
@@ -1975,10 +1979,10 @@ _COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Choice, _same_choice),
     (Congruence, _same_congruence),
     (Family, _same_family),
-    (Matrix, _same_matrix),
+    (MathMatrix, _same_matrix),
     (Union_, _same_union),
     (Based, _same_based),
-    (Clock, _same_clock),
+    (WorkLimit, _same_clock),
     (Date, _same_date),
     (Sequence_, _same_sequence),
     (Ratio, _same_ratio),

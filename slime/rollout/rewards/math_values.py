@@ -175,7 +175,7 @@ def read_expression(text: str) -> Node:
     """
     if len(text) > _MAX_TEXT:
         raise NotMath("too long")
-    reader = _Reader(text)
+    reader = _ExpressionReader(text)
     node = reader.sum()
     reader.blanks()
     if reader.at < len(text):
@@ -183,7 +183,7 @@ def read_expression(text: str) -> Node:
     return node
 
 
-class _Reader:
+class _ExpressionReader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0

@@ -134,7 +134,7 @@ class RewardPool:
         elif self._rm_type:
             check_rm_type(self._rm_type)
 
-    def beside(self) -> RewardPool:
+    def fork(self) -> RewardPool:
         """The same pool for another rollout or evaluation at the same time: with counts of its
         own."""
         twin = copy.copy(self)
@@ -243,7 +243,7 @@ class RewardPool:
             )
             raise FunctionFailed(
                 f"{self._named(path)} returned {got} for a list of {len(samples)} samples",
-                why="with --group-rm, and for samples that one execution fanned out into, it is "
+                why="with --group-rm, and for samples that one trajectory fanned out into, it is "
                 "called with a list",
                 fix="return a list with one reward per sample",
             )

@@ -27,7 +27,7 @@ from slime.log import get_logger
 from slime.memory.hardware import FLASH4_MAJORS, FLASH4_WIDEST
 from slime.trainer.megatron import device
 from slime.trainer.megatron.layers import RMSNorm
-from slime.trainer.megatron.packed import Block, PackedSequences, PaddedLayout
+from slime.trainer.megatron.packed import AttentionBlock, PackedSequences, PaddedLayout
 from slime.trainer.megatron.rotary import Rotate
 
 # below this length a bfloat16 CPU is faster with explicit products than with torch's blocked kernel
@@ -238,7 +238,9 @@ def torch_varlen(
     return out
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> Tensor:
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scale: float
+) -> Tensor:
     """[B, L, heads, dim] and [B, L, groups, dim] → [B, L, heads, dim]; each query sees what the
     block allows."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

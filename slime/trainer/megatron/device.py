@@ -242,7 +242,7 @@ class _Event:
         return 0.0
 
 
-class _Stream:
+class _InOrderStream:
     """A CUDA stream on a device that runs everything in program order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -265,7 +265,7 @@ class _Stream:
         return True
 
 
-_THE_STREAM = _Stream()
+_THE_STREAM = _InOrderStream()
 
 
 def _on_cpu(device: Any) -> Any:
@@ -352,7 +352,7 @@ def _redirect_cuda_module() -> None:
         "set_device": _do_nothing(),
         "synchronize": _do_nothing(),
         "empty_cache": _do_nothing(),
-        "Stream": _Stream,
+        "Stream": _InOrderStream,
         "Event": _Event,
         "current_stream": lambda device=None: _THE_STREAM,
         "default_stream": lambda device=None: _THE_STREAM,

@@ -136,7 +136,7 @@ def canary_batch(tokens: Sequence[int], num_micro_batches: int) -> TrainBatch:
         raw_rewards=[0.0],
         sample_indices=[0],
         group_indices=[0],
-        execution_ids=[0],
+        trajectory_ids=[0],
         rollout_mask_sums=[float(scored)],
         truncated=[False],
         steps=[StepPlan(micro_batches, global_batch_size=1, num_loss_tokens=scored)],

@@ -38,7 +38,7 @@ _MAX_PADDED_RATIO = 1.25
 
 
 @dataclass
-class Block:
+class AttentionBlock:
     """Sequences of similar length that one dense attention call handles.
 
     Attributes:
@@ -67,7 +67,7 @@ class PaddedLayout:
         identity: one block without padding: packed and padded order are the same.
     """
 
-    blocks: list[Block]
+    blocks: list[AttentionBlock]
     gather: Tensor
     cells: Tensor
     padding: Tensor
@@ -216,7 +216,7 @@ _NONE = torch.zeros(0, dtype=torch.long)
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _TokenStream:
     """The tokens of a micro-batch one after the other, in host memory; see `PackedMicroBatch` for
     the attributes."""
 
@@ -227,21 +227,21 @@ class _Stream:
     rows: Tensor
     branches: list[list[int]]
 
-    def stripe(self, split: ContextSplit) -> _Stream:
+    def stripe(self, split: ContextSplit) -> _TokenStream:
         """What a rank of a context-parallel group holds of it."""
         place = split.place
         tokens = place.stripe(self.tokens)
         positions = place.stripe(self.positions)
         origins = place.stripe(self.origins)
         copies = place.stripe(self.copies)
-        return _Stream(
+        return _TokenStream(
             tokens, positions, origins, copies, split.mine(self.rows) // place.size, self.branches
         )
 
 
 def _lay_out(
     samples: Sequence[int], tokens: Sequence[Tensor], responses: list[int], options: PackingOptions
-) -> _Stream:
+) -> _TokenStream:
     """Prompts, the responses behind them, and the padding."""
     lengths = [tokens[i].numel() for i in samples]
     before = list(accumulate(lengths, initial=0))
@@ -284,7 +284,7 @@ def _lay_out(
         origins.append(torch.full((padding,), -1))
         copies.append(torch.zeros(padding))
         branches.append([padding])
-    return _Stream(
+    return _TokenStream(
         tokens=torch.cat(pieces),
         positions=torch.cat(positions),
         origins=torch.cat(origins),
@@ -370,7 +370,7 @@ def padded_layout(branches: Sequence[Sequence[int]]) -> PaddedLayout:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    blocks: list[Block] = []
+    blocks: list[AttentionBlock] = []
     gather = []
     padding = []
     for members in _blocks_by_length(lengths):
@@ -403,7 +403,7 @@ def _blocks_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return [sorted(members) for members in blocks]
 
 
-def _block(branches: Sequence[Sequence[int]], length: int) -> Block:
+def _block(branches: Sequence[Sequence[int]], length: int) -> AttentionBlock:
     causal = torch.ones(length, length, dtype=torch.bool).tril_()
     branched = any(
         len(parts) > 2 for parts in branches
@@ -414,7 +414,7 @@ def _block(branches: Sequence[Sequence[int]], length: int) -> Block:
         same = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
         allowed = (causal[None] & same)[:, None]
     bias = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
-    return Block(len(branches), length, allowed, bias, branched)
+    return AttentionBlock(len(branches), length, allowed, bias, branched)
 
 
 def _owners(parts: Sequence[int], length: int) -> Tensor:

@@ -25,7 +25,7 @@ _CUT = (
 )
 
 
-class Given:
+class UserValues:
     """The tensors that a function is given with gradient, as they are before it is called: it may
     change them in place.
 
@@ -42,7 +42,7 @@ class Given:
         ]
         self._nodes = {get_gradient_edge(tensor).node for tensor in self._tensors}
 
-    def reaches(self, value: Tensor) -> bool:
+    def has_grad_path(self, value: Tensor) -> bool:
         """Whether the backward pass of ``value`` comes to any of them; true where none of them has
         a gradient."""
         if not self._nodes or not value.requires_grad:
@@ -65,7 +65,7 @@ class Given:
         Raises:
             FunctionFailed: it would teach nothing; begins with ``what``.
         """
-        if self.reaches(value):
+        if self.has_grad_path(value):
             return value
         if masks.any():
             raise FunctionFailed(
@@ -79,7 +79,7 @@ class Given:
 
 
 def loss_and_metrics(
-    returned: Any, given: Given, masks: Tensor, origin: str
+    returned: Any, given: UserValues, masks: Tensor, origin: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a loss function returned, the metrics as 0-dimensional tensors.
 
@@ -158,7 +158,7 @@ def check_reducer(reduce: Any, origin: str) -> None:
         return
 
 
-def reduced_loss(value: Any, given: Given, masks: Tensor, origin: str) -> Tensor:
+def reduced_loss(value: Any, given: UserValues, masks: Tensor, origin: str) -> Tensor:
     """What a reducer returned.
 
     Args:
@@ -261,7 +261,7 @@ def mismatch_metrics(
 
 
 def corrected_loss(
-    returned: Sequence[Any], given: Given, token_loss: Tensor, inputs: LossInputs, origin: str
+    returned: Sequence[Any], given: UserValues, token_loss: Tensor, inputs: LossInputs, origin: str
 ) -> tuple[Tensor, Tensor]:
     """The loss and the masks [T] that a correction returned, of whose three things
     `mismatch_metrics` knows.
